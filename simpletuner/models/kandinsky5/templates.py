@@ -1,0 +1,53 @@
+"""The sentences around a caption that Kandinsky 5 was trained with.
+
+The text encoder reads the whole sentence, the transformer only what follows the first `crop` tokens of it, which is
+the caption and the end of the sentence. The words are the ones of the official training and inference code, their
+spelling of "prompt" included; releases of diffusers carry slightly other words and other crops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TemplateName = Literal["image", "image_edit", "video"]
+
+
+@dataclass(frozen=True)
+class TextTemplate:
+    """A sentence with `{}` where the caption goes, and the number of tokens before the caption."""
+
+    text: str
+    crop: int
+
+    def format(self, caption: str) -> str:
+        """The sentence with `caption` in it; braces in the caption stay what they are."""
+        return self.text.format(caption)
+
+
+OFFICIAL: dict[TemplateName, TextTemplate] = {
+    "image": TextTemplate(
+        "<|im_start|>system\nYou are a promt engineer. Describe the image by detailing the color, shape, size, texture,"
+        " quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
+        "<|im_start|>user\n{}<|im_end|>",
+        crop=41,
+    ),
+    "image_edit": TextTemplate(
+        "<|im_start|>system\nYou are a promt engineer. Based on the provided source image (first image) and target"
+        " image (second image), create an interesting text prompt that can be used together with the source image to"
+        " create the target image:<|im_end|><|im_start|>user{}<|vision_start|><|image_pad|><|vision_end|><|im_end|>",
+        crop=55,
+    ),
+    "video": TextTemplate(
+        "<|im_start|>system\nYou are a promt engineer. Describe the video in detail.\n"
+        "Describe how the camera moves or shakes, describe the zoom and view angle, whether it follows the objects.\n"
+        "Describe the location of the video, main characters or objects and their action.\n"
+        "Describe the dynamism of the video and presented actions.\n"
+        "Name the visual style of the video: whether it is a professional footage, user generated content,"
+        " some kind of animation, video game or scren content.\n"
+        "Describe the visual effects, postprocessing and transitions if they are presented in the video.\n"
+        "Pay attention to the order of key actions shown in the scene.<|im_end|>\n"
+        "<|im_start|>user\n{}<|im_end|>",
+        crop=129,
+    ),
+}

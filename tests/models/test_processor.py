@@ -1,0 +1,92 @@
+"""The processor without torchvision, and the tokenizers whose templates must have their true lengths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline
+from PIL import Image
+from transformers import Qwen2VLProcessor
+
+from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName
+from tests.tiny import TOKENIZERS, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def t2i_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("t2i"))
+
+
+@pytest.fixture(scope="module")
+def i2i_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("i2i"), "i2i")
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_crop_is_the_number_of_tokens_before_the_caption(name: TemplateName) -> None:
+    tokenizer = load_processor(TOKENIZERS).tokenizer
+    before, _, _ = OFFICIAL[name].text.partition("{}")
+
+    assert len(tokenizer(before).input_ids) == OFFICIAL[name].crop
+    # The templates that diffusers ships spell "prompt", which is one token instead of two.
+    assert len(tokenizer(before.replace("promt", "prompt")).input_ids) == OFFICIAL[name].crop - 1
+
+
+@pytest.mark.parametrize("caption", ["a red star", "एक लाल तारा", "一颗红色的星星", "zigzag\u200d🎈", "100 %"])
+def test_every_caption_survives_the_tokenizer(caption: str) -> None:
+    tokenizer = load_processor(TOKENIZERS).tokenizer
+    template = OFFICIAL["image"]
+
+    ids = tokenizer(template.format(caption)).input_ids
+
+    assert tokenizer.decode(ids[template.crop :]) == f"{caption}<|im_end|>"
+
+
+def test_it_passes_for_the_stock_class_and_saves_as_it(t2i_folder: Path, tmp_path: Path) -> None:
+    processor = load_processor(t2i_folder)
+    assert isinstance(processor, Qwen2VLProcessor)
+
+    index = json.loads((t2i_folder / "model_index.json").read_text())
+    assert index["tokenizer"] == ["transformers", "Qwen2VLProcessor"]
+
+    processor.save_pretrained(tmp_path / "tokenizer")
+    assert load_processor(tmp_path).tokenizer.get_vocab() == processor.tokenizer.get_vocab()
+
+
+def test_text_through_the_stock_pipeline(t2i_folder: Path) -> None:
+    pipe = Kandinsky5T2IPipeline.from_pretrained(t2i_folder, tokenizer=load_processor(t2i_folder))
+    pipe.set_progress_bar_config(disable=True)
+    pipe.resolutions = [(64, 64)]
+
+    embeds, pooled, lengths = pipe.encode_prompt("a red star")
+    other, other_pooled, _ = pipe.encode_prompt("a red cat")
+    result = pipe("a red star", height=64, width=64, num_inference_steps=2, output_type="pt")
+
+    assert embeds.shape == (1, 4, 32)  # three words and the end of the sentence
+    assert lengths.tolist() == [0, 4]
+    assert not torch.allclose(embeds, other)
+    assert not torch.allclose(pooled, other_pooled)
+    assert result.image.shape == (1, 3, 64, 64)
+    assert result.image.isfinite().all()
+
+
+def test_text_and_picture_through_the_stock_pipeline(i2i_folder: Path) -> None:
+    pipe = Kandinsky5I2IPipeline.from_pretrained(i2i_folder, tokenizer=load_processor(i2i_folder))
+    pipe.set_progress_bar_config(disable=True)
+    pipe.resolutions = [(64, 64)]
+    red, blue = (Image.new("RGB", (64, 64), colour) for colour in ("red", "blue"))
+
+    of_red, _, lengths = pipe.encode_prompt("a round cat", image=red)
+    of_blue, _, _ = pipe.encode_prompt("a round cat", image=blue)
+    result = pipe(red, "a round cat", height=64, width=64, num_inference_steps=2, output_type="pt")
+
+    # 64 px are halved, then enlarged to the least size of 56 px: 4 x 4 patches of 14 px, merged two by two.
+    words, picture, around_it_and_end = 3, 4, 3
+    assert of_red.shape == (1, words + picture + around_it_and_end, 32)
+    assert lengths.tolist() == [0, of_red.shape[1]]
+    assert not torch.allclose(of_red, of_blue)
+    assert result.image.isfinite().all()

@@ -1,0 +1,159 @@
+"""Checkpoints of real classes, small enough to make and run in a second.
+
+Each maker writes a whole diffusers folder of random weights. Two things are not random: the tokenizers are the
+demo's, so that templates have their true lengths, and whatever a class initialises with zeros gets small random
+values, because behind a gate of zero every gradient is zero and a gradient test would pass on nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    Kandinsky5I2IPipeline,
+    Kandinsky5T2IPipeline,
+    Kandinsky5Transformer3DModel,
+)
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+from simpletuner.models.kandinsky5.processor import load_processor
+
+TOKENIZERS = Path(__file__).parents[1] / "simpletuner" / "examples" / "demo" / "checkpoint"
+WIDTH = 32
+
+
+def fill_zeros(model: torch.nn.Module, scale: float = 0.05) -> None:
+    """Give every parameter that is all zeros small random values."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=scale)
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """`model` with its parameters in `dtype`; buffers keep their precision, which `.to(dtype)` would round."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def build_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForConditionalGeneration:
+    """Qwen2.5-VL of two layers with a vision tower of two; hidden states are `WIDTH` wide."""
+    ids = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": -(-len(tokenizer) // 16) * 16,
+            "hidden_size": WIDTH,
+            "intermediate_size": 2 * WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            "initializer_range": 0.3,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": WIDTH,
+            "intermediate_size": 2 * WIDTH,
+            "num_heads": 2,
+            "out_hidden_size": WIDTH,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,
+        },
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def build_clip(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModel:
+    """CLIP's text model of two layers; the pooled output is `WIDTH` wide."""
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=-(-len(tokenizer) // 16) * 16,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            initializer_factor=5.0,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def build_image_vae() -> AutoencoderKL:
+    """The VAE of Flux in shape: 16 latent channels at an eighth of the size, its scaling and shift factor."""
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 16, 16, 16),
+        layers_per_block=1,
+        latent_channels=16,
+        norm_num_groups=8,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def build_kandinsky(*, visual_cond: bool = False) -> Kandinsky5Transformer3DModel:
+    """A Kandinsky 5 transformer of one text block and two visual ones, with no zero-initialised parameter left."""
+    transformer = Kandinsky5Transformer3DModel(
+        in_visual_dim=16,
+        out_visual_dim=16,
+        in_text_dim=WIDTH,
+        in_text_dim2=WIDTH,
+        time_dim=WIDTH,
+        model_dim=WIDTH,
+        ff_dim=2 * WIDTH,
+        num_text_blocks=1,
+        num_visual_blocks=2,
+        axes_dims=(4, 6, 6),
+        visual_cond=visual_cond,
+    )
+    fill_zeros(transformer)
+    return transformer
+
+
+def make_checkpoint(
+    folder: Path, task: Literal["t2i", "i2i"] = "t2i", *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write a Kandinsky 5 Image checkpoint of random weights into `folder` and return it.
+
+    It loads with `Kandinsky5T2IPipeline.from_pretrained(folder, tokenizer=load_processor(folder))`, or the I2I one.
+    """
+    processor = load_processor(TOKENIZERS)
+    clip_tokenizer = CLIPTokenizer.from_pretrained(TOKENIZERS, subfolder="tokenizer_2")
+    pipeline_class = Kandinsky5I2IPipeline if task == "i2i" else Kandinsky5T2IPipeline
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline = pipeline_class(
+            transformer=cast(build_kandinsky(visual_cond=task == "i2i"), dtype),
+            vae=cast(build_image_vae(), dtype),
+            text_encoder=cast(build_qwen(processor.tokenizer), dtype),
+            tokenizer=processor,
+            text_encoder_2=cast(build_clip(clip_tokenizer), dtype),
+            tokenizer_2=clip_tokenizer,
+            scheduler=FlowMatchEulerDiscreteScheduler(),
+        )
+    pipeline.save_pretrained(folder)
+    return folder
