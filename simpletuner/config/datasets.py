@@ -1,0 +1,157 @@
+"""The dataset file: a JSON list of objects, one per dataset or text cache.
+
+Keys, coercion and messages follow the same rules as config.json. `None` means "take the run's default", which
+`with_defaults` fills in, so that whoever receives a `DatasetConfig` afterwards finds every value decided.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from .option import Flag, Group, Integer, Json, Number, Text, TextList, option
+from .schema import DatasetDefaults
+
+CaptionStrategy = Literal[
+    "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
+]  # fmt: skip
+ConditioningType = Literal["mask", "segmentation", "reference_strict", "reference_loose", "controlnet"]
+
+
+class ParquetConfig(Group):
+    """Where a parquet table keeps file names, captions and sizes."""
+
+    path: Text = option(..., "The parquet file.")
+    filename_column: Text = option("filename", "Column of file names.")
+    caption_column: Text = option("caption", "Column of captions.")
+    fallback_caption_column: Text | None = option(None, "Used where the caption is empty.")
+    width_column: Text | None = option(None, "Column of widths.")
+    height_column: Text | None = option(None, "Column of heights.")
+    identifier_includes_extension: Flag = option(True, "false: the names lack their extension, `.png` is assumed.")
+
+
+class VideoConfig(Group):
+    """Clips: how many frames, how fast, in which buckets."""
+
+    num_frames: Integer | None = option(None, "The first n frames are trained.", ge=1)
+    min_frames: Integer | None = option(None, "Shorter clips are left out.", ge=1)
+    max_frames: Integer | None = option(None, "Longer clips are left out.", ge=1)
+    frame_rate: Number | None = option(None, "Frames per second.", aliases=("framerate",), gt=0)
+    is_i2v: Flag | None = option(None, "Frame 0 is the condition.")
+    bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = option("aspect_ratio", "How clips are grouped.")
+    frame_interval: Integer | None = option(None, "Round lengths down to a multiple.", ge=1)
+
+
+class DatasetConfig(Group):
+    """Dataset"""
+
+    id: Text = option(..., "Name of the dataset, once in the file.")
+    type: Literal["local", "huggingface", "aws", "csv"] = option("local", "Where the files are.")
+    dataset_type: Literal[
+        "image", "video", "text_embeds", "conditioning", "eval", "image_embeds", "conditioning_image_embeds"
+    ] = option("image", "What the entry holds.")  # fmt: skip
+    disabled: Flag = option(False, "Skip this entry without looking at its paths.", aliases=("disable",))
+    default: Flag = option(False, "The text_embeds entry for datasets that name none.")
+    cache_dir: Text | None = option(None, "Folder for text embeds.")
+    cache_dir_vae: Text | None = option(None, "Folder for latents.")
+    instance_data_dir: Text | None = option(None, "Folder of the pictures or clips, sub-folders included.")
+    caption_strategy: CaptionStrategy | None = option(None, "Where captions come from.")
+    disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
+    instance_prompt: TextList | None = option(None, "Text put before captions or used instead of them.")
+    prepend_instance_prompt: Flag | None = option(None, "Put instance_prompt before each caption.")
+    only_instance_prompt: Flag | None = option(None, "Use instance_prompt instead of captions.")
+    metadata_backend: Literal["discovery", "json", "parquet", "huggingface"] = option(
+        "discovery", "Where names and sizes come from; json means discovery."
+    )
+    parquet: ParquetConfig | None = option(None, "The table behind metadata_backend parquet.")
+    resolution: Number | None = option(None, "Size that buckets aim for.", gt=0)
+    resolution_type: Literal["pixel", "area", "pixel_area"] | None = option(None, "What resolution measures.")
+    aspect_bucket_rounding: Integer | None = option(None, "Decimals of a bucket's ratio.", ge=1, le=9)
+    aspect_bucket_alignment: Literal["8", "16", "24", "32", "64", "128"] | None = option(None, "Pixel grid.")
+    crop: Flag = option(False, "Crop to a ratio; false keeps the picture's own.")
+    crop_aspect: Literal["square", "preserve", "closest", "random"] = option("square", "Which ratio to crop to.")
+    crop_aspect_buckets: Json | None = option(None, "Ratios, or {aspect, weight} with weights summing to 1.")
+    crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random", "Where to crop.")
+    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0)
+    maximum_image_size: Number | None = option(None, "Larger ones are resized to the target first.", ge=0)
+    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0)
+    minimum_aspect_ratio: Number | None = option(None, "Narrower pictures are left out.", gt=0)
+    maximum_aspect_ratio: Number | None = option(None, "Wider pictures are left out.", gt=0)
+    max_upscale_threshold: Number | None = option(
+        None, "With closest or random: no bucket that enlarges by more than this share.", ge=0, le=1
+    )
+    repeats: Integer | None = option(None, "Extra passes: a sample is seen repeats + 1 times an epoch.", ge=0)
+    probability: Number = option(1.0, "Weight among the datasets.", ge=0)
+    train_batch_size: Integer | None = option(None, "Own batch size.", ge=1)
+    max_num_samples: Integer | None = option(None, "Use a fixed subset of this size.", ge=1)
+    start_epoch: Integer = option(1, "First epoch in which the dataset takes part.", ge=1)
+    start_step: Integer = option(0, "First step in which it takes part.", ge=0)
+    end_epoch: Integer | None = option(None, "Last epoch in which it takes part.", ge=1)
+    end_step: Integer | None = option(None, "Last step in which it takes part.", ge=1)
+    text_embeds: Text | None = option(None, "Id of the text_embeds entry to use.")
+    image_embeds: Text | None = option(None, "Id of an image_embeds entry.")
+    conditioning_image_embeds: Text | None = option(None, "Id of a conditioning_image_embeds entry.")
+    write_batch_size: Integer = option(128, "Accepted; never changes content.", ge=1)
+    vae_cache_clear_each_epoch: Flag | None = option(None, "Encode anew each epoch.")
+    vae_cache_disable: Flag = option(False, "Encode every time and write nothing.")
+    skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
+    preserve_data_backend_cache: Flag | None = option(None, "Do not scan again for added files.")
+    compress_cache: Flag | None = option(None, "Compress cache entries.")
+    scan_for_errors: Flag = option(False, "Check every cache entry at start.")
+    delete_problematic_images: Flag | None = option(None, "Move undecodable files to quarantine.")
+    delete_unwanted_images: Flag | None = option(None, "Move files outside the limits to quarantine.")
+    caption_shuffle: Json | None = option(None, "Shuffle the parts of captions.")
+    caption_filter_list: Json | None = option(None, "Texts or expressions removed from captions.")
+    is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
+    disable_validation: Flag = option(False, "None of its samples in validation.")
+    hash_filenames: Json | None = option(None, "Accepted for old files; ignored.")
+    ignore_epochs: Json | None = option(None, "Accepted for old files; ignored with a warning.")
+    conditioning_type: ConditioningType | None = option(None, "What the pictures of a conditioning entry are.")
+    conditioning_data: TextList | None = option(None, "Ids of conditioning entries, paired one to one by path.")
+    source_dataset_id: Text | None = option(None, "The dataset a conditioning entry belongs to.")
+    conditioning: Json | None = option(None, "Generate a conditioning dataset.")
+    dataset_name: Text | None = option(None, "Hub dataset (huggingface).")
+    split: Text = option("train", "Split (huggingface).")
+    revision: Text | None = option(None, "Revision (huggingface).")
+    image_column: Text = option("image", "Column (huggingface).")
+    video_column: Text = option("video", "Column (huggingface).")
+    caption_column: Text = option("caption", "Column (huggingface).")
+    fallback_caption_column: Text | None = option(None, "Column (huggingface).")
+    huggingface: Json | None = option(None, "The same keys inside an object.")
+    csv_file: Text | None = option(None, "Table (csv).")
+    csv_cache_dir: Text | None = option(None, "Folder for downloads (csv).")
+    csv_caption_column: Text | None = option(None, "Column (csv).")
+    csv_url_column: Text | None = option(None, "Column (csv).")
+    aws_bucket_name: Text | None = option(None, "Bucket (aws).")
+    aws_region_name: Text | None = option(None, "Region (aws).")
+    aws_endpoint_url: Text | None = option(None, "Endpoint (aws).")
+    aws_access_key_id: Text | None = option(None, "Key (aws).")
+    aws_secret_access_key: Text | None = option(None, "Secret (aws).")
+    aws_data_prefix: Text | None = option(None, "Prefix (aws).")
+    video: VideoConfig = option(VideoConfig(), "Rules for clips.")
+
+    @property
+    def is_conditioning(self) -> bool:
+        """A `conditioning_type` makes an entry a conditioning dataset, whatever its dataset_type says."""
+        return self.dataset_type == "conditioning" or self.conditioning_type is not None
+
+    @property
+    def is_text_embeds(self) -> bool:
+        return self.dataset_type == "text_embeds"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its samples are drawn in training."""
+        return self.dataset_type in ("image", "video") and not self.is_conditioning
+
+    def with_defaults(self, defaults: DatasetDefaults, **more: Any) -> DatasetConfig:
+        """This entry with every `None` that has a run-wide default replaced by it.
+
+        `more` are defaults that are not in `DatasetDefaults`: the batch size, compression, quarantine switches.
+        """
+        run_wide = {**{name: getattr(defaults, name) for name in type(defaults).model_fields}, **more}
+        missing = {
+            name: value
+            for name, value in run_wide.items()
+            if name in type(self).model_fields and getattr(self, name) is None
+        }
+        return self.model_copy(update=missing)

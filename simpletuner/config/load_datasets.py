@@ -1,0 +1,128 @@
+"""Read the dataset file into `DatasetConfig` objects, all problems at once.
+
+References between entries (ids, default text cache, partners) are checked here; what needs the disk is checked
+by `data/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from simpletuner.errors import Problem, did_you_mean
+
+from .datasets import DatasetConfig, ParquetConfig, VideoConfig
+from .load import expand_environment, read_json
+from .messages import problems_of, unknown_key
+
+PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
+PATH_KEYS = ("cache_dir", "cache_dir_vae", "instance_data_dir", "csv_file", "csv_cache_dir")
+
+
+def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str, str]) -> list[DatasetConfig]:
+    """The enabled entries of a dataset file.
+
+    Args:
+        path: the file.
+        problems: receives everything that is wrong.
+        placeholders: values for `{model_family}` and `{output_dir}` in paths.
+    """
+    if not path.is_file():
+        problems.append(Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist."))
+        return []
+    content = read_json(path, problems)
+    if content is None:
+        return []
+    if not isinstance(content, list):
+        problems.append(Problem(str(path), f"must hold a JSON list of datasets, not a {type(content).__name__}."))
+        return []
+    if not content:
+        problems.append(Problem(str(path), "holds no datasets."))
+        return []
+    entries = [_read_entry(entry, index, path, problems, placeholders) for index, entry in enumerate(content)]
+    enabled = [entry for entry in entries if entry is not None and not entry.disabled]
+    if all(entry is not None and entry.disabled for entry in entries):
+        problems.append(Problem(str(path), "all datasets are disabled."))
+    check_references(enabled, problems)
+    return enabled
+
+
+def check_references(datasets: Sequence[DatasetConfig], problems: list[Problem]) -> None:
+    """Ids are unique and every reference leads somewhere."""
+    counts = Counter(dataset.id for dataset in datasets)
+    for name, count in counts.items():
+        if count > 1:
+            problems.append(Problem(name, f"is the id of {count} datasets; ids must be unique."))
+    defaults = [dataset.id for dataset in datasets if dataset.is_text_embeds and dataset.default]
+    if len(defaults) > 1:
+        problems.append(Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}."))
+    text_ids = [dataset.id for dataset in datasets if dataset.is_text_embeds]
+    condition_ids = [dataset.id for dataset in datasets if dataset.is_conditioning]
+    for dataset in datasets:
+        _check_reference(dataset, "text_embeds", dataset.text_embeds, text_ids, problems)
+        for reference in dataset.conditioning_data or []:
+            _check_reference(dataset, "conditioning_data", reference, condition_ids, problems)
+        _check_reference(dataset, "source_dataset_id", dataset.source_dataset_id, list(counts), problems)
+
+
+def _check_reference(
+    dataset: DatasetConfig, key: str, reference: str | None, known: Sequence[str], problems: list[Problem]
+) -> None:
+    if reference is not None and reference not in known:
+        choices = ", ".join(known) or "there are none"
+        message = f"{reference!r} is not the id of such an entry ({choices}).{did_you_mean(reference, known)}"
+        problems.append(Problem(f"{dataset.id}.{key}", message))
+
+
+def _read_entry(
+    entry: Any, index: int, path: Path, problems: list[Problem], placeholders: dict[str, str]
+) -> DatasetConfig | None:
+    where = f"{path.name}[{index}]"
+    if not isinstance(entry, dict):
+        problems.append(Problem(where, f"must be an object, not a {type(entry).__name__}."))
+        return None
+    where = f"{path.name}: {entry['id']}" if entry.get("id") else where
+    keys = _canonical_keys(entry, DatasetConfig, where, problems)
+    if keys.get("disabled") in (True, "true", "True", "1", 1):
+        return DatasetConfig(id=str(keys.get("id", where)), disabled=True)
+    for name, group in (("video", VideoConfig), ("parquet", ParquetConfig)):
+        if isinstance(keys.get(name), dict):
+            keys[name] = _canonical_keys(keys[name], group, f"{where}.{name}", problems)
+    keys = {key: expand_environment(value, f"{where}.{key}", problems) for key, value in keys.items()}
+    values = {**placeholders, "id": str(keys.get("id", ""))}
+    for key in PATH_KEYS:
+        if isinstance(keys.get(key), str):
+            keys[key] = PLACEHOLDER.sub(lambda match: values[match.group(1)], keys[key])
+    try:
+        return DatasetConfig.model_validate(keys)
+    except ValidationError as error:
+        problems.extend(problems_of(error, DatasetConfig, prefix=f"{where}."))
+        return None
+
+
+def _canonical_keys(entry: dict[str, Any], group: Any, where: str, problems: list[Problem]) -> dict[str, Any]:
+    """Resolve aliases, drop unset values, and report unknown keys and contradictions."""
+    names = {
+        alias: name
+        for name, field in group.model_fields.items()
+        for alias in (name, *(field.json_schema_extra or {}).get("aliases", ()))
+    }
+    result: dict[str, Any] = {}
+    for written, value in entry.items():
+        key = written.removeprefix("--").replace("-", "_")
+        if key not in names:
+            if not key.startswith("_"):
+                problems.append(Problem(f"{where}.{written}", unknown_key(key, list(names))))
+            continue
+        if value is None or value == "":
+            continue
+        name = names[key]
+        if name in result and result[name] != value:
+            problems.append(Problem(f"{where}.{name}", f"is given twice: {result[name]!r} and {value!r}."))
+        result[name] = value
+    return result

@@ -1,0 +1,200 @@
+"""The vocabulary of the option schema.
+
+One call of `option()` declares a key once: its type (from the annotation beside it), default, limits, help and
+section. The command line, `--help`, the wizard, the reference page and the loader all read this one declaration.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
+FALSE_WORDS = frozenset({"false", "0", "no", "off"})
+
+Planned = Literal["switch", "detail"]
+
+
+def parse_flag(value: object) -> object:
+    """True or False from a boolean, 0, 1 or one of the usual words in any letter case."""
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    word = value.strip().lower() if isinstance(value, str) else None
+    if word in TRUE_WORDS:
+        return True
+    if word in FALSE_WORDS:
+        return False
+    raise ValueError("is not true or false")
+
+
+def parse_integer(value: object) -> object:
+    """A whole number from a number or numeric text; 1.5 and True are refused."""
+    number = parse_number(value, "is not a whole number")
+    if not float(number).is_integer():
+        raise ValueError("is not a whole number")
+    return value if isinstance(value, int) else int(number)
+
+
+def parse_number(value: object, complaint: str = "is not a number") -> float:
+    """A finite float from a number or numeric text such as "1e-4"."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(complaint)
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(complaint) from None
+    if not math.isfinite(number):
+        raise ValueError(complaint)
+    return number
+
+
+def parse_text(value: object) -> object:
+    """Text; numbers are taken as they are written."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("is not text")
+    return str(value)
+
+
+def parse_json_text(value: object) -> object:
+    """A list or object, given as such or as JSON text (the only way to write one on the command line)."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos + 1})") from None
+    return value
+
+
+def parse_list(value: object) -> object:
+    """A list; one bare value stands for a list of one, JSON text and commas are understood."""
+    value = parse_json_text(value)
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value if isinstance(value, list) else [value]
+
+
+Flag = Annotated[bool, BeforeValidator(parse_flag)]
+Integer = Annotated[int, BeforeValidator(parse_integer)]
+Number = Annotated[float, BeforeValidator(parse_number)]
+Text = Annotated[str, BeforeValidator(parse_text)]
+TextList = Annotated[list[Text], BeforeValidator(parse_list)]
+NumberList = Annotated[list[Number], BeforeValidator(parse_list)]
+Json = Annotated[Any, BeforeValidator(parse_json_text)]
+
+
+class Group(BaseModel):
+    """Base of all config groups: immutable, and a key that is not declared is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def option(
+    default: Any = ...,
+    help: str = "",
+    *,
+    aliases: tuple[str, ...] = (),
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    planned: Planned | None = None,
+    off: tuple[object, ...] = (),
+    default_note: str = "",
+) -> Any:
+    """Declare one key.
+
+    Args:
+        default: the global default; `...` makes the key required.
+        help: one or two sentences for `--help`, the wizard and the reference page.
+        aliases: other spellings that mean the same key.
+        ge, gt, le, lt: limits of a number.
+        planned: the key is known but what it controls is not built. A "switch" is refused when it switches
+            something on, a "detail" is noted with a warning: it changes nothing while its switch is off.
+        off: values (beside the default) with which a planned switch switches nothing on.
+        default_note: how the reference page words a default that depends on something else.
+    """
+    extra: Any = {"aliases": aliases, "planned": planned, "off": off, "default_note": default_note}
+    return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One declared key, as its readers see it."""
+
+    name: str
+    section: str
+    help: str
+    default: Any
+    required: bool
+    annotation: Any
+    aliases: tuple[str, ...]
+    planned: Planned | None
+    off: tuple[object, ...]
+    default_note: str
+    limits: dict[str, float]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed words of a key that takes one of a few, else an empty tuple."""
+        return tuple(str(word) for word in _literal_args(self.annotation))
+
+    @property
+    def type_name(self) -> str:
+        """The type in the words of the reference page."""
+        if self.choices:
+            return " \\| ".join(f"`{word}`" for word in self.choices)
+        base = _strip_optional(self.annotation)
+        names = {bool: "true/false", int: "integer", float: "number", str: "text"}
+        if get_origin(base) is list:
+            return "list"
+        return names.get(base, "JSON")
+
+    @property
+    def is_flag(self) -> bool:
+        return _strip_optional(self.annotation) is bool
+
+    @property
+    def limit_text(self) -> str:
+        signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+        return ", ".join(f"{signs[name]} {bound:g}" for name, bound in self.limits.items())
+
+
+def describe(name: str, section: str, field: FieldInfo) -> Option:
+    """Read an `Option` out of the field that `option()` declared."""
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    limits: dict[str, float] = {}
+    for constraint in field.metadata:
+        for bound in ("ge", "gt", "le", "lt"):
+            if hasattr(constraint, bound):
+                limits[bound] = getattr(constraint, bound)
+    return Option(
+        name=name,
+        section=section,
+        help=field.description or "",
+        default=None if field.default is PydanticUndefined else field.default,
+        required=field.is_required(),
+        annotation=field.annotation,
+        limits=limits,
+        **extra,  # type: ignore[arg-type]
+    )
+
+
+def _strip_optional(annotation: Any) -> Any:
+    """`int` out of `Annotated[int, ...] | None`."""
+    if get_origin(annotation) is Annotated:
+        return _strip_optional(get_args(annotation)[0])
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if get_origin(annotation) in (list, Literal) or len(parts) != 1:
+        return annotation
+    return _strip_optional(parts[0])
+
+
+def _literal_args(annotation: Any) -> tuple[Any, ...]:
+    base = _strip_optional(annotation)
+    return get_args(base) if get_origin(base) is Literal else ()

@@ -1,0 +1,620 @@
+"""Every key of config.json, declared once, in the groups that the rooms of the house receive.
+
+A class is a section of the reference page and the config group of one component; nothing else in the project
+knows a key by its name as text. Defaults that belong to a model family live with the family (`models/*/spec.py`)
+and are laid over these.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .option import Flag, Group, Integer, Json, Number, Option, Text, TextList, describe, option
+
+Precision = Literal[
+    "no_change", "bf16", "fp32",
+    "int8", "int4", "int2", "fp8", "fp8uz",
+    "int8-quanto", "int4-quanto", "int2-quanto", "fp8-quanto", "fp8uz-quanto",
+    "int8-torchao", "int8dq-torchao", "int4-torchao", "fp8-torchao",
+    "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
+]  # fmt: skip
+PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
+
+OptimizerName = Literal[
+    "adamw_bf16", "adamw",
+    "torch-adamw", "torch-adam", "torch-nadam", "torch-radam", "torch-adagrad", "torch-rmsprop", "torch-sgd",
+    "optimi-adamw", "optimi-stableadamw", "optimi-lion", "optimi-radam", "optimi-ranger", "optimi-adan",
+    "optimi-adam", "optimi-sgd",
+    "ao-adamw8bit", "ao-adamw4bit",
+    "adamw_schedulefree", "adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan",
+    "soap", "muon", "prodigy",
+    "bnb-adamw8bit", "bnb-adamw", "bnb-lion8bit", "bnb-lion", "bnb-adagrad8bit", "bnb-sgd8bit",
+]  # fmt: skip
+
+
+class ModelConfig(Group):
+    """Model"""
+
+    model_type: Literal["lora", "full"] = option(
+        ..., "What is trained: a LoRA beside the frozen model, or every weight of the transformer."
+    )
+    model_family: Text = option(..., "The model family. `_` for `-` and any letter case are accepted.")
+    model_flavour: Text | None = option(
+        None, "Which checkpoint of the family.", aliases=("model_flavor",), default_note="the family's first"
+    )
+    pretrained_model_name_or_path: Text | None = option(
+        None,
+        "Hub id or folder of a diffusers checkpoint; wins over the flavour.",
+        default_note="of the flavour",
+    )
+    pretrained_vae_model_name_or_path: Text | None = option(
+        None, "Hub id or folder to take the VAE from.", default_note="the model path"
+    )
+    pretrained_transformer_model_name_or_path: Text | None = option(
+        None, "Hub id or folder to take the transformer from.", default_note="the model path"
+    )
+    pretrained_transformer_subfolder: Text = option("transformer", "Folder of the transformer inside that path.")
+    qwen_text_encoder_model_name_or_path: Text | None = option(
+        None, "Hub id or folder to take the Qwen2.5-VL text encoder from (Kandinsky)."
+    )
+    pretrained_gemma_model_name_or_path: Text | None = option(
+        None, "Hub id or folder to take the Gemma text encoder from (Sana Video)."
+    )
+    revision: Text | None = option(None, "Branch, tag or commit of the hub repository.")
+    variant: Text | None = option(None, "Weight file variant, such as fp16.")
+    trust_remote_code: Flag = option(False, "Handed on to the loading functions.")
+
+
+class RunOptions(Group):
+    """Run and paths"""
+
+    output_dir: Text = option("simpletuner-results", "Everything a run writes goes here; created when missing.")
+    logging_dir: Text = option("logs", "Folder for tracker files.")
+    cache_dir: Text | None = option(None, "Folder for all caches.", default_note="`<output_dir>/cache`")
+    cache_dir_text: Text | None = option(None, "Folder for text embeds.", default_note="`<cache_dir>/text`")
+    cache_dir_vae: Text | None = option(None, "Folder for latents.", default_note="`<cache_dir>/vae`")
+    data_backend_config: Text | None = option(
+        None, "The dataset file.", default_note="multidatabackend.json beside the config"
+    )
+    seed: Integer | None = option(
+        None,
+        "Data order, noise and initial weights repeat with the same seed. 0 takes it from the clock, -1 or unset "
+        "draws one; both are logged.",
+        ge=-1,
+    )
+    seed_for_each_device: Flag = option(True, "false: every process uses the same noise.")
+    resume_from_checkpoint: Text = option(
+        "latest",
+        "`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts afresh; none "
+        "starts at step 0 and never writes over an existing checkpoint.",
+    )
+    i_know_what_i_am_doing: Flag = option(False, "Turns the safety errors that name this key into warnings.")
+
+
+class TrackingConfig(Group):
+    """Tracking"""
+
+    report_to: Text = option(
+        "none",
+        "wandb, tensorboard, comet_ml, swanlab, simpletuner (the local files, always written), all, none, or a "
+        "comma list.",
+    )
+    tracker_project_name: Text = option("simpletuner", "Project name for trackers.")
+    tracker_run_name: Text = option("simpletuner-testing", "Run name for trackers.")
+
+
+class PublishConfig(Group):
+    """Publishing"""
+
+    push_to_hub: Flag = option(False, "Upload the result at the end.", planned="switch")
+    hub_model_id: Text | None = option(
+        None, "Repository name on the hub.", planned="detail", default_note="the project name"
+    )
+    push_checkpoints_to_hub: Flag = option(False, "Upload each checkpoint too.", planned="switch")
+    push_to_hub_background: Flag = option(False, "Upload without holding up training.", planned="detail")
+    model_card_private: Flag = option(True, "Create the repository as private.", planned="detail")
+    model_card_safe_for_work: Flag = option(False, "Safe-for-work flag of the model card.", planned="detail")
+    model_card_note: Text | None = option(None, "A note on top of the model card.", planned="detail")
+    modelspec_comment: Json | None = option(
+        None,
+        "Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, "
+        "`{current_epoch}` and `{timestamp}` expand.",
+    )
+    webhook_config: Json | None = option(None, "File, object or list of objects describing webhooks.", planned="switch")
+
+
+class ScheduleConfig(Group):
+    """Schedule"""
+
+    train_batch_size: Integer = option(1, "Samples per device and micro-step; a dataset may override it.", ge=1)
+    gradient_accumulation_steps: Integer = option(
+        1, "Micro-steps per optimizer step; one optimizer step is one global step.", ge=1
+    )
+    max_train_steps: Integer | None = option(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0)
+    num_train_epochs: Integer | None = option(
+        None, "Passes over the data, when max_train_steps does not decide.", ge=0,
+        default_note="1 without max_train_steps",
+    )  # fmt: skip
+    ignore_final_epochs: Flag | None = option(None, "Go on past the computed number of epochs until max_train_steps.")
+    strict_epoch_limit: Flag | None = option(
+        None, "The opposite of ignore_final_epochs, and stronger when both are given."
+    )
+
+
+class CheckpointConfig(Group):
+    """Checkpoints"""
+
+    checkpoint_step_interval: Integer = option(
+        500, "Save when global_step is a multiple.", aliases=("checkpointing_steps",), ge=1
+    )
+    checkpoint_epoch_interval: Integer | None = option(None, "Save also after every n-th epoch.", ge=1)
+    checkpoints_total_limit: Integer = option(
+        5,
+        "After a save the oldest checkpoints beyond this number are removed; 0 keeps all.",
+        aliases=("save_total_limit",),
+        ge=0,
+    )
+    checkpointing_rolling_steps: Integer = option(0, "Extra frequent saves, pruned on their own; 0 is off.", ge=0)
+    checkpoints_rolling_total_limit: Integer = option(1, "How many rolling checkpoints stay.", ge=1)
+    checkpointing_use_tempdir: Flag = option(False, "Accepted for old configs; writes are always atomic.")
+
+
+class OptimizerConfig(Group):
+    """Optimizer"""
+
+    optimizer: OptimizerName | None = option(
+        None,
+        "adamw_bf16 and the optimi ones keep bf16 weights with compensated sums. Some names need a package; the "
+        "error names it.",
+        default_note="adamw_bf16 with mixed_precision bf16, else adamw",
+    )
+    optimizer_config: Text | None = option(None, 'Settings of the optimizer itself, "k=v,k=v".')
+    optimizer_beta1: Number | None = option(None, "Only together with optimizer_beta2.", ge=0, lt=1)
+    optimizer_beta2: Number | None = option(None, "Only together with optimizer_beta1.", ge=0, lt=1)
+    adam_beta1: Number | None = option(None, "For Adam kinds.", ge=0, lt=1, default_note="0.9")
+    adam_beta2: Number | None = option(None, "For Adam kinds.", ge=0, lt=1, default_note="0.999 for plain adamw")
+    adam_weight_decay: Number | None = option(None, "For Adam kinds.", ge=0, default_note="0.01 for plain adamw")
+    adam_epsilon: Number | None = option(None, "For Adam kinds.", gt=0, default_note="1e-8 for plain adamw")
+    learning_rate: Number | None = option(
+        None, "Peak learning rate.", gt=0, default_note="1e-4 for lora, 5e-5 for full"
+    )
+    lr_scale: Flag = option(False, "Multiply the rate by processes x accumulation x batch.")
+    lr_scale_sqrt: Flag = option(False, "Multiply by the square root of that number instead.")
+    lr_scheduler: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_warmup", "cosine_with_restarts",
+        "polynomial", "sine",
+    ] = option(
+        "constant_with_warmup",
+        "After the warm-up: constant; a straight line, half a cosine, cosines or a power curve down to lr_end; sine "
+        "swings between learning_rate and lr_end.",
+    )  # fmt: skip
+    lr_warmup_steps: Integer = option(0, "A linear ramp from 0, for every scheduler.", ge=0)
+    lr_end: Number = option(4e-7, "Where schedulers that decay end.", ge=0)
+    lr_power: Number = option(0.8, "Power of the polynomial scheduler.", gt=0)
+    lr_num_cycles: Integer = option(1, "Cycles of cosine_with_restarts and sine.", ge=1)
+    max_grad_norm: Number = option(2.0, "Limit for gradients; 0 is no clipping at all.", ge=0)
+    grad_clip_method: Literal["value", "norm"] = option(
+        "value", "value: every gradient entry into ±max_grad_norm; norm: the norm of all gradients together."
+    )
+
+
+class PrecisionConfig(Group):
+    """Precision and compute"""
+
+    mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = option(
+        "bf16", "Compute dtype; no is float32. fp16 and fp8 need a GPU."
+    )
+    base_model_precision: Precision = option(
+        "no_change",
+        "Precision of the frozen transformer; no_change, bf16 and fp32 are plain dtypes, the others quantise.",
+        planned="switch",
+        off=PLAIN_PRECISIONS,
+    )
+    text_encoder_1_precision: Precision = option(
+        "no_change", "Precision of the first text encoder.", planned="switch", off=PLAIN_PRECISIONS
+    )
+    text_encoder_2_precision: Precision = option(
+        "no_change", "Precision of the second text encoder.", planned="switch", off=PLAIN_PRECISIONS
+    )
+    base_model_default_dtype: Literal["bf16", "fp32"] = option(
+        "bf16", "Dtype of what a quantised model leaves unquantised.", planned="detail", off=("bf16", "fp32")
+    )
+    quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
+        "cpu", "Where to quantise; the result is the same.", planned="detail"
+    )
+    gradient_checkpointing: Flag = option(
+        True, "Recompute block activations in the backward pass; gradients equal the ones without it."
+    )
+    gradient_checkpointing_interval: Integer | None = option(
+        None, "Checkpoint only every n-th block.", ge=1, default_note="all blocks"
+    )
+    attention_mechanism: Literal[
+        "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
+    ] = option("diffusers", "Attention kernel.", planned="switch")  # fmt: skip
+    disable_tf32: Flag = option(False, "Keep full float32 in matrix products on a GPU.")
+
+
+class LaunchConfig(Group):
+    """Launch and compile"""
+
+    num_processes: Integer = option(1, "Processes, one per device.", ge=1, planned="switch")
+    num_machines: Integer = option(1, "Machines.", ge=1, planned="switch")
+    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] = option(
+        "no", "torch.compile backend.", planned="switch"
+    )
+    dynamo_mode: Text | None = option(None, "torch.compile mode.", planned="detail")
+    dynamo_fullgraph: Flag = option(False, "torch.compile fullgraph.", planned="detail")
+    dynamo_dynamic: Flag = option(False, "torch.compile dynamic shapes.", planned="detail")
+    dynamo_use_regional_compilation: Flag = option(False, "Compile the repeated blocks only.", planned="detail")
+    fsdp_enable: Flag = option(False, "Sharded training (FSDP2).", planned="switch")
+    fsdp_version: Literal["2", "1"] = option("2", "FSDP version; 1 is deprecated.", planned="detail")
+    fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = option(
+        "SHARDED_STATE_DICT", "Form of sharded checkpoints.", planned="detail"
+    )
+    fsdp_reshard_after_forward: Flag = option(True, "Reshard after the forward pass.", planned="detail")
+    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = option(
+        "TRANSFORMER_BASED_WRAP", "What is wrapped.", planned="detail"
+    )
+    fsdp_transformer_layer_cls_to_wrap: TextList | None = option(
+        None, "Class names to wrap.", planned="detail", default_note="the family's blocks"
+    )
+    fsdp_cpu_ram_efficient_loading: Flag = option(False, "Load on one process only.", planned="detail")
+
+
+class EmaConfig(Group):
+    """EMA"""
+
+    use_ema: Flag = option(False, "Keep an exponential moving average of the trained weights.")
+    ema_validation: Literal["none", "ema_only", "comparison"] = option(
+        "comparison", "Which weights validation renders with."
+    )
+    ema_update_interval: Integer = option(1, "Update when global_step is a multiple.", ge=1)
+    ema_decay: Number = option(
+        0.995, "Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1.", ge=0, le=0.9999
+    )
+    ema_warmup_steps: Integer = option(0, "Before this step the average is a copy.", ge=0)
+    ema_device: Literal["cpu", "accelerator"] = option("cpu", "Where the average lives.")
+    ema_cpu_only: Flag = option(False, "Keep and update the average on the CPU only.")
+    ema_foreach_disable: Flag = option(False, "Plain loops instead of fused updates; same result.")
+
+
+class LoraConfig(Group):
+    """LoRA"""
+
+    lora_rank: Integer = option(16, "Rank of the update matrices.", ge=1)
+    lora_alpha: Number | None = option(None, "Scale is alpha / rank.", gt=0, default_note="the rank")
+    lora_dropout: Number = option(0.0, "Dropout before the update.", ge=0, lt=1)
+    lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = option(
+        "default",
+        "default and gaussian leave the model as it is at step 0; the others change the base.",
+        aliases=("lora_initialisation_style",),
+    )
+    lora_type: Literal["standard", "lycoris"] = option(
+        "standard", "lycoris trains through the LyCORIS package.", planned="switch"
+    )
+    lycoris_config: Text | None = option(None, "Settings file of LyCORIS.", planned="detail")
+    peft_lora_target_modules: Json | None = option(
+        None,
+        "Which layers get a LoRA: a JSON list of names, a file with one, or `all-linear`.",
+        default_note="the family's attention projections",
+    )
+    use_dora: Flag = option(False, "Split weights into size and direction (DoRA).")
+    lora_format: Literal["diffusers", "comfyui"] = option("diffusers", "Key names in the saved file.", planned="switch")
+    init_lora: Text | None = option(None, "File or folder of a LoRA to start from.")
+    init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
+
+
+class OffloadConfig(Group):
+    """Offload"""
+
+    enable_group_offload: Flag = option(
+        False, "Frozen weights live in host memory and come block by block.", planned="switch"
+    )
+    group_offload_type: Literal["block_level", "leaf_level"] = option(
+        "block_level", "What comes at a time.", planned="detail"
+    )
+    group_offload_blocks_per_group: Integer = option(1, "Blocks that come together.", ge=1, planned="detail")
+    group_offload_use_stream: Flag = option(False, "Copies run beside the compute (CUDA).", planned="detail")
+    group_offload_to_disk_path: Text | None = option(None, "Parked weights lie on disk.", planned="detail")
+    group_offload_text_encoder: Flag = option(False, "The same for text encoders.", planned="switch")
+    group_offload_vae: Flag = option(False, "The same for the VAE.", planned="switch")
+    enable_model_cpu_offload: Flag = option(False, "Validation pipelines bring one component at a time to the device.")
+
+
+class CachingConfig(Group):
+    """Caching"""
+
+    offload_during_startup: Flag = option(
+        False, "Text encoders and VAE are never on the device together while caching."
+    )
+    vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
+        None, "Dtype of the VAE; part of the cache identity.", default_note="bf16 on a GPU, else fp32"
+    )
+    vae_batch_size: Integer = option(4, "Pictures encoded at a time; never changes the result.", ge=1)
+    vae_enable_slicing: Flag = option(False, "Encode and decode a batch one by one.")
+    vae_enable_tiling: Flag = option(
+        False, "Encode and decode in tiles; edges may differ slightly, so it is part of the cache identity."
+    )
+    vae_enable_patch_conv: Flag = option(
+        False, "3D convolutions of the HunyuanVideo VAE run in slices of time (Kandinsky 5 Video)."
+    )
+    vae_enable_temporal_roll: Flag = option(False, "Convolutions carried over time (video VAEs).", planned="switch")
+    keep_vae_loaded: Flag = option(False, "The VAE stays on the device between validations.")
+    vae_cache_ondemand: Flag = option(False, "Encode when first used.", planned="switch")
+    vae_cache_disable: Flag = option(False, "Encode every time and write nothing.", planned="switch")
+    compress_disk_cache: Flag = option(True, "Compress cache entries; either form is read under either setting.")
+    text_encoder_batch_size: Integer = option(1, "Captions encoded at a time.", ge=1)
+    image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
+    read_batch_size: Integer = option(25, "Accepted; reading needs no batches.", ge=1)
+    write_batch_size: Integer = option(128, "Accepted; writing needs no batches.", ge=1)
+    max_workers: Integer = option(32, "Decode threads, at most the machine's cores.", ge=1)
+    torch_num_threads: Integer = option(8, "Compute threads on a CPU, at most the machine's cores.", ge=1)
+    dataloader_prefetch: Flag = option(True, "Read batches ahead in the background.")
+    dataloader_prefetch_qlen: Integer = option(10, "How many batches are read ahead.", ge=1)
+    delete_problematic_images: Flag = option(
+        False, "Move files that cannot be decoded to `<output_dir>/quarantine`; nothing is ever deleted."
+    )
+    delete_unwanted_images: Flag = option(False, "Move files outside the size or aspect limits there, too.")
+
+
+class FlowConfig(Group):
+    """Flow matching"""
+
+    flow_schedule_shift: Number | None = option(
+        None,
+        "Training sigmas become s·k / (1 + (k-1)·s); given explicitly it also sets the preview scheduler.",
+        gt=0,
+        default_note="of the family",
+    )
+    flow_schedule_auto_shift: Flag = option(
+        False, "Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."
+    )
+    flow_sigmoid_scale: Number = option(1.0, "Scale of the normal under the logit-normal.", gt=0)
+    flow_use_uniform_schedule: Flag = option(False, "Uniform sigmas instead of logit-normal.")
+    flow_use_beta_schedule: Flag = option(False, "Beta-distributed sigmas instead of logit-normal.")
+    flow_beta_schedule_alpha: Number = option(2.0, "First parameter of the beta distribution.", gt=0)
+    flow_beta_schedule_beta: Number = option(2.0, "Second parameter of the beta distribution.", gt=0)
+    disable_segmented_timestep_sampling: Flag = option(
+        False, "Independent draws; by default a batch draws from equal slices of the schedule."
+    )
+
+
+class TextConfig(Group):
+    """Text"""
+
+    caption_dropout_probability: Number = option(
+        0.1, "Chance that a sample is trained with the empty caption.", ge=0, le=1
+    )
+    tokenizer_max_length: Integer | None = option(
+        None, "Longer captions are cut, with a warning.", ge=1, default_note="of the family"
+    )
+    text_template: Literal["official", "diffusers"] = option(
+        "official", "The words around a Kandinsky caption: those the model was trained on, or diffusers' own."
+    )
+    rope_scale: Text = option("auto", "auto, or three numbers (Kandinsky).")
+    sana_motion_score: Number | None = option(None, "Appended to the caption (Sana Video).", planned="switch")
+    sana_complex_human_instruction: Json = option(
+        True, "Instruction text before the caption (Sana Video): on, off or own lines.", planned="detail"
+    )
+
+
+class LossConfig(Group):
+    """Loss"""
+
+    loss_type: Literal["l2", "huber", "smooth_l1"] = option("l2", "Distance between prediction and target.")
+    huber_schedule: Literal["snr", "exponential", "constant"] = option("snr", "How huber_c depends on the timestep.")
+    huber_c: Number = option(0.1, "Where huber and smooth_l1 turn from square to straight.", gt=0)
+    snr_gamma: Number | None = option(None, "Means nothing for flow models; accepted with a warning.", ge=0)
+    input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
+    noise_offset: Number = option(0.0, "Offset of the noise mean per sample and channel.", ge=0)
+    masked_loss_probability: Number = option(
+        1.0, "Share of batches in which masks count.", ge=0, le=1, planned="detail"
+    )
+
+
+class TreadConfig(Group):
+    """TREAD"""
+
+    tread_config: Json | None = option(
+        None, 'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}.',
+        planned="switch",
+    )  # fmt: skip
+
+
+class CrepaConfig(Group):
+    """CREPA"""
+
+    crepa_enabled: Flag = option(False, "Align features per frame with a picture encoder.", planned="switch")
+    crepa_block_index: Integer | None = option(None, "Block Index.", ge=0, planned="detail")
+    crepa_lambda: Number = option(0.5, "Weight.", ge=0, planned="detail")
+    crepa_adjacent_distance: Integer = option(1, "Adjacent Distance.", ge=0, planned="detail")
+    crepa_adjacent_tau: Number = option(1.0, "Temporal Decay.", gt=0, planned="detail")
+    crepa_encoder: Text = option("dinov2_vitg14", "Vision encoder.", aliases=("crepa_model",), planned="detail")
+    crepa_encoder_image_size: Integer = option(518, "Its picture size.", ge=64, planned="detail")
+    crepa_drop_vae_encoder: Flag = option(False, "Drop VAE Encoder.", planned="detail")
+    crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option(
+        "constant", "Course of the weight.", planned="detail"
+    )
+    crepa_warmup_steps: Integer = option(0, "Ramp of the weight.", ge=0, planned="detail")
+    crepa_decay_steps: Integer = option(0, "Decay of the weight; 0 is the whole run.", ge=0, planned="detail")
+    crepa_lambda_end: Number = option(0.0, "Weight at the end.", planned="detail")
+    crepa_power: Number = option(1.0, "Power of the polynomial course.", planned="detail")
+    crepa_cutoff_step: Integer = option(0, "Weight 0 from here; 0 is off.", ge=0, planned="detail")
+    crepa_similarity_threshold: Number | None = option(None, "Switch off at this similarity.", planned="detail")
+    crepa_similarity_ema_decay: Number = option(0.99, "Averaging of the similarity.", ge=0, le=1, planned="detail")
+    crepa_threshold_mode: Literal["permanent", "recoverable"] = option(
+        "permanent", "Off for good, or until it falls.", planned="detail"
+    )
+    crepa_cumulative_neighbors: Flag = option(False, "Every distance up to the set one.", planned="detail")
+    crepa_normalize_by_frames: Flag = option(True, "Divide by the number of frames.", planned="detail")
+    crepa_normalize_neighbour_sum: Flag = option(False, "Divide by the weights' sum.", planned="detail")
+    crepa_spatial_align: Flag = option(True, "Resize the token grid instead of pooling.", planned="detail")
+    crepa_encoder_frames_batch_size: Integer = option(-1, "Frames per encoder pass; -1 is all.", planned="detail")
+    crepa_feature_source: Literal["encoder", "backbone"] = option("encoder", "Where the target comes from.",
+                                                                  planned="detail")  # fmt: skip
+    crepa_use_backbone_features: Flag = option(False, "Target from a later block.", planned="detail")
+    crepa_teacher_block_index: Integer | None = option(None, "That block.", ge=0, planned="detail")
+
+
+class ScheduledSamplingConfig(Group):
+    """Scheduled sampling"""
+
+    scheduled_sampling_max_step_offset: Integer = option(
+        0, "The input comes from up to that many sampling steps of the model itself; 0 is off.", ge=0,
+        planned="switch",
+    )  # fmt: skip
+    scheduled_sampling_probability: Number = option(0.0, "Chance per sample.", ge=0, le=1, planned="detail")
+    scheduled_sampling_prob_start: Number = option(0.0, "Start of a ramp.", ge=0, le=1, planned="detail")
+    scheduled_sampling_prob_end: Number = option(0.5, "End of a ramp.", ge=0, le=1, planned="detail")
+    scheduled_sampling_ramp_steps: Integer = option(0, "Length of the ramp.", ge=0, planned="detail")
+    scheduled_sampling_start_step: Integer = option(0, "Not before this step.", ge=0, planned="detail")
+    scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = option(
+        "linear", "Shape of the ramp.", planned="detail"
+    )
+    scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option(
+        "uniform", "How the offset is drawn.", planned="detail"
+    )
+    scheduled_sampling_sampler: Literal["unipc", "euler", "dpm"] = option("unipc", "The solver.", planned="detail")
+    scheduled_sampling_order: Integer = option(2, "Order of the solver.", ge=1, planned="detail")
+    scheduled_sampling_reflexflow: Flag | None = option(
+        None, "Drift correction of the loss.", planned="detail", default_note="on with an offset"
+    )
+    scheduled_sampling_reflexflow_alpha: Number = option(1.0, "Its weight.", ge=0, planned="detail")
+    scheduled_sampling_reflexflow_beta1: Number = option(10.0, "Its first slope.", ge=0, planned="detail")
+    scheduled_sampling_reflexflow_beta2: Number = option(1.0, "Its second slope.", ge=0, planned="detail")
+
+
+class ValidationConfig(Group):
+    """Validation"""
+
+    validation_step_interval: Integer = option(
+        100, "Render when global_step is a multiple.", aliases=("validation_steps",), ge=1
+    )
+    validation_epoch_interval: Integer | None = option(None, "Render also after every n-th epoch.", ge=1)
+    validation_prompt: Text | None = option(None, "The primary prompt; its files are named `validation`.")
+    user_prompt_library: Text | None = option(None, "JSON file of nickname to prompt.")
+    validation_prompt_library: Flag = option(False, "Render a built-in list of prompts, too.")
+    validation_negative_prompt: Text | None = option(
+        None, "What guidance steers away from.", default_note="of the family"
+    )
+    validation_seed: Integer | None = option(None, "Same seed, same picture.", default_note="`seed`")
+    validation_randomize: Flag = option(False, "A new seed for every validation.")
+    validation_seed_source: Literal["cpu", "gpu"] = option("cpu", "Which generator draws the noise.")
+    validation_guidance: Number | None = option(None, "Guidance scale.", ge=1, default_note="of the family")
+    validation_guidance_rescale: Number = option(0.0, "Rescaling of guidance.", ge=0, le=1, planned="switch", off=(0,))
+    validation_num_inference_steps: Integer | None = option(None, "Sampling steps.", ge=1, default_note="of the family")
+    validation_resolution: Text | None = option(
+        None, "N, WxH or a comma list; rendered at exactly this size.", default_note="of the family"
+    )
+    validation_num_video_frames: Integer | None = option(
+        None, "Frames of a preview clip, 4k+1.", ge=1, planned="detail"
+    )
+    framerate: Integer | None = option(
+        None, "Frames per second of clips.", aliases=("frame_rate",), ge=1, planned="detail"
+    )
+    validation_using_datasets: Flag = option(False, "Start previews from pictures of a dataset.")
+    eval_dataset_id: TextList | None = option(None, "The dataset (or list) those pictures come from.")
+    validation_preview: Flag = option(False, "Webhook events while rendering; off without a webhook.", planned="detail")
+    validation_preview_steps: Integer = option(1, "How often.", ge=1, planned="detail")
+    disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
+    validation_disable: Flag = option(False, "No validation at all.")
+    validation_disable_unconditional: Flag = option(False, "No sample of the empty prompt.")
+    validation_on_startup: Flag = option(False, "Render when a run starts or resumes.")
+    validate_after_step: Integer = option(0, "Not before this step.", ge=0)
+    num_validation_images: Integer = option(1, "Samples per prompt.", ge=1)
+    num_eval_images: Integer = option(4, "Pictures taken from a dataset per validation.", ge=1)
+    validation_image_format: Literal["png", "webp", "jpeg"] = option("png", "File format of previews.")
+    validation_noise_scheduler: Text | None = option(
+        None, "euler, unipc or dpm++.", planned="switch", off=("euler",), default_note="the pipeline's"
+    )
+    validation_torch_compile: Flag = option(False, "Compile for validation.", planned="switch")
+
+
+class EvaluationConfig(Group):
+    """Evaluation"""
+
+    eval_steps_interval: Integer | None = option(
+        None, "Loss on eval datasets when global_step is a multiple.", ge=1, planned="switch"
+    )
+    eval_epoch_interval: Number | None = option(None, "The same, in epochs.", gt=0, planned="switch")
+    eval_timesteps: Integer = option(28, "Timesteps of the evaluation.", ge=1, planned="detail")
+    eval_dataset_pooling: Flag = option(False, "Also the mean over datasets.", planned="detail")
+    eval_loss_disable: Flag = option(False, "No evaluation loss.")
+    evaluation_type: Literal["none", "clip"] = option("none", "Scoring of previews.", planned="switch")
+
+
+class DatasetDefaults(Group):
+    """Dataset defaults"""
+
+    resolution: Number | None = option(None, "Size that buckets aim for.", gt=0, default_note="of the family")
+    resolution_type: Literal["pixel", "area", "pixel_area"] = option(
+        "pixel_area", "Whether resolution is an edge, megapixels or the edge of a square of equal area."
+    )
+    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0)
+    maximum_image_size: Number | None = option(
+        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0
+    )
+    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0)
+    aspect_bucket_rounding: Integer = option(2, "Decimals of a bucket's ratio.", ge=1, le=9)
+    aspect_bucket_alignment: Literal["8", "16", "24", "32", "64", "128"] | None = option(
+        None, "Pixel grid of bucket sizes.", default_note="of the family"
+    )
+    caption_strategy: Literal[
+        "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
+    ] = option("filename", "Where captions come from.")  # fmt: skip
+    instance_prompt: TextList | None = option(None, "Text put before captions or used instead of them.")
+    prepend_instance_prompt: Flag = option(False, "Put instance_prompt before each caption.")
+    only_instance_prompt: Flag = option(False, "Use instance_prompt instead of captions.")
+    skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
+    preserve_data_backend_cache: Flag = option(False, "Do not scan again for added files.")
+    ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
+    metadata_update_interval: Integer = option(3600, "Seconds between saves of the index.", ge=60)
+    disable_bucket_pruning: Flag = option(
+        False, "Keep a bucket too small for a batch; its batch is filled by repeating."
+    )
+    allow_dataset_oversubscription: Flag = option(False, "Raise repeats where unset until a batch is full.")
+    override_dataset_config: Flag = option(False, "Accept a changed dataset without asking.")
+    vae_cache_scan_behaviour: Literal["recreate", "sync"] = option(
+        "recreate", "What to do with a latent that does not fit its index entry."
+    )
+    data_backend_sampling: Literal["auto-weighting", "uniform"] = option(
+        "auto-weighting", "Dataset choice by size x probability, or by probability alone."
+    )
+    conditioning_multidataset_sampling: Literal["random", "combined"] = option(
+        "random", "One conditioning set per sample, or all of them."
+    )
+
+
+GROUPS: dict[str, type[Group]] = {
+    "model": ModelConfig,
+    "run": RunOptions,
+    "tracking": TrackingConfig,
+    "publish": PublishConfig,
+    "schedule": ScheduleConfig,
+    "checkpoints": CheckpointConfig,
+    "optimizer": OptimizerConfig,
+    "precision": PrecisionConfig,
+    "launch": LaunchConfig,
+    "ema": EmaConfig,
+    "lora": LoraConfig,
+    "offload": OffloadConfig,
+    "caching": CachingConfig,
+    "flow": FlowConfig,
+    "text": TextConfig,
+    "loss": LossConfig,
+    "tread": TreadConfig,
+    "crepa": CrepaConfig,
+    "scheduled_sampling": ScheduledSamplingConfig,
+    "validation": ValidationConfig,
+    "evaluation": EvaluationConfig,
+    "datasets": DatasetDefaults,
+}
+
+
+def all_options() -> dict[str, Option]:
+    """Every key of config.json by its name, in the order of this page."""
+    return {
+        name: describe(name, group.__doc__ or attribute, field)
+        for attribute, group in GROUPS.items()
+        for name, field in group.model_fields.items()
+    }

@@ -1,0 +1,81 @@
+"""Every way in which simpletuner stops, and the exit code that goes with it.
+
+| exit code | meaning                                              |
+|-----------|------------------------------------------------------|
+| 0         | done                                                 |
+| 1         | something went wrong that the user could not foresee |
+| 2         | the user can fix it: a message and no traceback      |
+| 130       | interrupted with Ctrl-C                              |
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing the user should know, told so that it can be mended without reading the source.
+
+    `where` names the key or file, `message` says what is wrong with which value and what would be right.
+    A problem that does not prevent the run is a warning (`fatal=False`).
+    """
+
+    where: str
+    message: str
+    fatal: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.where else self.message
+
+
+class SimpleTunerError(Exception):
+    """Base of all errors that are raised on purpose."""
+
+    exit_code = 1
+
+
+class UserError(SimpleTunerError):
+    """Something the user can fix; printed without a traceback."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """Carries every problem of the configuration and of the datasets at once.
+
+    Args:
+        problems: what was found; only fatal ones are printed as errors.
+    """
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems if problem.fatal))
+
+
+class DiskFullError(UserError):
+    """No space left while writing; everything that was complete before is kept."""
+
+
+class NonFiniteLossError(SimpleTunerError):
+    """The loss became NaN or infinite; raised before the weights were touched."""
+
+
+class Interrupted(SimpleTunerError):
+    """Ctrl-C, raised at a point where everything worth keeping is on disk."""
+
+    exit_code = 130
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word that looks most like `word`, or None when nothing comes close."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
+def did_you_mean(word: str, known: Sequence[str] | Iterable[str]) -> str:
+    """` Did you mean 'x'?` with a leading space, or an empty string."""
+    guess = nearest(word, known)
+    return f" Did you mean '{guess}'?" if guess else ""

@@ -1,0 +1,131 @@
+"""What the rest of the house may ask of a model family.
+
+An adapter loads the parts of one checkpoint and translates between the family's conventions and the common ones
+(`diffusion.batch`). It holds no training logic, and training holds no family knowledge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
+from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
+from simpletuner.models.source import ModelSource
+from simpletuner.models.spec import FamilySpec, Flavour
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One caption to encode, with the picture its prompt holds (i2i) if there is one."""
+
+    caption: str
+    picture: Image | None = None
+
+
+class TextEncoder(Protocol):
+    """Captions to embeddings, exactly as the family's pipeline makes them at inference."""
+
+    def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
+        """Embeddings of each request, without padding, on the CPU."""
+        ...
+
+    def truncated(self, caption: str) -> str | None:
+        """What of a caption is cut off because it is too long, or None."""
+        ...
+
+
+class LatentEncoder(Protocol):
+    """Pixels to latents as the transformer sees them, and back to the VAE's own scale for nobody else."""
+
+    def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Encode `B 3 F H W` in [-1, 1] to z `B C F H W`, float32, on the CPU.
+
+        `seeds` has one number per sample; where the VAE draws from its posterior, the draw depends on that number
+        alone, so that batching never changes a latent.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where the repeated blocks of a transformer are, so that hooks and checkpointing can find them from outside."""
+
+    groups: dict[str, nn.ModuleList]
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """All repeated blocks in the order in which the forward pass enters them."""
+        return [block for group in self.groups.values() for block in group]
+
+
+@dataclass(frozen=True)
+class PreviewRequest:
+    """One picture (or clip) to render with the stock pipeline.
+
+    Attributes:
+        embeds: embeddings of the prompt.
+        negative: embeddings of the negative prompt.
+        width, height: size in pixels, exactly.
+        source: the picture an i2i flavour starts from.
+    """
+
+    embeds: TextEmbeds
+    negative: TextEmbeds
+    width: int
+    height: int
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int
+    seed_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    source: Image | None = None
+
+
+class PreviewPipeline(Protocol):
+    """The family's stock diffusers pipeline, ready to sample from cached embeddings."""
+
+    def render(self, request: PreviewRequest) -> Image:
+        """Sample one picture of exactly the requested size."""
+        ...
+
+
+class FamilyAdapter(Protocol):
+    """One checkpoint of one family."""
+
+    spec: FamilySpec
+    flavour: Flavour
+
+    def __init__(
+        self, flavour: Flavour, source: ModelSource, model: ModelConfig, text: TextConfig, caching: CachingConfig
+    ) -> None: ...
+
+    def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+        """Load text encoders and tokenizers onto a device."""
+        ...
+
+    def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
+        """Load the VAE onto a device."""
+        ...
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        """Load the transformer onto the CPU; parts that must stay float32 do."""
+        ...
+
+    def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
+        """The velocity `noise - z` that the transformer predicts, float32, `B C F H W`."""
+        ...
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        """The repeated blocks of a loaded transformer."""
+        ...
+
+    def load_preview_pipeline(
+        self, transformer: nn.Module, device: torch.device, shift: float | None
+    ) -> PreviewPipeline:
+        """The stock pipeline around the transformer being trained; `shift` replaces its scheduler's when given."""
+        ...

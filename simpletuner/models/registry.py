@@ -1,0 +1,31 @@
+"""The families, one line each."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.models.spec import FamilySpec
+
+if TYPE_CHECKING:
+    from simpletuner.models.adapter import FamilyAdapter
+
+FAMILIES: dict[str, FamilySpec] = {
+    KANDINSKY5_IMAGE.name: KANDINSKY5_IMAGE,
+}
+
+# Families that the project is for and that are not built yet: known by name, answered with a clear error.
+PLANNED_FAMILIES = ("kandinsky5-video", "sanavideo")
+
+
+def canonical_family_name(name: str) -> str:
+    """`Kandinsky5_Image` and `kandinsky5-image` are the same family."""
+    return name.strip().lower().replace("_", "-")
+
+
+def load_adapter(spec: FamilySpec) -> type[FamilyAdapter]:
+    """Import the adapter class that a spec names; this is where torch comes in."""
+    module, _, name = spec.adapter.partition(":")
+    adapter: type[FamilyAdapter] = getattr(importlib.import_module(module), name)
+    return adapter

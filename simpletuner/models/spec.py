@@ -1,0 +1,104 @@
+"""What a model family is, as plain data: readable without torch, before anything is downloaded.
+
+A family is one folder under `models/` with a `spec.py` that fills in a `FamilySpec` and an adapter module that the
+spec names. Whoever needs weights asks `registry.load_adapter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from simpletuner.config.load import RunConfig
+from simpletuner.errors import Problem
+
+Task = Literal["t2i", "i2i", "t2v", "i2v"]
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One published checkpoint of a family.
+
+    Attributes:
+        name: value of `model_flavour`.
+        repository: hub id of the diffusers checkpoint.
+        task: what goes in and what comes out.
+        needs: what a user must bring beside captions, for the wizard; empty when nothing.
+    """
+
+    name: str
+    repository: str
+    task: Task
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part of a diffusers checkpoint: the folder it lies in and the config key that can replace it."""
+
+    folder: str
+    override: str | None = None
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """Everything about a family that can be known without loading it.
+
+    Attributes:
+        name: value of `model_family`.
+        flavours: the published checkpoints; the first is the default.
+        adapter: `module:Class` of the adapter.
+        defaults: family defaults by config key, laid over the global ones.
+        components: parts that a checkpoint must have, by their role.
+        size_multiple: width and height of pictures must be multiples of this many pixels.
+        vae_stride: pixels per latent position on each side.
+        patch_size: latent positions per token on each side.
+        largest_side: pixels a side where the model's position tables end.
+        native_sizes: (width, height) of the sizes the model was trained at, by resolution.
+        text_length_cap: longest caption in tokens that the family takes.
+        lora_targets: modules that get a LoRA by default.
+        lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
+        license: of the published weights.
+        check: problems of a config that only this family knows of.
+    """
+
+    name: str
+    title: str
+    media: Literal["image", "video"]
+    flavours: Sequence[Flavour]
+    adapter: str
+    defaults: Mapping[str, Any]
+    components: Mapping[str, Component]
+    size_multiple: int
+    vae_stride: int
+    patch_size: int
+    largest_side: int
+    native_sizes: Mapping[int, Sequence[tuple[int, int]]]
+    text_length_cap: int
+    lora_targets: Sequence[str]
+    lora_presets: Mapping[str, str]
+    license: str
+    check: Callable[[RunConfig, Flavour], list[Problem]]
+    flavour_names: Sequence[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flavour_names", [flavour.name for flavour in self.flavours])
+
+    def flavour(self, name: str | None) -> Flavour:
+        """The flavour of that name, or the default one.
+
+        Raises:
+            KeyError: there is no such flavour.
+        """
+        if name is None:
+            return self.flavours[0]
+        for flavour in self.flavours:
+            if flavour.name == name:
+                return flavour
+        raise KeyError(name)
+
+    def tokens(self, width: int, height: int, latent_frames: int = 1) -> int:
+        """Transformer tokens of one sample of that size in pixels."""
+        step = self.vae_stride * self.patch_size
+        return (width // step) * (height // step) * latent_frames
