@@ -1,0 +1,159 @@
+"""Files and folders that appear whole or not at all, whatever kills the process.
+
+A file is written under a temporary name beside its place and then renamed; a folder is built under a name that ends
+in `-tmp` and then renamed. What stood there before stays until the new one is complete. A full disk is reported
+as `DiskFullError` with the path; nothing torn is left behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from simpletuner.errors import DiskFullError
+
+TEMPORARY_SUFFIX = ".tmp"
+UNFINISHED_FOLDER_SUFFIX = "-tmp"
+DISK_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT})
+# Writers in native code (safetensors, torch) report the code of the system as text only.
+DISK_FULL_WORDS = ("no space left on device", "disk quota exceeded", "not enough space on the disk")
+
+
+def write_atomically(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Write a whole file, text as UTF-8.
+
+    Args:
+        path: the file; its folder is created when missing.
+        content: everything that will be in it.
+        durable: also survive a power cut right after. Costs a flush of the disk, so leave it out for files whose
+            damage is found and mended on reading.
+
+    Raises:
+        DiskFullError: no space or quota left; the file that was there is kept.
+    """
+    with open_atomically(path, durable=durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """Write a JSON file as `write_atomically` does, indented and ending in a newline."""
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
+
+
+@contextmanager
+def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A binary file to write into; it takes its name when the block ends without an exception.
+
+    Raises:
+        DiskFullError: as in `write_atomically`.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
+    with disk_full_named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("xb") as file:
+                yield file
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    if durable:
+        _flush(path.parent)
+
+
+@contextmanager
+def build_folder(final: Path) -> Iterator[Path]:
+    """An empty folder to fill; it takes its name when the block ends without an exception.
+
+    Yields:
+        the folder `<final>-tmp`. After an exception it is removed; after a kill it stays, and the next build of the
+        same folder removes it.
+
+    Raises:
+        DiskFullError: no space or quota left; the folder that was there is kept.
+    """
+    temporary = final.with_name(final.name + UNFINISHED_FOLDER_SUFFIX)
+    with disk_full_named(final):
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            replace_folder(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def replace_folder(temporary: Path, final: Path) -> None:
+    """Give a complete folder its name, after everything in it has reached the disk.
+
+    A folder of that name is moved aside first and deleted afterwards. A kill exactly between the two renames leaves
+    the old one as `<final>-old-tmp`.
+
+    Raises:
+        ValueError: the temporary name does not end in `-tmp`, so that a reader could have taken it for complete.
+    """
+    if not temporary.name.endswith(UNFINISHED_FOLDER_SUFFIX):
+        raise ValueError(f"{temporary}: an unfinished folder must be named ...{UNFINISHED_FOLDER_SUFFIX}")
+    _flush_tree(temporary)
+    if final.exists():
+        aside = final.with_name(f"{final.name}-old{UNFINISHED_FOLDER_SUFFIX}")
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+        temporary.rename(final)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        temporary.rename(final)
+    _flush(final.parent)
+
+
+@contextmanager
+def disk_full_named(path: Path) -> Iterator[None]:
+    """Turn "no space left" of any writer inside the block into `DiskFullError` with the path."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DiskFullError) or not is_disk_full(error):
+            raise
+        message = f"{path}: no space left on the disk. What was complete is kept; free some space and start again."
+        raise DiskFullError(message) from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a writer failed because the disk or the quota is full."""
+    if isinstance(error, OSError) and error.errno in DISK_FULL_CODES:
+        return True
+    return any(words in str(error).lower() for words in DISK_FULL_WORDS)
+
+
+def _flush_tree(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        _flush(path)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk, where the system has a call for that.
+
+    Windows has none for folders; some network file systems answer EINVAL.
+    """
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)

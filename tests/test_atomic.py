@@ -1,0 +1,149 @@
+"""Files and folders appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from simpletuner.atomic import (
+    build_folder,
+    disk_full_named,
+    open_atomically,
+    replace_folder,
+    write_atomically,
+    write_json,
+)
+from simpletuner.errors import DiskFullError
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_writes_text_bytes_and_json_and_makes_the_folder(tmp_path: Path, durable: bool) -> None:
+    write_atomically(tmp_path / "a" / "text", "रंग\n", durable=durable)
+    write_atomically(tmp_path / "a" / "bytes", b"\x00\xff", durable=durable)
+    write_json(tmp_path / "a" / "json", {"लाल": [1, None]}, durable=durable)
+    assert (tmp_path / "a" / "text").read_bytes() == "रंग\n".encode()
+    assert (tmp_path / "a" / "bytes").read_bytes() == b"\x00\xff"
+    assert json.loads((tmp_path / "a" / "json").read_text("utf-8")) == {"लाल": [1, None]}
+    assert names(tmp_path / "a") == ["bytes", "json", "text"]
+
+
+def test_an_exception_keeps_the_old_file_and_leaves_no_temporary(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+
+    def fail() -> None:
+        with open_atomically(path) as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_names_the_path_and_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskFullError, match=str(path)) as caught:
+        write_atomically(path, "new")
+    assert caught.value.exit_code == 2
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_full_disk_is_recognised_in_the_words_of_native_writers(tmp_path: Path) -> None:
+    with pytest.raises(DiskFullError), disk_full_named(tmp_path):
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(PermissionError), disk_full_named(tmp_path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_folder_takes_its_name_when_complete_and_replaces_an_old_one(tmp_path: Path) -> None:
+    final = tmp_path / "checkpoint-10"
+    for content in ("first", "second"):
+        with build_folder(final) as folder:
+            assert folder.name == "checkpoint-10-tmp"
+            assert not list(folder.iterdir())
+            (folder / "inner").mkdir()
+            (folder / "inner" / "weights").write_text(content)
+            if content == "second":
+                assert (final / "inner" / "weights").read_text() == "first"
+        assert (final / "inner" / "weights").read_text() == content
+        assert names(tmp_path) == ["checkpoint-10"]
+
+
+def test_a_failed_folder_is_removed_and_the_old_one_stays(tmp_path: Path) -> None:
+    final = tmp_path / "checkpoint-10"
+    with build_folder(final) as folder:
+        (folder / "weights").write_text("first")
+
+    def fail() -> None:
+        with build_folder(final) as folder:
+            (folder / "weights").write_text("second")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DiskFullError, match="checkpoint-10"):
+        fail()
+    assert (final / "weights").read_text() == "first"
+    assert names(tmp_path) == ["checkpoint-10"]
+
+
+def test_what_a_killed_build_left_is_not_mixed_into_the_next(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-10-tmp").mkdir()
+    (tmp_path / "checkpoint-10-tmp" / "stale").write_text("half")
+    with build_folder(tmp_path / "checkpoint-10") as folder:
+        (folder / "weights").write_text("whole")
+    assert names(tmp_path / "checkpoint-10") == ["weights"]
+
+
+def test_an_unfinished_folder_must_look_unfinished(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-11").mkdir()
+    with pytest.raises(ValueError, match="-tmp"):
+        replace_folder(tmp_path / "checkpoint-11", tmp_path / "checkpoint-10")
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from simpletuner.atomic import write_atomically
+path = Path(sys.argv[1])
+for n in range(10**9):
+    write_atomically(path, bytes([n % 256]) * 300_000, durable=False)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for delay in (0.01, 0.017, 0.031):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
+        while not path.exists():
+            time.sleep(0.005)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        content = path.read_bytes()
+        assert len(content) == 300_000
+        assert len(set(content)) == 1
+        path.unlink()
