@@ -1,0 +1,131 @@
+"""Flow matching: how noise levels are drawn, and how a batch becomes noisy.
+
+All families train on `x_s = (1 - s) z + s noise` with the target `noise - z` and the timestep `1000 s`, s in (0, 1],
+1 = pure noise. Everything here is float32 or better; a bf16 sigma would be off by up to 0.4 %.
+Random numbers are drawn on the CPU and then moved, so that a seed means the same on every device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from simpletuner.config.schema import FlowConfig
+
+from .batch import Batch, NoisyBatch
+from .beta import beta_quantile
+
+# Below this a float32 mix no longer contains the noise.
+SMALLEST_SIGMA = 1e-6
+
+# The points between which `auto_shift` interpolates: (tokens, mu).
+FEWEST_TOKENS, LOWEST_MU = 256, 0.5
+MOST_TOKENS, HIGHEST_MU = 4096, 1.15
+
+
+def sample_sigmas(batch_size: int, flow: FlowConfig, shift: float, generator: torch.Generator) -> Tensor:
+    """Noise levels of one micro-batch.
+
+    Uniform numbers go through the inverse CDF of the chosen law (logit-normal, uniform or beta), then through
+    `shift_sigmas`. Segmented sampling gives each sample of the batch its own slice of equal probability, in
+    shuffled order, so that every batch covers the schedule; each sample alone still follows the law exactly.
+
+    Args:
+        shift: factor k of the schedule, see `choose_shift`.
+        generator: on the CPU.
+
+    Returns:
+        sigmas in (0, 1], float32, `B`, on the CPU.
+    """
+    shares = torch.rand(batch_size, generator=generator, dtype=torch.float64)
+    if not flow.disable_segmented_timestep_sampling:
+        shares = (torch.randperm(batch_size, generator=generator) + shares) / batch_size
+    sigmas = shift_sigmas(law_quantiles(shares, flow), shift)
+    return sigmas.clamp(SMALLEST_SIGMA, 1.0).float()
+
+
+def law_quantiles(shares: Tensor, flow: FlowConfig) -> Tensor:
+    """The sigmas below which the given shares of the chosen law lie; float64, shape of `shares`.
+
+    Logit-normal is sigmoid(flow_sigmoid_scale * standard normal), as in Esser et al., arXiv 2403.03206, section 3.1.
+    """
+    if flow.flow_use_uniform_schedule:
+        return shares
+    if flow.flow_use_beta_schedule:
+        alpha, beta = flow.flow_beta_schedule_alpha, flow.flow_beta_schedule_beta
+        return torch.tensor([beta_quantile(share, alpha, beta) for share in shares.tolist()], dtype=torch.float64)
+    return torch.sigmoid(flow.flow_sigmoid_scale * torch.special.ndtri(shares))
+
+
+def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
+    """`k s / (1 + (k - 1) s)`: k > 1 moves the schedule towards noise, 1 changes nothing, 0 and 1 stay put."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def auto_shift(tokens: int) -> float:
+    """e^mu with mu linear in the number of transformer tokens, from 0.5 at 256 to 1.15 at 4096, constant outside."""
+    share = (tokens - FEWEST_TOKENS) / (MOST_TOKENS - FEWEST_TOKENS)
+    return math.exp(LOWEST_MU + (HIGHEST_MU - LOWEST_MU) * min(max(share, 0.0), 1.0))
+
+
+def choose_shift(flow: FlowConfig, tokens: int, *, shift_is_explicit: bool) -> float:
+    """The shift of a batch of that many tokens a sample.
+
+    Args:
+        shift_is_explicit: the user set `flow_schedule_shift`; it then wins over `flow_schedule_auto_shift`.
+    """
+    if flow.flow_schedule_auto_shift and not shift_is_explicit:
+        return auto_shift(tokens)
+    return 1.0 if flow.flow_schedule_shift is None else flow.flow_schedule_shift
+
+
+def sample_noise(latents: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal noise like `latents`, float32, drawn by a CPU generator and moved to their device."""
+    return torch.randn(latents.shape, generator=generator, dtype=torch.float32).to(latents.device)
+
+
+def make_noisy(
+    batch: Batch,
+    sigmas: Tensor,
+    noise: Tensor,
+    *,
+    input_perturbation: float = 0.0,
+    noise_offset: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> NoisyBatch:
+    """Mix a batch with noise.
+
+    `noise_offset` shifts the mean of the noise itself, per sample and channel: input and target both contain the
+    shifted noise (N. Guttenberg, "Diffusion with Offset Noise", 2023). `input_perturbation` adds fresh noise of that
+    strength to the noise in the input and leaves the target as it was (Ning et al., arXiv 2301.11706).
+
+    Args:
+        sigmas: `B`, in (0, 1], on any device.
+        noise: standard normal, shape of `batch.latents`.
+        generator: on the CPU; needed when one of the two strengths is not 0.
+    """
+    latents = batch.latents.float()
+    noise = noise.to(latents.device, torch.float32)
+    if noise_offset:
+        noise = noise + noise_offset * sample_noise(latents[..., :1, :1, :1], _given(generator))
+    in_input = noise
+    if input_perturbation:
+        in_input = noise + input_perturbation * sample_noise(latents, _given(generator))
+    sigmas = sigmas.to(latents.device, torch.float32)
+    share = sigmas.view(-1, 1, 1, 1, 1)
+    return NoisyBatch(
+        batch=batch,
+        noise=noise,
+        sigmas=sigmas,
+        noisy_latents=(1 - share) * latents + share * in_input,
+        timesteps=1000 * sigmas,
+        target=noise - latents,
+    )
+
+
+def _given(generator: torch.Generator | None) -> torch.Generator:
+    if generator is None:
+        raise ValueError("noise_offset and input_perturbation draw random numbers: pass a generator")
+    return generator

@@ -1,0 +1,30 @@
+"""Random numbers of a training step, derived from where the step is and not from what was drawn before.
+
+A resumed run, a run with previews and a run without thus draw the same noise in the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+
+def step_seed(seed: int, global_step: int, micro_step: int, rank: int, purpose: str) -> int:
+    """A seed in [0, 2^63) for one draw, the same on every machine and in every version of Python.
+
+    Args:
+        seed: of the run.
+        global_step: optimizer steps done before this one.
+        micro_step: position inside the accumulation window.
+        rank: of the process; pass 0 on all where processes shall share their noise.
+        purpose: what is drawn, such as "noise" or "sigmas", so that two draws in a step are independent.
+    """
+    place = f"{seed}/{global_step}/{micro_step}/{rank}/{purpose}"
+    digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def generator_for(seed: int, global_step: int, micro_step: int, rank: int, purpose: str) -> torch.Generator:
+    """A CPU generator that starts at `step_seed`. Draw on the CPU and move, so that devices agree."""
+    return torch.Generator("cpu").manual_seed(step_seed(seed, global_step, micro_step, rank, purpose))

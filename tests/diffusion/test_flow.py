@@ -1,0 +1,202 @@
+"""Sigmas follow their laws, the shift its formula, and the mix the definition of the flow."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from simpletuner.config.schema import FlowConfig
+from simpletuner.diffusion.batch import Batch
+from simpletuner.diffusion.beta import beta_cdf, beta_quantile
+from simpletuner.diffusion.flow import (
+    auto_shift,
+    choose_shift,
+    make_noisy,
+    sample_noise,
+    sample_sigmas,
+    shift_sigmas,
+)
+
+LAWS = {
+    "logit_normal": FlowConfig(),
+    "wide": FlowConfig(flow_sigmoid_scale=2.5),
+    "uniform": FlowConfig(flow_use_uniform_schedule=True),
+    "beta": FlowConfig(flow_use_beta_schedule=True, flow_beta_schedule_alpha=2, flow_beta_schedule_beta=3),
+}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal_cdf(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def cdf(name: str, sigmas: Tensor) -> Tensor:
+    """The law's distribution function, written down independently of the sampler."""
+    s = sigmas.double()
+    if name == "uniform":
+        return s
+    if name == "beta":  # Beta(2, 3) has the density 12 s (1 - s)^2
+        return 6 * s**2 - 8 * s**3 + 3 * s**4
+    return normal_cdf(torch.log(s / (1 - s)) / (2.5 if name == "wide" else 1.0))
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("segmented", [True, False])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_sigmas_follow_the_law(name: str, segmented: bool, shift: float) -> None:
+    """Kolmogorov-Smirnov distance of 4000 draws; 0.03 would be exceeded by chance once in a thousand tries."""
+    flow = LAWS[name].model_copy(update={"disable_segmented_timestep_sampling": not segmented})
+    source = generator(5)
+    sigmas = torch.cat([sample_sigmas(4, flow, shift, source) for _ in range(1000)])
+    unshifted = sigmas / (shift - (shift - 1) * sigmas)
+    shares = cdf(name, unshifted).sort().values
+    distance = (shares - torch.linspace(0, 1, len(shares), dtype=torch.float64)).abs().max()
+    assert distance < 0.03
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_segmented_batch_has_one_sample_in_each_slice_in_shuffled_order(name: str) -> None:
+    source = generator(1)
+    orders = set()
+    for _ in range(20):
+        slices = (cdf(name, sample_sigmas(8, LAWS[name], 1.0, source)) * 8).floor().int().tolist()
+        assert sorted(slices) == list(range(8))
+        orders.add(tuple(slices))
+    assert len(orders) > 15
+
+
+def test_independent_draws_do_share_slices() -> None:
+    flow = FlowConfig(disable_segmented_timestep_sampling=True, flow_use_uniform_schedule=True)
+    slices = (sample_sigmas(8, flow, 1.0, generator()) * 8).floor()
+    assert len(set(slices.tolist())) < 8
+
+
+def test_each_position_of_a_segmented_batch_follows_the_whole_law() -> None:
+    source = generator(3)
+    first = torch.stack([sample_sigmas(4, LAWS["uniform"], 1.0, source)[0] for _ in range(2000)])
+    distance = (first.sort().values - torch.linspace(0, 1, 2000)).abs().max()
+    assert distance < 0.05
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [
+        FlowConfig(flow_sigmoid_scale=1000.0),
+        FlowConfig(flow_use_uniform_schedule=True),
+        FlowConfig(flow_use_beta_schedule=True, flow_beta_schedule_alpha=0.01, flow_beta_schedule_beta=0.01),
+        FlowConfig(flow_use_beta_schedule=True, flow_beta_schedule_alpha=300, flow_beta_schedule_beta=0.5),
+    ],
+)
+@pytest.mark.parametrize("shift", [1e-9, 1.0, 1e9])
+def test_sigmas_stay_inside(flow: FlowConfig, shift: float) -> None:
+    sigmas = sample_sigmas(200, flow, shift, generator())
+    assert sigmas.dtype == torch.float32
+    assert sigmas.shape == (200,)
+    assert torch.isfinite(sigmas).all()
+    assert (sigmas > 0).all()
+    assert (sigmas <= 1).all()
+
+
+def test_draws_of_exactly_zero_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda size, generator, dtype: torch.zeros(size, dtype=dtype))
+    for flow in LAWS.values():
+        sigmas = sample_sigmas(1, flow, 1.0, generator())
+        assert 0 < float(sigmas) < 1e-5
+
+
+def test_the_shift_formula() -> None:
+    sigmas = torch.tensor([0.0, 0.25, 0.5, 1.0], dtype=torch.float64)
+    assert torch.equal(shift_sigmas(sigmas, 1.0), sigmas)
+    assert shift_sigmas(sigmas, 3.0).tolist() == [0.0, 0.5, 0.75, 1.0]
+
+
+def test_auto_shift_between_and_outside_its_points() -> None:
+    assert auto_shift(256) == auto_shift(1) == pytest.approx(math.exp(0.5))
+    assert auto_shift(4096) == auto_shift(90000) == pytest.approx(math.exp(1.15))
+    assert auto_shift(2176) == pytest.approx(math.exp(0.825))
+
+
+def test_an_explicit_shift_wins_over_the_automatic_one() -> None:
+    flow = FlowConfig(flow_schedule_shift=2.0, flow_schedule_auto_shift=True)
+    assert choose_shift(flow, 4096, shift_is_explicit=True) == 2.0
+    assert choose_shift(flow, 4096, shift_is_explicit=False) == pytest.approx(math.exp(1.15))
+    assert choose_shift(FlowConfig(flow_schedule_shift=5.0), 4096, shift_is_explicit=False) == 5.0
+    assert choose_shift(FlowConfig(), 4096, shift_is_explicit=False) == 1.0
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1, 1), (2, 2), (0.5, 0.5), (3, 1), (1, 4)])
+def test_beta_cdf_in_closed_form(alpha: float, beta: float) -> None:
+    closed = {
+        (1, 1): lambda x: x,
+        (2, 2): lambda x: 3 * x**2 - 2 * x**3,
+        (0.5, 0.5): lambda x: 2 / math.pi * math.asin(math.sqrt(x)),
+        (3, 1): lambda x: x**3,
+        (1, 4): lambda x: 1 - (1 - x) ** 4,
+    }[alpha, beta]
+    for x in (0.0, 1e-4, 0.1, 0.37, 0.5, 0.81, 0.999, 1.0):
+        assert beta_cdf(x, alpha, beta) == pytest.approx(closed(x), abs=1e-13)
+        # At the ends the density can vanish, and many x have the same share to the last digit.
+        if 0.05 < x < 0.95:
+            assert beta_quantile(closed(x), alpha, beta) == pytest.approx(x, abs=1e-12)
+
+
+def batch(shape: tuple[int, ...] = (2, 4, 1, 6, 5), dtype: torch.dtype = torch.float32) -> Batch:
+    latents = torch.randn(shape, generator=generator(9)).to(dtype)
+    return Batch(latents=latents, embeds=[{} for _ in range(shape[0])], names=["a"] * shape[0])
+
+
+def test_the_mix_is_the_definition() -> None:
+    clean = batch()
+    noise = sample_noise(clean.latents, generator())
+    sigmas = torch.tensor([0.25, 1.0])
+    noisy = make_noisy(clean, sigmas, noise)
+    assert torch.equal(noisy.noisy_latents[0], 0.75 * clean.latents[0] + 0.25 * noise[0])
+    assert torch.equal(noisy.noisy_latents[1], noise[1])
+    assert torch.equal(noisy.target, noise - clean.latents)
+    assert torch.equal(noisy.timesteps, torch.tensor([250.0, 1000.0]))
+    assert noisy.batch is clean
+
+
+def test_everything_is_float32_even_from_bf16_latents() -> None:
+    noisy = make_noisy(batch(dtype=torch.bfloat16), torch.rand(2, dtype=torch.float64), torch.randn(2, 4, 1, 6, 5))
+    tensors = (noisy.noise, noisy.sigmas, noisy.noisy_latents, noisy.timesteps, noisy.target)
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+
+
+def test_the_true_velocity_leads_back_to_the_latents() -> None:
+    noisy = make_noisy(batch(), torch.tensor([0.3, 0.9]), sample_noise(batch().latents, generator()))
+    back = noisy.noisy_latents - noisy.sigmas.view(-1, 1, 1, 1, 1) * noisy.target
+    torch.testing.assert_close(back, batch().latents, atol=1e-6, rtol=0)
+
+
+def test_input_perturbation_changes_the_input_only() -> None:
+    noise = sample_noise(batch((1, 8, 1, 64, 64)).latents, generator())
+    sigmas = torch.tensor([0.5])
+    plain = make_noisy(batch((1, 8, 1, 64, 64)), sigmas, noise)
+    shaken = make_noisy(batch((1, 8, 1, 64, 64)), sigmas, noise, input_perturbation=0.1, generator=generator(1))
+    assert torch.equal(shaken.target, plain.target)
+    added = shaken.noisy_latents - plain.noisy_latents
+    assert float(added.std()) == pytest.approx(0.5 * 0.1, rel=0.02)
+    assert float(added.mean()) == pytest.approx(0, abs=1e-3)
+
+
+def test_noise_offset_shifts_each_channel_in_input_and_target_alike() -> None:
+    clean = batch((2, 4, 3, 6, 5))
+    noise = sample_noise(clean.latents, generator())
+    plain = make_noisy(clean, torch.tensor([0.5, 0.5]), noise)
+    offset = make_noisy(clean, torch.tensor([0.5, 0.5]), noise, noise_offset=0.2, generator=generator(1))
+    shift = offset.target - plain.target
+    expected = 0.2 * torch.randn(2, 4, 1, 1, 1, generator=generator(1))
+    torch.testing.assert_close(shift, expected.expand_as(shift), atol=1e-6, rtol=0)
+    torch.testing.assert_close(offset.noisy_latents - plain.noisy_latents, 0.5 * shift, atol=1e-6, rtol=0)
+
+
+def test_extra_noise_without_a_generator_is_refused() -> None:
+    with pytest.raises(ValueError, match="generator"):
+        make_noisy(batch(), torch.tensor([0.5, 0.5]), torch.zeros(2, 4, 1, 6, 5), noise_offset=0.1)

@@ -1,0 +1,99 @@
+"""Losses in closed form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from simpletuner.config.schema import LossConfig
+from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.flow import make_noisy
+from simpletuner.diffusion.loss import diffusion_loss, huber_scales
+
+
+def noisy_batch(sigmas: list[float], loss_mask: Tensor | None = None) -> NoisyBatch:
+    count = len(sigmas)
+    latents = torch.zeros(count, 4, 1, 2, 3)
+    batch = Batch(latents=latents, embeds=[{}] * count, names=[""] * count, loss_mask=loss_mask)
+    return make_noisy(batch, torch.tensor(sigmas), torch.zeros_like(latents))
+
+
+def constant_error(errors: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(errors, dtype=dtype).view(-1, 1, 1, 1, 1).expand(-1, 4, 1, 2, 3)
+
+
+def test_l2_is_one_mean_per_sample_in_float32() -> None:
+    loss = diffusion_loss(constant_error([0.5, -2.0], torch.bfloat16), noisy_batch([0.1, 0.9]), LossConfig())
+    assert loss.dtype == torch.float32
+    assert loss.tolist() == [0.25, 4.0]
+
+
+def test_the_oracle_has_no_loss() -> None:
+    batch = Batch(latents=torch.randn(2, 4, 1, 2, 3), embeds=[{}] * 2, names=[""] * 2)
+    noisy = make_noisy(batch, torch.rand(2), torch.randn(2, 4, 1, 2, 3))
+    for kind in ("l2", "huber", "smooth_l1"):
+        assert diffusion_loss(noisy.target, noisy, LossConfig(loss_type=kind)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("error", [1e-4, 0.1, 3.0])
+def test_the_huber_kinds(error: float) -> None:
+    c = 0.1
+    noisy = noisy_batch([0.5])
+    rise = math.sqrt(error**2 + c**2) - c
+    config = LossConfig(loss_type="huber", huber_schedule="constant", huber_c=c)
+    huber = diffusion_loss(constant_error([error]), noisy, config)
+    smooth = diffusion_loss(constant_error([error]), noisy, config.model_copy(update={"loss_type": "smooth_l1"}))
+    assert float(huber) == pytest.approx(2 * c * rise, rel=1e-5)
+    assert float(smooth) == pytest.approx(2 * rise, rel=1e-5)
+
+
+def test_huber_is_the_square_for_small_errors_and_straight_for_large_ones() -> None:
+    config = LossConfig(loss_type="huber", huber_schedule="constant", huber_c=0.5)
+    small, large = diffusion_loss(constant_error([1e-4, 1e4]), noisy_batch([0.5, 0.5]), config).tolist()
+    assert small == pytest.approx(1e-8, rel=1e-4)
+    assert large == pytest.approx(2 * 0.5 * 1e4, rel=1e-3)
+
+
+def test_the_schedules_of_the_scale() -> None:
+    sigmas = torch.tensor([0.0, 0.5, 1.0])
+
+    def scales(schedule: str) -> list[float]:
+        return huber_scales(sigmas, LossConfig(huber_schedule=schedule, huber_c=0.01)).tolist()
+
+    assert scales("constant") == pytest.approx([0.01, 0.01, 0.01])
+    assert scales("exponential") == pytest.approx([1.0, 0.1, 0.01])
+    assert scales("snr") == pytest.approx([1.0, 0.99 / 4 + 0.01, 0.01])
+
+
+def test_each_sample_has_its_own_scale() -> None:
+    config = LossConfig(loss_type="smooth_l1", huber_schedule="exponential", huber_c=0.01)
+    loss = diffusion_loss(constant_error([1.0, 1.0]), noisy_batch([0.5, 1.0]), config).tolist()
+    assert loss == pytest.approx([2 * (math.sqrt(1 + c * c) - c) for c in (0.1, 0.01)], rel=1e-5)
+
+
+def test_a_mask_weighs_positions_and_ones_change_nothing() -> None:
+    mask = torch.zeros(2, 1, 1, 2, 3)
+    mask[0, 0, 0, 0, 0], mask[0, 0, 0, 1, 2] = 1.0, 0.5
+    error = torch.randn(2, 4, 1, 2, 3)
+    loss = diffusion_loss(error, noisy_batch([0.5, 0.5], mask), LossConfig())
+    squares = error[0, :, 0].square()
+    expected = (squares[:, 0, 0].sum() + 0.5 * squares[:, 1, 2].sum()) / 24
+    assert float(loss[0]) == pytest.approx(float(expected), rel=1e-6)
+    assert float(loss[1]) == 0.0
+    neutral = diffusion_loss(error, noisy_batch([0.5, 0.5], torch.ones_like(mask)), LossConfig())
+    assert torch.equal(neutral, diffusion_loss(error, noisy_batch([0.5, 0.5]), LossConfig()))
+
+
+def test_masked_positions_get_no_gradient() -> None:
+    mask = torch.zeros(1, 1, 1, 2, 3)
+    mask[..., 0, 1] = 1
+    prediction = torch.randn(1, 4, 1, 2, 3, requires_grad=True)
+    for kind in ("l2", "huber", "smooth_l1"):
+        config = LossConfig(loss_type=kind)
+        (gradient,) = torch.autograd.grad(
+            diffusion_loss(prediction, noisy_batch([0.5], mask), config).sum(), prediction
+        )
+        assert (gradient != 0).all(dim=1).squeeze().tolist() == [[False, True, False], [False, False, False]]

@@ -1,0 +1,28 @@
+"""Random numbers depend on the place in the run and on nothing else."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from simpletuner.diffusion.seeds import generator_for, step_seed
+
+
+def test_seeds_never_change() -> None:
+    """A number written down: a resumed run of an older version must draw the same noise."""
+    assert step_seed(42, 7, 1, 0, "noise") == 3756905894348502925
+
+
+def test_every_ingredient_changes_the_seed() -> None:
+    places = itertools.product((0, 1, -3), (0, 1, 11), (0, 1), (0, 1, 11), ("noise", "sigmas"))
+    seeds = [step_seed(*place) for place in places]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_generators_repeat_and_differ() -> None:
+    first = torch.rand(8, generator=generator_for(1, 2, 3, 4, "noise"))
+    torch.rand(1000)  # the global generator plays no part
+    assert torch.equal(first, torch.rand(8, generator=generator_for(1, 2, 3, 4, "noise")))
+    assert not torch.equal(first, torch.rand(8, generator=generator_for(1, 3, 3, 4, "noise")))
