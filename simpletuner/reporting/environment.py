@@ -1,0 +1,60 @@
+"""What a run ran on: versions, operating system, device. For the report, the model card and bug reports."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = (
+    "simpletuner",
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "huggingface_hub",
+    "safetensors",
+    "numpy",
+    "pillow",
+    "torch-optimi",
+)
+
+
+def describe_environment(device: str | None = None) -> dict[str, str]:
+    """Names and values, in the order in which people want to read them.
+
+    Args:
+        device: what training runs on; None asks torch when it is loaded already, and never loads it.
+    """
+    environment = {
+        "device": device or describe_device(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
+        "processor": f"{os.cpu_count()} cores",
+    }
+    return environment | package_versions()
+
+
+def package_versions() -> dict[str, str]:
+    """Version of each package that matters for the result; absent ones are left out."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def describe_device() -> str:
+    """The accelerator's name and memory, `cpu`, or `unknown` as long as nobody has imported torch."""
+    if "torch" not in sys.modules:
+        return "unknown"
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    return "Apple GPU" if torch.backends.mps.is_available() else "cpu"

@@ -1,0 +1,148 @@
+"""The record of a run: `training_metrics.jsonl` and `validation_media.jsonl`, one JSON object a line.
+
+Both are appended and flushed line by line, so that a killed run loses nothing but the line it was writing. A run
+that resumes at step S first drops what was recorded after S, because it will record those steps again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .atomic import disk_full_as_user_error, replace_file
+
+METRICS_FILE = "training_metrics.jsonl"
+MEDIA_FILE = "validation_media.jsonl"
+
+Value = float | int | bool | str | None
+
+
+@dataclass(frozen=True)
+class MediaRecord:
+    """One rendered preview.
+
+    Attributes:
+        step: optimizer step at which it was rendered; 0 is the untrained model.
+        short_name: of the prompt (`unconditional`, a nickname of the library, `validation`).
+        prompt: what was asked for.
+        path: of the file, relative to output_dir, with forward slashes.
+        width, height: true size in pixels.
+        seed: of the initial noise.
+        ema: rendered with the averaged weights.
+        index: tells samples of one prompt apart.
+    """
+
+    step: int
+    short_name: str
+    prompt: str
+    path: str
+    width: int
+    height: int
+    seed: int | None = None
+    ema: bool = False
+    index: int = 0
+
+
+class StepLines:
+    """A file of JSON lines that each carry a `step`, open for appending.
+
+    Args:
+        path: created when missing.
+        resume_step: lines of later steps are dropped first, and a torn last line; 0 for a fresh run.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            before = self.path.read_bytes()
+            kept = b"".join(line for line in before.splitlines(keepends=True) if _is_kept(line, resume_step))
+            if kept != before:
+                replace_file(self.path, kept)
+        self._file = self.path.open("ab", buffering=0)
+
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write one line; it is in the hands of the operating system when this returns.
+
+        Raises:
+            DiskFullError: there was no space; the torn line is dropped at the next start.
+        """
+        row = {"step": step, **{key: _finite(value) for key, value in values.items() if key != "step"}}
+        line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        with disk_full_as_user_error(self.path):
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, "short write")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MetricsFile:
+    """`training_metrics.jsonl`: the step, the time in seconds since 1970, and the metrics of that step."""
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self._lines = StepLines(path, resume_step)
+
+    def append(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Record the metrics of one optimizer step. NaN and infinity become null: JSON has no word for them."""
+        self._lines.append(step, {"time": round(time.time(), 3), **metrics})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class MediaFile:
+    """`validation_media.jsonl`: every preview of the run."""
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self._lines = StepLines(path, resume_step)
+
+    def append(self, record: MediaRecord) -> None:
+        """Record one rendered preview."""
+        self._lines.append(record.step, asdict(record))
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file, oldest first. No file: no rows. A torn last line is left out."""
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    rows = (_parse(line) for line in content.splitlines(keepends=True))
+    return [row for row in rows if row is not None]
+
+
+def read_media(path: Path) -> list[MediaRecord]:
+    """The previews of a media file. One that was rendered twice into the same file counts once, as the last."""
+    names = {field.name for field in fields(MediaRecord)}
+    records = (MediaRecord(**{name: row[name] for name in names & row.keys()}) for row in read(path))
+    return list({record.path: record for record in records}.values())
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The row in a complete line, or None. A line without its newline was torn by a kill."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _is_kept(line: bytes, last_step: int) -> bool:
+    row = _parse(line)
+    return row is not None and row["step"] <= last_step
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

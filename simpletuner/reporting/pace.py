@@ -1,0 +1,117 @@
+"""Running averages of the steps, and numbers worded for people."""
+
+from __future__ import annotations
+
+from .progress import StepReport
+
+# A loss jumps with the noise level that was drawn; some fifty steps show where it goes.
+LOSS_MEMORY = 0.98
+# The pace changes with the bucket, and the remaining time should follow it.
+PACE_MEMORY = 0.9
+# Points kept of the course of the smoothed loss, which is drawn a few characters wide.
+LOSS_POINTS = 1000
+
+
+class RunningMean:
+    """Exponential average without the pull towards zero of its first values.
+
+    With memory m the weight of a value falls by m for each later one; dividing by the sum of the weights,
+    1 - m^n, makes the first averages plain means (Kingma and Ba 2015, section 3).
+    """
+
+    def __init__(self, memory: float) -> None:
+        self.memory = memory
+        self.value = 0.0
+        self._weighted = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float) -> float:
+        """Take in one more value and return the average."""
+        self._weighted = self.memory * self._weighted + (1 - self.memory) * value
+        self._weight = self.memory * self._weight + (1 - self.memory)
+        self.value = self._weighted / self._weight
+        return self.value
+
+
+class Pace:
+    """What the displays say about the steps so far."""
+
+    def __init__(self, total_steps: int, start_step: int) -> None:
+        self.total_steps = total_steps
+        self.start_step = start_step
+        self.last: StepReport | None = None
+        self.losses: list[float] = []
+        self._loss_every = max(1, (total_steps - start_step) // LOSS_POINTS)
+        self._loss = RunningMean(LOSS_MEMORY)
+        self._seconds = RunningMean(PACE_MEMORY)
+        self._spent = 0.0
+        self._waited = 0.0
+
+    def add(self, report: StepReport) -> None:
+        self.last = report
+        self._seconds.add(report.seconds)
+        self._spent += report.seconds
+        self._waited += report.data_wait_seconds
+        smoothed = self._loss.add(report.loss)
+        if self.steps_done % self._loss_every == 0:
+            self.losses.append(smoothed)
+
+    @property
+    def loss(self) -> float:
+        """Smoothed loss."""
+        return self._loss.value
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self._seconds.value
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of this session."""
+        return self.last.step - self.start_step if self.last else 0
+
+    @property
+    def remaining_seconds(self) -> float:
+        done = self.last.step if self.last else self.start_step
+        return max(0, self.total_steps - done) * self._seconds.value
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the time in which the device waited for data."""
+        return self._waited / self._spent if self._spent else 0.0
+
+    def summary(self) -> str:
+        """One sentence for the end of a session."""
+        if self.last is None:
+            return f"No step was needed: step {self.start_step} of {self.total_steps} was reached before."
+        mean = self._spent / max(1, self.steps_done)
+        return (
+            f"Trained {self.steps_done} steps in {clock(self._spent)} ({pace_text(mean)}), "
+            f"step {self.last.step} of {self.total_steps}, smoothed loss {self.loss:.4f}."
+        )
+
+
+def clock(seconds: float) -> str:
+    """`7.2 s`, `4:05` or `2:00:09`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def pace_text(seconds: float) -> str:
+    """`1.92 s/step`, or `38 ms/step` for fast ones."""
+    return f"{seconds:.2f} s/step" if seconds >= 0.1 else f"{seconds * 1000:.0f} ms/step"
+
+
+def size_text(count: int) -> str:
+    """Bytes in the largest unit that leaves a number above 1: `11.4 GiB`."""
+    power = max(0, min(4, (count.bit_length() - 1) // 10))
+    size, unit = count / 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{size:.0f} {unit}" if size >= 100 or power == 0 else f"{size:.1f} {unit}"
+
+
+def amount(count: int, unit: str) -> str:
+    """`1,204 captions`, or the bare number when nothing is known about what it counts."""
+    return f"{count:,} {unit}" if unit else f"{count:,}"

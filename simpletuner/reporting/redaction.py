@@ -1,0 +1,87 @@
+"""Keeps tokens, keys, passwords and webhook addresses out of everything that is written or shown."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "[hidden]"
+
+# Names under which people keep secrets, in settings and in environment variables. `token` is a word of its own, so
+# that tokenizer_max_length and max_tokens stay readable.
+SECRET_NAME = re.compile(
+    r"(?:^|[_\-.])(?:token|secret|passw(?:or)?d|api[_-]?key|access[_-]?key|authorization|credentials?)(?:$|[_\-.])"
+    r"|webhook[_-]?url|callback[_-]?url",
+    re.IGNORECASE,
+)
+# Shorter values ("1", "true", "none") are no secrets, and hiding them would garble every line of the log.
+SHORTEST_SECRET = 8
+
+# What is recognised by its shape, wherever it stands. A pattern hides its group `secret`.
+SHAPES = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(?P<secret>\bhf_[a-z0-9]{16,})",
+        r"(?P<secret>\bwandb_v\d+_\w{16,})",
+        r"(?P<secret>\b(?:gh[opsu]_|github_pat_|glpat-|sk-)[\w-]{16,})",
+        r"(?P<secret>\bAKIA[0-9A-Z]{16}\b)",
+        r"https?://(?P<secret>[^\s/@:]*:[^\s/@]+)@",
+        r"https://(?:\w+\.)?discord(?:app)?\.com/api/(?:v\d+/)?webhooks/(?P<secret>[\w/-]+)",
+        r"https://hooks\.slack\.com/(?P<secret>[\w/-]+)",
+        r"\bauthorization[\"']?\s*[:=]\s*[\"']?(?P<secret>(?:(?:bearer|basic|token)\s+)?[^\s\"',;]{4,})",
+        r"\b(?:bearer|basic)\s+(?P<secret>[\w.~+/=-]{12,})",
+        r"(?:token|secret|passw(?:or)?d|api[_-]?key|access[_-]?key)[\"']?\s*[:=]\s*[\"']?(?P<secret>[\w.~+/=-]{8,})",
+        r"(?:webhook|callback)[_-]?url[\"']?\s*[:=]\s*[\"']?(?P<secret>[^\s\"',;]{8,})",
+    )
+)
+
+_known_secrets: set[str] = set()
+
+
+def hide(secret: str) -> None:
+    """Hide this exact text from now on, for secrets that no pattern can recognise (a webhook's own address)."""
+    if len(secret) >= SHORTEST_SECRET:
+        _known_secrets.add(secret)
+
+
+def redact(text: str) -> str:
+    """The text with every secret replaced by `[hidden]`.
+
+    A secret is what was given to `hide`, the value of an environment variable with a telling name (HF_TOKEN,
+    WANDB_API_KEY), and what looks like one (`Bearer …`, `api_key=…`, `hf_…`, a webhook address).
+    """
+    for secret in sorted(_known_secrets | _environment_secrets(), key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    for shape in SHAPES:
+        text = shape.sub(_hide_group, text)
+    return text
+
+
+def redact_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested settings in which values under telling names, and secrets inside texts, are hidden."""
+    return {
+        key: HIDDEN if value and SECRET_NAME.search(str(key)) else _redact_value(value)
+        for key, value in settings.items()
+    }
+
+
+def _redact_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return redact_settings(value)
+    if isinstance(value, list | tuple):
+        return [_redact_value(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _environment_secrets() -> set[str]:
+    return {value for name, value in os.environ.items() if len(value) >= SHORTEST_SECRET and SECRET_NAME.search(name)}
+
+
+def _hide_group(match: re.Match[str]) -> str:
+    start, end = match.span("secret")
+    if match.group("secret") == HIDDEN:
+        return match.group()
+    whole, offset = match.group(), match.start()
+    return whole[: start - offset] + HIDDEN + whole[end - offset :]

@@ -1,0 +1,180 @@
+"""Mirrors of the run record in places where people compare runs: wandb and tensorboard.
+
+A tracker never decides over a run: one that fails is named once in the log and left out from then on. The local
+files (`simpletuner` in `report_to`) are no tracker: they are always written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from simpletuner.config.schema import TrackingConfig
+from simpletuner.errors import Problem, did_you_mean
+
+from .metrics import MediaRecord
+from .redaction import redact, redact_settings
+from .wandb_login import has_wandb_login
+
+logger = logging.getLogger(__name__)
+
+# Tracker name -> package that must be installed, and how to get it.
+PACKAGES: Mapping[str, tuple[str, str]] = {
+    "wandb": ("wandb", "pip install wandb"),
+    "tensorboard": ("tensorboard", "pip install 'simpletuner[tensorboard]'"),
+}
+NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
+WITHOUT_TRACKER = ("simpletuner", "none")
+KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, *WITHOUT_TRACKER, "all")
+
+
+class Tracker(Protocol):
+    """Receives what the main process measures. `step` is the optimizer step."""
+
+    name: str
+
+    def start(self, run_config: Mapping[str, Any]) -> None:
+        """Open the run; settings under telling names are hidden before they come here."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics of a step; may be called several times for one step."""
+
+    def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
+        """Which timesteps the samples of this step were trained at."""
+
+    def log_media(self, media: Sequence[MediaRecord], step: int) -> None:
+        """Previews, as files that exist already."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Send what is left and close the run."""
+
+
+def check_trackers(report_to: str) -> list[Problem]:
+    """What is wrong with a value of `report_to`; a missing package or login is only a warning."""
+    names = _split(report_to)
+    problems = [_unusable(name) for name in names if name in NOT_AVAILABLE_YET or name not in KNOWN]
+    if "none" in names and len(set(names)) > 1:
+        problems.append(Problem("report_to", f"{report_to!r} asks for none and for {', '.join(names)} at once."))
+    if "all" not in names:
+        reasons = (_missing(name) for name in PACKAGES if name in names)
+        problems += [Problem("report_to", reason, fatal=False) for reason in reasons if reason]
+    return problems
+
+
+def build_trackers(
+    config: TrackingConfig, output_dir: Path, logging_dir: Path, start_step: int = 0
+) -> list[GuardedTracker]:
+    """The trackers that `report_to` names and that can work here, not started yet.
+
+    Args:
+        config: `report_to` has passed `check_trackers`.
+        output_dir: paths of previews are relative to it; the wandb run id is kept there.
+        logging_dir: where trackers put files of their own.
+        start_step: a resumed run continues after this step, under the same wandb run.
+    """
+    names = _split(config.report_to)
+    builders: Mapping[str, Callable[[], Tracker]] = {
+        "wandb": lambda: _wandb(config, output_dir, logging_dir, start_step),
+        "tensorboard": lambda: _tensorboard(config, output_dir, logging_dir, start_step),
+    }
+    trackers = []
+    for name, build in builders.items():
+        if name not in names and "all" not in names:
+            continue
+        if reason := _missing(name):
+            logger.log(logging.INFO if "all" in names else logging.WARNING, "report_to: %s", reason)
+        else:
+            trackers.append(GuardedTracker(name, build))
+    return trackers
+
+
+class GuardedTracker:
+    """Keeps the failures of a tracker away from training.
+
+    Args:
+        name: for the log.
+        build: makes the real tracker; importing its package may fail as well.
+    """
+
+    def __init__(self, name: str, build: Callable[[], Tracker]) -> None:
+        self.name = name
+        self._build = build
+        self._tracker: Tracker | None = None
+
+    def start(self, run_config: Mapping[str, Any]) -> None:
+        def build_and_start() -> None:
+            tracker = self._build()
+            tracker.start(redact_settings(run_config))
+            self._tracker = tracker
+
+        self._guard(build_and_start)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if tracker := self._tracker:
+            self._guard(lambda: tracker.log(metrics, step))
+
+    def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
+        if tracker := self._tracker:
+            self._guard(lambda: tracker.log_timesteps(timesteps, step))
+
+    def log_media(self, media: Sequence[MediaRecord], step: int) -> None:
+        if tracker := self._tracker:
+            self._guard(lambda: tracker.log_media(media, step))
+
+    def finish(self, exit_code: int = 0) -> None:
+        if tracker := self._tracker:
+            self._guard(lambda: tracker.finish(exit_code))
+            self._tracker = None
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        # Broad, because third-party code with a network and files behind it may raise anything.
+        except Exception as error:
+            self._tracker = None
+            logger.warning("%s stopped working; training goes on without it. %s", self.name, redact(_brief(error)))
+            logger.debug("%s failed", self.name, exc_info=True)
+
+
+def _split(report_to: str) -> list[str]:
+    return [name.strip().lower() for name in report_to.split(",") if name.strip()] or ["none"]
+
+
+def _unusable(name: str) -> Problem:
+    if name in NOT_AVAILABLE_YET:
+        return Problem("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
+    return Problem("report_to", f"{name!r} is not one of: {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}")
+
+
+def _missing(name: str) -> str | None:
+    """Why a known tracker cannot work here, or None."""
+    package, install = PACKAGES[name]
+    if find_spec(package) is None:
+        return f"{name} is not installed ({install}); training goes on without it."
+    if name == "wandb" and not has_wandb_login():
+        return "wandb has no login on this machine (`wandb login`); training goes on without it."
+    return None
+
+
+def _wandb(config: TrackingConfig, output_dir: Path, logging_dir: Path, start_step: int) -> Tracker:
+    # Trackers take a second to import, which only those who use them should wait.
+    from .wandb_tracker import WandbTracker
+
+    return WandbTracker(
+        config.tracker_project_name, config.tracker_run_name, Path(output_dir), Path(logging_dir), start_step
+    )
+
+
+def _tensorboard(config: TrackingConfig, output_dir: Path, logging_dir: Path, start_step: int) -> Tracker:
+    from .tensorboard_tracker import TensorboardTracker
+
+    folder = Path(logging_dir) / config.tracker_project_name / config.tracker_run_name
+    return TensorboardTracker(folder, Path(output_dir), start_step)
+
+
+def _brief(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"({type(error).__name__}: {lines[0]})" if lines else f"({type(error).__name__})"

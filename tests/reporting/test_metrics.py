@@ -1,0 +1,131 @@
+"""The record of a run survives kills and resumes without doubles."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from simpletuner.errors import DiskFullError
+from simpletuner.reporting import atomic
+from simpletuner.reporting.metrics import MediaFile, MediaRecord, MetricsFile, StepLines, read, read_media
+
+
+def steps_in(path: Path) -> list[int]:
+    return [row["step"] for row in read(path)]
+
+
+def record(path: Path, steps: range, resume_step: int = 0) -> None:
+    metrics = MetricsFile(path, resume_step)
+    for step in steps:
+        metrics.append(step, {"train_loss": 1 / step, "learning_rate": 1e-4})
+    metrics.close()
+
+
+def test_rows_carry_step_time_and_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "training_metrics.jsonl"
+    record(path, range(1, 4))
+    rows = read(path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[1]["train_loss"] == 0.5
+    assert rows[0]["time"] > 1.7e9
+
+
+def test_each_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    metrics = MetricsFile(path)
+    metrics.append(1, {"train_loss": 1.0})
+    assert steps_in(path) == [1]
+    metrics.close()
+
+
+def test_resume_drops_later_steps_and_goes_on_without_doubles(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    record(path, range(1, 11))
+    record(path, range(7, 13), resume_step=6)
+    assert steps_in(path) == list(range(1, 13))
+
+
+def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    record(path, range(1, 6))
+    path.write_bytes(path.read_bytes() + b'{"step": 6, "train_lo')
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+    record(path, range(6, 8), resume_step=6)
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_line_torn_exactly_before_its_newline_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    record(path, range(1, 4))
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    record(path, range(3, 5), resume_step=3)
+    assert steps_in(path) == [1, 2, 3, 4]
+
+
+def test_a_fresh_run_starts_an_empty_record(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    record(path, range(1, 6))
+    record(path, range(1, 3))
+    assert steps_in(path) == [1, 2]
+
+
+def test_nothing_is_rewritten_when_nothing_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    record(path, range(1, 6))
+    before = path.stat()
+    MetricsFile(path, resume_step=5).close()
+    assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
+
+
+def test_no_file_has_no_rows(tmp_path: Path) -> None:
+    assert read(tmp_path / "absent.jsonl") == []
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    metrics = MetricsFile(path)
+    metrics.append(1, {"train_loss": float("nan"), "grad_absmax": float("inf")})
+    metrics.close()
+    assert json.loads(path.read_text())["train_loss"] is None
+    assert read(path)[0]["grad_absmax"] is None
+
+
+def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.jsonl"
+    record(path, range(1, 6))
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(atomic.os, "fsync", full)
+    with pytest.raises(DiskFullError, match="no space left"):
+        StepLines(path, resume_step=2)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
+    lines = StepLines(tmp_path / "m.jsonl")
+    lines.close()
+    with Path("/dev/full").open("ab", buffering=0) as full:
+        lines._file = full
+        with pytest.raises(DiskFullError):
+            lines.append(1, {})
+
+
+def test_media_keep_their_fields_and_the_last_of_a_path_wins(tmp_path: Path) -> None:
+    path = tmp_path / "validation_media.jsonl"
+    first = MediaRecord(0, "glimmer", "ein Schimmer <b>", "validation_images/step_0_glimmer_0_96x96.png", 96, 96, 7)
+    later = MediaRecord(50, "glimmer", "ein Schimmer <b>", "validation_images/step_50.png", 96, 64, 7, ema=True)
+    media = MediaFile(path)
+    for item in (first, first, later):
+        media.append(item)
+    media.close()
+    assert read_media(path) == [first, later]
+    MediaFile(path, resume_step=49).close()
+    assert read_media(path) == [first]
