@@ -1,0 +1,141 @@
+"""What is behind `simpletuner cache verify`, `gc` and `explain`: questions to a cache folder. No torch here.
+
+Nothing is deleted unless asked for, and `gc` deletes only what it listed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.atomic import TEMPORARY_SUFFIX
+
+from .entry import DamagedEntryError, entry_path, find_entry, list_keys, read_entry, read_provenance
+from .keys import CacheKey, Ingredients
+
+# A temporary file this old belongs to no writer that is still alive.
+LEFTOVER_AGE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One entry that cannot be used, and why."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """What a collection would remove.
+
+    Attributes:
+        entries: keys that nobody refers to any more.
+        leftovers: temporary files of runs that were killed.
+        bytes: what removing both would free.
+    """
+
+    entries: list[str]
+    leftovers: list[Path]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One ingredient in which a cached entry differs from the wanted one."""
+
+    ingredient: str
+    cached: Any
+    wanted: Any
+
+    def __str__(self) -> str:
+        return f"{self.ingredient}: cached {self.cached!r}, wanted {self.wanted!r}"
+
+
+def find_damaged(folder: Path) -> Iterator[Damage]:
+    """Read every entry in full and yield those that are not what was written, sorted by key."""
+    for key in list_keys(folder):
+        path = find_entry(folder, key)
+        try:
+            if path is not None:
+                read_entry(path, key)
+        except DamagedEntryError as error:
+            yield Damage(key, str(error))
+
+
+def find_garbage(folder: Path, wanted: Collection[str], *, now: float | None = None) -> Garbage:
+    """Entries that are not wanted, and what killed runs left.
+
+    Args:
+        wanted: the keys that the configs in use refer to. A folder that serves several configs needs them all.
+        now: seconds since the epoch; the clock's when None.
+    """
+    known = frozenset(wanted)
+    entries = [key for key in list_keys(folder) if key not in known]
+    oldest = (time.time() if now is None else now) - LEFTOVER_AGE_SECONDS
+    leftovers = [path for path in sorted(folder.glob(f"*/.*{TEMPORARY_SUFFIX}")) if path.stat().st_mtime < oldest]
+    files = [*leftovers, *(path for key in entries if (path := find_entry(folder, key)) is not None)]
+    return Garbage(entries, leftovers, sum(path.stat().st_size for path in files))
+
+
+def remove_garbage(folder: Path, garbage: Garbage) -> None:
+    """Delete what `find_garbage` listed, and nothing else."""
+    for path in garbage.leftovers:
+        path.unlink(missing_ok=True)
+    for key in garbage.entries:
+        for compressed in (True, False):
+            entry_path(folder, key, compressed=compressed).unlink(missing_ok=True)
+
+
+def explain(folder: Path, key: str) -> dict[str, Any]:
+    """Where an entry came from: its source, and every ingredient of its key.
+
+    Raises:
+        KeyError: there is no such entry.
+        DamagedEntryError: its header cannot be read.
+    """
+    path = find_entry(folder, key)
+    if path is None:
+        raise KeyError(key)
+    provenance = read_provenance(path)
+    ingredients = json.loads(provenance.pop("ingredients", "{}"))
+    return {**provenance, **ingredients}
+
+
+def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[Difference]]:
+    """Why an entry is missing: how each entry of the same source differs from the wanted one.
+
+    Args:
+        source: as it was handed to `provenance_of`.
+
+    Returns:
+        differences by the key of the cached entry, the fewest first; empty when the source was never cached.
+    """
+    found: dict[str, list[Difference]] = {}
+    for key, ingredients in _entries_of(folder, source):
+        if ingredients.get("kind") == wanted.ingredients()["kind"]:
+            found[key] = compare(ingredients, wanted.ingredients())
+    return dict(sorted(found.items(), key=lambda item: len(item[1])))
+
+
+def compare(cached: Ingredients, wanted: Ingredients) -> list[Difference]:
+    """The ingredients in which two keys differ, sorted by name; a missing one counts as None."""
+    names: Iterable[str] = sorted(cached.keys() | wanted.keys())
+    pairs = [(name, cached.get(name), wanted.get(name)) for name in names]
+    return [Difference(name, old, new) for name, old, new in pairs if old != new]
+
+
+def _entries_of(folder: Path, source: str) -> Iterator[tuple[str, Ingredients]]:
+    """Key and ingredients of every entry of a source; entries that cannot be read are `verify`'s business."""
+    for key in list_keys(folder):
+        path = find_entry(folder, key)
+        try:
+            provenance = read_provenance(path) if path is not None else {}
+        except DamagedEntryError:
+            continue
+        if provenance.get("source") == source and "ingredients" in provenance:
+            yield key, json.loads(provenance["ingredients"])

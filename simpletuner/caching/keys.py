@@ -1,0 +1,141 @@
+"""What a cache entry depends on, and the name that follows from it.
+
+An entry's key is the SHA-256 of everything that determines its content: the bytes of the file, how it was
+prepared, and the encoder. So files of the same name never collide, an edit is seen, an old size never comes back,
+and nothing is encoded twice. No torch here: the plan counts what is cached before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Raised when the meaning of an entry changes, so that entries of older versions are not read as new ones.
+VERSION = 1
+
+# What an entry depends on, one level deep: "encoder.dtype" -> "bf16".
+Ingredients = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EncoderIdentity:
+    """Which model made an entry, and how it computed.
+
+    Attributes:
+        family: value of `model_family`.
+        checkpoint: `checkpoint.checkpoint_identity` of all folders that take part (tokenizers included).
+        dtype: of the computation, such as "bf16".
+        quantisation: value of the precision key, "no_change" for none.
+        tiling: the picture was encoded in tiles.
+    """
+
+    family: str
+    checkpoint: str
+    dtype: str
+    quantisation: str = "no_change"
+    tiling: bool = False
+
+
+@dataclass(frozen=True)
+class LatentKey:
+    """Identity of one latent.
+
+    Attributes:
+        content: `hash_file` of the picture or clip.
+        size: width and height that are encoded.
+        resized: width and height of the whole picture before cropping.
+        crop: left and top corner of the crop in the resized picture; its size is `size`.
+        frames: frames that are encoded; 1 for pictures.
+        rate: frames a second they were taken at; None for pictures.
+        encoder: which VAE.
+    """
+
+    content: str
+    size: tuple[int, int]
+    resized: tuple[int, int]
+    crop: tuple[int, int]
+    encoder: EncoderIdentity
+    frames: int = 1
+    rate: float | None = None
+
+    def ingredients(self) -> Ingredients:
+        """Everything the entry depends on, flat."""
+        return _flat("latent", asdict(self))
+
+    def digest(self) -> str:
+        """The key of the entry: 64 hexadecimal digits."""
+        return digest(self.ingredients())
+
+    def seed(self) -> int:
+        """A seed in [0, 2^63) for the draw from the VAE's posterior: the same entry is always the same draw."""
+        return int(self.digest()[:16], 16) >> 1
+
+
+@dataclass(frozen=True)
+class TextKey:
+    """Identity of the embeddings of one caption.
+
+    Attributes:
+        caption: cleaned, as the encoder gets it.
+        template: the words around it, or a name that stands for them and changes when they do.
+        max_length: tokens after which it is cut.
+        encoder: which text encoders.
+        picture: `LatentKey.digest` (or another hash) of the picture that the prompt holds, if it holds one.
+    """
+
+    caption: str
+    template: str
+    max_length: int
+    encoder: EncoderIdentity
+    picture: str | None = None
+
+    def ingredients(self) -> Ingredients:
+        """Everything the entry depends on, flat."""
+        return _flat("text", asdict(self))
+
+    def digest(self) -> str:
+        """The key of the entry: 64 hexadecimal digits."""
+        return digest(self.ingredients())
+
+
+CacheKey = LatentKey | TextKey
+
+
+def provenance_of(key: CacheKey, source: str) -> dict[str, str]:
+    """What is written into an entry so that it can be explained later.
+
+    Args:
+        source: `dataset/relative path` of a file, or the caption's; for people, and no part of the identity.
+    """
+    return {"source": source, "ingredients": canonical_json(key.ingredients())}
+
+
+def digest(ingredients: Mapping[str, Any]) -> str:
+    """SHA-256 of the canonical JSON, as 64 hexadecimal digits."""
+    return hashlib.sha256(canonical_json(ingredients).encode()).hexdigest()
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces, ASCII only; NaN is refused."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flat(kind: str, fields: Mapping[str, Any]) -> Ingredients:
+    """One level deep, tuples as lists, with the kind and version in front."""
+    result: Ingredients = {"kind": kind, "version": VERSION}
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            result |= {f"{name}.{inner}": innermost for inner, innermost in value.items()}
+        else:
+            result[name] = list(value) if isinstance(value, tuple) else value
+    return result

@@ -1,0 +1,93 @@
+"""verify, gc and explain, on folders with known faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from simpletuner.caching.inspect import compare, explain, explain_miss, find_damaged, find_garbage, remove_garbage
+from simpletuner.caching.keys import EncoderIdentity, LatentKey, TextKey, provenance_of
+from simpletuner.caching.store import CacheStore
+
+ENCODER = EncoderIdentity("kandinsky5-image", "c" * 64, "bf16")
+SMALL = LatentKey("a" * 64, (64, 64), (80, 64), (8, 0), ENCODER)
+LARGE = dataclasses.replace(SMALL, size=(128, 128), encoder=dataclasses.replace(ENCODER, dtype="fp32"))
+OTHER = dataclasses.replace(SMALL, content="b" * 64)
+TEXT = TextKey("a star", "official", 256, ENCODER)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CacheStore:
+    cache = CacheStore(tmp_path)
+    for key, source in ((SMALL, "set/a.png"), (LARGE, "set/a.png"), (OTHER, "set/b.png"), (TEXT, "set/a.png")):
+        cache.write(key.digest(), {"x": torch.randn(100)}, provenance_of(key, source))
+    return cache
+
+
+def file_of(store: CacheStore, key: LatentKey | TextKey) -> Path:
+    (path,) = store.folder.rglob(f"{key.digest()}*")
+    return path
+
+
+def test_verify_lists_what_is_damaged_and_nothing_else(store: CacheStore) -> None:
+    assert list(find_damaged(store.folder)) == []
+    path = file_of(store, LARGE)
+    path.write_bytes(path.read_bytes()[:-5])
+    (damage,) = find_damaged(store.folder)
+    assert damage.key == LARGE.digest()
+    assert str(path) in damage.reason
+
+
+def test_gc_lists_first_and_removes_only_what_it_listed(store: CacheStore) -> None:
+    wanted = {SMALL.digest(), TEXT.digest()}
+    garbage = find_garbage(store.folder, wanted)
+    assert garbage.entries == sorted([LARGE.digest(), OTHER.digest()])
+    assert garbage.bytes == sum(file_of(store, key).stat().st_size for key in (LARGE, OTHER))
+    assert len(list(store.keys())) == 4
+    later = dataclasses.replace(OTHER, frames=5)
+    store.write(later.digest(), {"x": torch.zeros(1)}, {})
+    remove_garbage(store.folder, garbage)
+    assert set(store.keys()) == wanted | {later.digest()}
+    assert find_garbage(store.folder, {*wanted, later.digest()}).bytes == 0
+
+
+def test_gc_takes_old_leftovers_and_spares_a_writer_at_work(store: CacheStore) -> None:
+    folder = file_of(store, SMALL).parent
+    old, young = folder / ".x.safetensors.0a.tmp", folder / ".y.safetensors.0b.tmp"
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    everything = set(store.keys())
+    assert len(everything) == 4  # leftovers are no entries
+    garbage = find_garbage(store.folder, everything)
+    assert garbage.leftovers == [old]
+    remove_garbage(store.folder, garbage)
+    assert young.exists()
+    assert not old.exists()
+
+
+def test_explain_tells_source_and_ingredients(store: CacheStore) -> None:
+    told = explain(store.folder, SMALL.digest())
+    assert told["source"] == "set/a.png"
+    assert told["size"] == [64, 64]
+    assert told["encoder.family"] == "kandinsky5-image"
+    with pytest.raises(KeyError):
+        explain(store.folder, "0" * 64)
+
+
+def test_explain_miss_names_the_ingredient_that_changed(store: CacheStore) -> None:
+    wanted = dataclasses.replace(SMALL, crop=(0, 0))
+    found = explain_miss(store.folder, wanted, "set/a.png")
+    assert list(found) == [SMALL.digest(), LARGE.digest()]  # nearest first, and no text
+    assert [str(difference) for difference in found[SMALL.digest()]] == ["crop: cached [8, 0], wanted [0, 0]"]
+    assert {difference.ingredient for difference in found[LARGE.digest()]} == {"crop", "size", "encoder.dtype"}
+    assert explain_miss(store.folder, wanted, "set/new.png") == {}
+
+
+def test_compare_counts_ingredients_of_other_versions() -> None:
+    assert compare({"a": 1, "b": 2}, {"a": 1, "c": None, "b": 3})[0].ingredient == "b"
+    assert compare({"a": 1}, {"a": 1}) == []

@@ -1,0 +1,92 @@
+"""A key changes exactly when the entry would."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simpletuner.caching.keys import EncoderIdentity, LatentKey, TextKey, canonical_json, hash_file, provenance_of
+
+ENCODER = EncoderIdentity(family="kandinsky5-image", checkpoint="c" * 64, dtype="bf16")
+LATENT = LatentKey(content="a" * 64, size=(512, 384), resized=(576, 384), crop=(32, 0), encoder=ENCODER)
+TEXT = TextKey(caption="एक लाल सितारा", template="official image", max_length=256, encoder=ENCODER)
+
+LATENT_CHANGES = {
+    "content": "b" * 64, "size": (384, 512), "resized": (575, 384), "crop": (0, 32), "frames": 61, "rate": 24.0,
+}  # fmt: skip
+TEXT_CHANGES = {"caption": "a red star", "template": "", "max_length": 255, "picture": "d" * 64}
+ENCODER_CHANGES = {
+    "family": "kandinsky5-video", "checkpoint": "e" * 64, "dtype": "fp32", "quantisation": "int8-quanto",
+    "tiling": True,
+}  # fmt: skip
+
+
+def test_the_lists_of_changes_are_complete() -> None:
+    def fields(key: object) -> set[str]:
+        return {field.name for field in dataclasses.fields(key)} - {"encoder"}
+
+    assert fields(LATENT) == set(LATENT_CHANGES)
+    assert fields(TEXT) == set(TEXT_CHANGES)
+    assert fields(ENCODER) == set(ENCODER_CHANGES)
+
+
+@pytest.mark.parametrize(("key", "changes"), [(LATENT, LATENT_CHANGES), (TEXT, TEXT_CHANGES)])
+def test_every_ingredient_changes_the_key(key: LatentKey | TextKey, changes: dict[str, object]) -> None:
+    others = [dataclasses.replace(key, **{name: value}) for name, value in changes.items()]
+    others += [
+        dataclasses.replace(key, encoder=dataclasses.replace(ENCODER, **{name: value}))
+        for name, value in ENCODER_CHANGES.items()
+    ]
+    digests = {other.digest() for other in (key, *others)}
+    assert len(digests) == len(others) + 1
+    assert all(len(digest) == 64 for digest in digests)
+
+
+def test_keys_are_the_same_tomorrow() -> None:
+    """Written down: a change of the formula would throw away every cache there is. Raise VERSION to do so."""
+    assert LATENT.digest() == "ee012cfdf052f27bf9040fbf97fc108f3642d90e9f27dd7b495b312dee925ae4"
+    assert TEXT.digest() == "bf93b2ea3d57730c51cfb446effc3bc5775b0783b94d6ac9b3955ae24af9ef8a"
+
+
+def test_equal_keys_are_equal_however_they_are_made() -> None:
+    again = LatentKey(
+        encoder=EncoderIdentity(dtype="bf16", checkpoint="c" * 64, family="kandinsky5-image"),
+        crop=(32, 0), resized=(576, 384), size=(512, 384), content="a" * 64,
+    )  # fmt: skip
+    assert again.digest() == LATENT.digest()
+
+
+def test_the_posterior_seed_belongs_to_the_entry() -> None:
+    assert 0 <= LATENT.seed() < 2**63
+    assert LATENT.seed() != dataclasses.replace(LATENT, crop=(0, 0)).seed()
+
+
+def test_provenance_is_text_and_holds_the_ingredients() -> None:
+    provenance = provenance_of(TEXT, "my set/सितारा.png")
+    assert provenance["source"] == "my set/सितारा.png"
+    assert provenance["ingredients"] == canonical_json(TEXT.ingredients())
+    assert TEXT.ingredients()["encoder.dtype"] == "bf16"
+
+
+def test_canonical_json() -> None:
+    assert canonical_json({"b": [1, 2.5], "a": None, "ä": True}) == r'{"a":null,"b":[1,2.5],"\u00e4":true}'
+    with pytest.raises(ValueError):
+        canonical_json({"a": float("nan")})
+
+
+def test_files_are_hashed_by_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert hash_file(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_keys_need_no_torch() -> None:
+    modules = "keys", "checkpoint", "entry", "inspect"
+    code = (
+        "; ".join(f"import simpletuner.caching.{name}" for name in modules)
+        + "; import sys; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
