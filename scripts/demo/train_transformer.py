@@ -1,0 +1,278 @@
+"""Train the demo's transformer on the picture world, with what Kandinsky's pipelines will hand it later.
+
+    python scripts/demo/train_transformer.py CHECKPOINT_FOLDER [--steps 8500]
+
+The folder holds the VAE, the text encoders and the tokenizers already; all of them stay as they are, so that latents
+and text embeddings are computed once. A training step mixes x_t = (1 - s) z + s noise, asks for noise - z at the
+timestep 1000 s, and reads captions through the official image template. A batch holds captions of one length,
+because the transformer must never attend to padding; one batch in ten holds the empty caption.
+
+The work is shared by single-threaded processes that average their gradients: at this size, threads inside one
+operation mostly wait for each other. Each process has pictures and caption lengths of its own in every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKL, Kandinsky5Transformer3DModel
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention
+from muon import Muon
+from storage import save_bf16
+from text_encoders import TEXT_DIM
+from torch import Tensor
+from torch.nn import functional as F
+from train_vae import to_pixels
+from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
+from world import draw, sample
+
+from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.templates import OFFICIAL
+
+CAPTION_DROPOUT = 0.1
+SAVE_EVERY = 1000
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Encoded captions of one token length."""
+
+    embeds: Tensor  # B L C, after the template
+    pooled: Tensor  # B C
+
+    def pick(self, rows: Tensor) -> Captions:
+        """The captions with these indices."""
+        return Captions(self.embeds[rows], self.pooled[rows])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples whose captions have the same length."""
+
+    latents: Tensor  # B 1 H W C
+    captions: Captions
+
+
+def build_transformer() -> Kandinsky5Transformer3DModel:
+    """A Kandinsky 5 image transformer of 2.2 M parameters: one text block and six visual ones, 128 wide."""
+    return Kandinsky5Transformer3DModel(
+        in_visual_dim=16,
+        out_visual_dim=16,
+        in_text_dim=TEXT_DIM,
+        in_text_dim2=TEXT_DIM,
+        time_dim=64,
+        model_dim=128,
+        ff_dim=512,
+        num_text_blocks=1,
+        num_visual_blocks=6,
+        axes_dims=(8, 12, 12),
+    )
+
+
+class AttentionWithComplexRotation:
+    """Kandinsky's attention with the rotary embedding as one complex product, which halves the cost of a step.
+
+    The stock processor multiplies by 2 x 2 matrices and rounds to bfloat16; apart from that both compute the same.
+    """
+
+    def __call__(
+        self,
+        attn: Kandinsky5Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+        sparse_params: None = None,
+    ) -> Tensor:
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = (
+            layer(x).unflatten(-1, (attn.num_heads, -1))
+            for layer, x in ((attn.to_query, hidden_states), (attn.to_key, source), (attn.to_value, source))
+        )  # B L heads C
+        query, key = attn.query_norm(query), attn.key_norm(key)
+        if rotary_emb is not None:
+            turn = torch.complex(rotary_emb[..., 0, 0], rotary_emb[..., 1, 0])  # 1 L 1 C/2
+            query, key = (
+                torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+                for x in (query, key)
+            )
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2)
+        return attn.out_layer(mixed)
+
+
+class TextEncoders:
+    """The frozen text encoders of a checkpoint, behind the official image template."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.tokenizer = load_processor(checkpoint).tokenizer
+        self.clip_tokenizer = CLIPTokenizer.from_pretrained(checkpoint, subfolder="tokenizer_2")
+        self.qwen = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            checkpoint, subfolder="text_encoder", dtype=torch.float32
+        )
+        self.clip = CLIPTextModel.from_pretrained(checkpoint, subfolder="text_encoder_2", dtype=torch.float32)
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> Captions:
+        """Encode captions, which must be equally long in tokens, just as the stock pipeline does."""
+        template = OFFICIAL["image"]
+        tokens = self.tokenizer([template.format(caption) for caption in captions], return_tensors="pt")
+        hidden = self.qwen(**tokens, output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
+        padded = self.clip_tokenizer(captions, padding="max_length", max_length=77, return_tensors="pt")
+        return Captions(hidden[:, template.crop :].clone(), self.clip(**padded).pooler_output)
+
+    def length(self, caption: str) -> int:
+        """Number of tokens of a caption."""
+        return len(self.tokenizer(caption).input_ids)
+
+
+@torch.no_grad()
+def encode_pictures(vae: AutoencoderKL, pictures: np.ndarray) -> Tensor:
+    """Latents as the transformer sees them: a sample times the scaling factor, no shift. B 1 H W C, float32."""
+    posterior = vae.encode(to_pixels(pictures)).latent_dist
+    return (posterior.sample() * vae.config.scaling_factor).permute(0, 2, 3, 1).unsqueeze(1).contiguous()
+
+
+def build_groups(checkpoint: Path, encoders: TextEncoders, count: int, seed: int) -> list[Group]:
+    """Draw and encode `count` random pictures with their captions, sorted into groups of equal caption length."""
+    random = np.random.default_rng(seed)
+    by_length: dict[int, list[tuple[np.ndarray, str]]] = {}
+    for _ in range(count):
+        picture = sample(random)
+        caption = picture.caption()
+        by_length.setdefault(encoders.length(caption), []).append((draw(picture, random), caption))
+
+    vae = AutoencoderKL.from_pretrained(checkpoint, subfolder="vae", torch_dtype=torch.float32)
+    vae.to(memory_format=torch.channels_last)
+    groups = []
+    for _, pairs in sorted(by_length.items()):
+        latents, embeds, pooled = [], [], []
+        for start in range(0, len(pairs), 64):
+            pictures, captions = zip(*pairs[start : start + 64], strict=True)
+            encoded = encoders.encode(list(captions))
+            latents.append(encode_pictures(vae, np.stack(pictures)))
+            embeds.append(encoded.embeds)
+            pooled.append(encoded.pooled)
+        groups.append(Group(torch.cat(latents), Captions(torch.cat(embeds), torch.cat(pooled))))
+    return groups
+
+
+def predict(transformer: Kandinsky5Transformer3DModel, noisy: Tensor, sigmas: Tensor, captions: Captions) -> Tensor:
+    """The predicted velocity for `noisy` (B 1 H W C) at `sigmas` (B), called as the image pipelines call it."""
+    _, _, height, width, _ = noisy.shape
+    return transformer(
+        hidden_states=noisy,
+        encoder_hidden_states=captions.embeds,
+        pooled_projections=captions.pooled,
+        timestep=1000.0 * sigmas,
+        visual_rope_pos=[torch.arange(1), torch.arange(height // 2), torch.arange(width // 2)],
+        text_rope_pos=torch.arange(captions.embeds.shape[1]),
+        scale_factor=(1.0, 1.0, 1.0),
+        return_dict=False,
+    )
+
+
+def flow_loss(transformer: Kandinsky5Transformer3DModel, latents: Tensor, captions: Captions) -> Tensor:
+    """Mean squared error of the velocity at logit-normal noise levels, one per sample."""
+    sigmas = torch.sigmoid(torch.randn(latents.shape[0]))
+    noise = torch.randn_like(latents)
+    mix = sigmas.view(-1, 1, 1, 1, 1)
+    return F.mse_loss(predict(transformer, (1 - mix) * latents + mix * noise, sigmas, captions), noise - latents)
+
+
+def batches(
+    groups: list[Group], empty: Captions, batch_size: int, random: np.random.Generator
+) -> Iterator[tuple[Tensor, Captions]]:
+    """Endless random batches, groups chosen by their size; one batch in ten goes without its captions."""
+    sizes = np.array([len(group.latents) for group in groups])
+    while True:
+        group = groups[random.choice(len(groups), p=sizes / sizes.sum())]
+        rows = torch.from_numpy(random.integers(len(group.latents), size=batch_size))
+        dropped = random.random() < CAPTION_DROPOUT
+        captions = empty.pick(torch.zeros_like(rows)) if dropped else group.captions.pick(rows)
+        yield group.latents[rows], captions
+
+
+def build_optimizers(transformer: Kandinsky5Transformer3DModel) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the matrices of attention and feed-forward, AdamW for all that surrounds them; with peak rates."""
+    matrices, others = [], []
+    for name, parameter in transformer.named_parameters():
+        inside = "transformer_blocks" in name and "modulation" not in name and parameter.ndim == 2
+        (matrices if inside else others).append(parameter)
+    adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    return [(Muon(matrices), 0.01), (adam, 2e-3)]
+
+
+def average_gradients(parameters: list[Tensor]) -> None:
+    """Replace every gradient by its mean over all processes."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    together = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(together)
+    together /= dist.get_world_size()
+    for gradient, mean in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def train(rank: int, world_size: int, port: int, checkpoint: Path, arguments: argparse.Namespace) -> None:
+    """One process of the training. The first one saves into `checkpoint` as it goes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    encoders = TextEncoders(checkpoint)
+    own_seed = 1000 * arguments.seed + rank
+    groups = build_groups(checkpoint, encoders, arguments.pictures // world_size, own_seed)
+    source = batches(groups, encoders.encode([""]), arguments.batch_size // world_size, np.random.default_rng(own_seed))
+
+    torch.manual_seed(arguments.seed)  # equal initial weights
+    transformer = build_transformer()
+    parameters = list(transformer.parameters())
+    transformer.set_attn_processor(AttentionWithComplexRotation())
+    optimizers = build_optimizers(transformer)
+    torch.manual_seed(own_seed)  # different noise
+
+    start, running = time.monotonic(), 0.0
+    for step in range(1, arguments.steps + 1):
+        loss = flow_loss(transformer, *next(source))
+        loss.backward()
+        average_gradients(parameters)
+        for optimizer, rate in optimizers:
+            optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 200, 1.25 * (1 - step / (arguments.steps + 1)))
+            optimizer.step()
+            optimizer.zero_grad()
+        running += loss.item()
+        if rank == 0 and step % 250 == 0:
+            print(f"step {step} loss {running / 250:.4f} {(time.monotonic() - start) / step:.3f} s/step", flush=True)
+            running = 0.0
+        if rank == 0 and (step % SAVE_EVERY == 0 or step == arguments.steps):
+            save_bf16(transformer, checkpoint / "transformer")
+    dist.destroy_process_group()
+
+
+def train_transformer(checkpoint: Path, arguments: argparse.Namespace) -> None:
+    """Train on the checkpoint's own latents and text embeddings, in as many processes as asked for."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(train, (arguments.processes, port, checkpoint, arguments), nprocs=arguments.processes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--steps", type=int, default=8500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=66, help="over all processes")
+    parser.add_argument("--pictures", type=int, default=49152, help="over all processes")
+    arguments = parser.parse_args()
+    train_transformer(arguments.checkpoint, arguments)
+
+
+if __name__ == "__main__":
+    main()
