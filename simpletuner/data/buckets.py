@@ -1,0 +1,247 @@
+"""From the size of a picture to the size it is trained at, and which part of it.
+
+The arithmetic is that of the section *Sizes* in the dataset reference. a is `aspect_bucket_alignment`, R rounds half
+to even to a multiple of a and to at least a, ar is width / height rounded to `aspect_bucket_rounding` decimals:
+
+    pixel_area  E = R(resolution)                       W = R(E sqrt(ar))   H = R(E / sqrt(ar))
+    area        E = R(floor(sqrt(resolution 10^6)))     the same
+    pixel       short edge R(resolution), long edge R(floor(resolution ar)) or R(floor(resolution / ar))
+    square      W = H = E, with E = R(resolution) for pixel
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .chance import fraction
+
+Size = tuple[int, int]  # width, height in pixels
+ResolutionType = Literal["pixel", "area", "pixel_area"]
+
+
+class OutsideLimitsError(Exception):
+    """A picture that the limits of its dataset or of the model leave out; the text says which."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a picture becomes a training picture.
+
+    Attributes:
+        bucket: label; all samples of a dataset under one label have one size.
+        size: width and height in pixels that are trained.
+        resized: width and height that the whole picture is resized to; at least `size`.
+        crop: left and top of the part of the resized picture that is kept.
+    """
+
+    bucket: str
+    size: Size
+    resized: Size
+    crop: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What `resolution` means: the edge, or the area, and the multiple that both sides are rounded to."""
+
+    resolution: float
+    resolution_type: ResolutionType
+    alignment: int
+    rounding: int = 2
+
+    def snap(self, length: float) -> int:
+        """The nearest multiple of the alignment (half to even), at least one."""
+        return max(1, round(length / self.alignment)) * self.alignment
+
+    def ratio(self, size: Size) -> float:
+        """Width / height, rounded; never 0, however narrow the picture."""
+        return max(round(size[0] / size[1], self.rounding), 10.0**-self.rounding)
+
+    @property
+    def square(self) -> int:
+        """Edge E of the square."""
+        if self.resolution_type == "area":
+            return self.snap(math.isqrt(round(self.resolution * 1e6)))
+        return self.snap(self.resolution)
+
+    def size(self, ratio: float) -> Size:
+        """Width and height of the bucket for a ratio."""
+        if self.resolution_type == "pixel":
+            short = self.square
+            if ratio >= 1:
+                return self.snap(math.floor(self.resolution * ratio)), short
+            return short, self.snap(math.floor(self.resolution / ratio))
+        root = math.sqrt(ratio)
+        return self.snap(self.square * root), self.snap(self.square / root)
+
+
+@dataclass(frozen=True)
+class Aspect:
+    """One entry of the list that `crop_aspect` closest and random choose from."""
+
+    bucket: str
+    size: Size
+    weight: float = 1.0
+
+    def enlargement(self, picture: Size) -> float:
+        """By which share a picture grows to cover this bucket; negative when it shrinks."""
+        return max(self.size[0] / picture[0], self.size[1] / picture[1]) - 1
+
+
+def listed_aspects(grid: Grid, ratios: Sequence[tuple[float, float]]) -> list[Aspect]:
+    """Aspects of a user's list of (ratio, weight)."""
+    rounded = [(max(round(ratio, grid.rounding), 10.0**-grid.rounding), weight) for ratio, weight in ratios]
+    return [Aspect(str(ratio), grid.size(ratio), weight) for ratio, weight in rounded]
+
+
+def native_aspects(grid: Grid, native: Mapping[int, Sequence[Size]]) -> list[Aspect]:
+    """The sizes a model was trained at, where resolution and grid allow them, else their ratios on our grid."""
+    if not native:
+        return []
+    edge = grid.resolution if grid.resolution_type == "pixel_area" else math.sqrt(grid.resolution * 1e6)
+    nearest = min(native, key=lambda known: abs(known - edge))
+    exact = grid.resolution_type != "pixel" and math.isclose(nearest, edge)
+    aspects = []
+    for size in native[nearest]:
+        fits = exact and all(length % grid.alignment == 0 for length in size)
+        ratio = grid.ratio(size)
+        aspects.append(Aspect(str(ratio), size if fits else grid.size(ratio)))
+    return aspects
+
+
+@dataclass(frozen=True)
+class BucketRules:
+    """Everything a dataset says about sizes and crops.
+
+    Attributes:
+        grid: what the resolution means.
+        largest_side: pixels a side where the model ends.
+        crop: whether to crop to another ratio than the picture's own.
+        crop_aspect: square, preserve, closest or random; only with `crop`.
+        crop_style: where the part that is kept lies; without `crop` it is the centre.
+        aspects: what closest and random choose from.
+        minimum_size: in the unit of the resolution; 0 is off.
+        maximum_size, target_size: larger pictures are resized to the target before the crop; 0 is off.
+        minimum_ratio, maximum_ratio: limits of width / height, as rounded for buckets.
+        max_upscale: no bucket of `aspects` that enlarges by more than this share.
+    """
+
+    grid: Grid
+    largest_side: int
+    crop: bool = False
+    crop_aspect: Literal["square", "preserve", "closest", "random"] = "square"
+    crop_style: Literal["random", "center", "corner"] = "center"
+    aspects: tuple[Aspect, ...] = ()
+    minimum_size: float = 0
+    maximum_size: float = 0
+    target_size: float = 0
+    minimum_ratio: float = 0
+    maximum_ratio: float = math.inf
+    max_upscale: float = math.inf
+
+    def place(self, picture: Size, *token: object) -> Geometry:
+        """Bucket, size and crop of a picture.
+
+        Args:
+            picture: its width and height after EXIF rotation.
+            token: what random choices depend on: the same token gives the same crop.
+
+        Raises:
+            OutsideLimitsError: the picture is left out.
+        """
+        self._check_limits(picture)
+        bucket, size = self._bucket(picture, token)
+        if max(size) > self.largest_side:
+            width, height = size
+            raise OutsideLimitsError(f"needs {width}x{height}, and the model ends at {self.largest_side} a side")
+        resized = self._resized(picture, size)
+        return Geometry(bucket, size, resized, self._position(resized, size, token))
+
+    def follow(self, picture: Size, source: Geometry, *token: object) -> Geometry:
+        """Geometry of a partner that may show something else than its source but must have its size."""
+        resized = cover(picture, source.size)
+        return Geometry(source.bucket, source.size, resized, self._position(resized, source.size, token))
+
+    def _check_limits(self, picture: Size) -> None:
+        width, height = picture
+        if self.minimum_size and self._is_small(picture):
+            raise OutsideLimitsError(f"{width}x{height} is smaller than minimum_image_size {self.minimum_size:g}")
+        ratio = self.grid.ratio(picture)
+        if not self.minimum_ratio <= ratio <= self.maximum_ratio:
+            limit = "minimum" if ratio < self.minimum_ratio else "maximum"
+            raise OutsideLimitsError(f"{width}x{height} has the ratio {ratio:g}, outside {limit}_aspect_ratio")
+
+    def _is_small(self, picture: Size) -> bool:
+        shorter, area = min(picture), picture[0] * picture[1]
+        if self.grid.resolution_type == "pixel":
+            return shorter < self.minimum_size
+        least = self.minimum_size * 1e6 if self.grid.resolution_type == "area" else self.minimum_size**2
+        square = self.crop and self.crop_aspect == "square"
+        return area < least or (square and shorter < math.sqrt(least))
+
+    def _bucket(self, picture: Size, token: tuple[object, ...]) -> tuple[str, Size]:
+        if self.crop and self.crop_aspect == "square":
+            return "1.0", (self.grid.square, self.grid.square)
+        if self.crop and self.crop_aspect in ("closest", "random"):
+            aspect = self._listed(picture, token)
+            return aspect.bucket, aspect.size
+        ratio = self.grid.ratio(picture)
+        return str(ratio), self.grid.size(ratio)
+
+    def _listed(self, picture: Size, token: tuple[object, ...]) -> Aspect:
+        allowed = [aspect for aspect in self.aspects if aspect.enlargement(picture) <= self.max_upscale]
+        if not allowed:
+            least = min(aspect.enlargement(picture) for aspect in self.aspects)
+            message = f"would be enlarged by {least:.0%}, more than max_upscale_threshold {self.max_upscale:g}"
+            raise OutsideLimitsError(f"{picture[0]}x{picture[1]} {message}")
+        if self.crop_aspect == "closest":
+            # The distance of logarithms: wide and tall count alike, and the least of the picture is cut.
+            own = math.log(picture[0] / picture[1])
+            return min(allowed, key=lambda aspect: abs(math.log(aspect.size[0] / aspect.size[1]) - own))
+        mark = fraction(*token, "aspect") * sum(aspect.weight for aspect in allowed)
+        for aspect in allowed:
+            mark -= aspect.weight
+            if mark < 0:
+                return aspect
+        return allowed[-1]
+
+    def _resized(self, picture: Size, size: Size) -> Size:
+        """Just large enough to cover the bucket, or the target size where a picture is above the maximum."""
+        covering = cover(picture, size)
+        if not (self.crop and self.maximum_size and self._is_large(picture)):
+            return covering
+        scale = self._target_scale(picture)
+        target = (round(picture[0] * scale), round(picture[1] * scale))
+        return target if scale < 1 and target[0] >= covering[0] and target[1] >= covering[1] else covering
+
+    def _is_large(self, picture: Size) -> bool:
+        if self.grid.resolution_type == "pixel":
+            return max(picture) > self.maximum_size
+        most = self.maximum_size * 1e6 if self.grid.resolution_type == "area" else self.maximum_size**2
+        return picture[0] * picture[1] > most
+
+    def _target_scale(self, picture: Size) -> float:
+        """The factor to `target_size`, which measures the short edge (pixel) or the area."""
+        if self.grid.resolution_type == "pixel":
+            return self.target_size / min(picture)
+        area = self.target_size * 1e6 if self.grid.resolution_type == "area" else self.target_size**2
+        return math.sqrt(area / (picture[0] * picture[1]))
+
+    def _position(self, resized: Size, size: Size, token: tuple[object, ...]) -> tuple[int, int]:
+        spare_x, spare_y = resized[0] - size[0], resized[1] - size[1]
+        if self.crop and self.crop_style == "corner":
+            return 0, 0
+        if self.crop and self.crop_style == "random":
+            return int(fraction(*token, "x") * (spare_x + 1)), int(fraction(*token, "y") * (spare_y + 1))
+        return spare_x // 2, spare_y // 2
+
+
+def cover(picture: Size, size: Size) -> Size:
+    """The smallest size of the picture's own ratio that covers `size`."""
+    (width, height), (wanted_width, wanted_height) = picture, size
+    if wanted_width * height >= wanted_height * width:
+        return wanted_width, max(wanted_height, round(height * wanted_width / width))
+    return max(wanted_width, round(width * wanted_height / height)), wanted_height

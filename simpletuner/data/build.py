@@ -1,0 +1,259 @@
+"""From dataset entries to datasets, with every problem of every file gathered on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.errors import Problem
+
+from .amounts import check_amount, summarise_rejected
+from .buckets import OutsideLimitsError
+from .cache_folders import latent_dir_of, text_entry_of
+from .caption_edits import read_filters, read_shuffle
+from .captions import CaptionError, CaptionSource, Edit, captions_for
+from .chance import order_key
+from .checks import check_caches, check_entry, check_folders, check_start, link_partners
+from .context import DataContext
+from .dataset import Dataset
+from .folder import Folder, read_folder
+from .inventory import FileFacts
+from .pairing import Partners, names_by_key, stretched
+from .rules import build_rules
+from .sample import Rejected, Sample, shorten
+from .table import match_rows, read_table
+
+USES_CAPTION_FILES = "textfile"
+
+
+def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> list[Dataset]:
+    """Look at every file of every entry.
+
+    Args:
+        configs: the enabled entries of the dataset file.
+        context: the run.
+        problems: receives everything that is wrong or worth knowing; nothing is raised.
+
+    Returns:
+        one `Dataset` for each entry that holds pictures: first those with captions, in the order of the file, then
+        the conditioning datasets that they are paired with. It is complete only when no problem is fatal.
+    """
+    entries = [context.fill(config) for config in configs]
+    entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
+    for entry in entries:
+        check_entry(entry, context, problems)
+    check_folders(entries, problems)
+    check_caches(entries, context, problems)
+    check_start(entries, problems)
+    links = link_partners(entries, context, problems)
+    builder = _Builder(entries, context, problems)
+    datasets = []
+    for written, entry in zip(configs, entries, strict=True):
+        if entry.id in links and entry.instance_data_dir:
+            builder.hint_at_caption_files(written, entry)
+            dataset = builder.dataset(entry, links[entry.id])
+            datasets += [] if dataset is None else [dataset]
+    return datasets + builder.conditioning_datasets(datasets)
+
+
+@dataclass
+class _Builder:
+    """The build under way: what was read so far, so that nothing is read twice."""
+
+    entries: Sequence[DatasetConfig]
+    context: DataContext
+    problems: list[Problem]
+    folders: dict[str, Folder] = field(default_factory=dict)
+    partners: dict[str, Partners] = field(default_factory=dict)
+    filters: dict[str, Edit | None] = field(default_factory=dict)
+
+    def folder(self, entry: DatasetConfig) -> Folder:
+        if entry.id not in self.folders:
+            self.folders[entry.id] = read_folder(entry, self.context)
+        return self.folders[entry.id]
+
+    def hint_at_caption_files(self, written: DatasetConfig, entry: DatasetConfig) -> None:
+        """Text files beside pictures that nobody asked for are most likely captions."""
+        found = len(self.folder(entry).captions)
+        if written.caption_strategy is None and entry.caption_strategy == "filename" and found:
+            message = (
+                f"captions come from the file names, and {found} caption files beside pictures are not used. "
+                "If they are meant, set caption_strategy to textfile."
+            )
+            self.problems.append(Problem(f"{entry.id}.caption_strategy", message, fatal=False))
+
+    def dataset(self, entry: DatasetConfig, links: Sequence[DatasetConfig]) -> Dataset | None:
+        """The dataset of one entry, or None when its rules cannot be worked with."""
+        folder = self.folder(entry)
+        rules = build_rules(entry, self.context.spec, self.problems)
+        partners = [self.partners_of(link) for link in links]
+        captions = self.caption_source(entry, folder)
+        if rules is None or not self._can_place(entry, rules.aspects):
+            return None
+        text_entry = text_entry_of(entry, self.entries)
+        dataset = Dataset(
+            config=entry,
+            samples=(),
+            rejected=(*folder.rejected, *_unused_captions(entry, folder)),
+            repeats=entry.repeats or 0,
+            latent_dir=Path(entry.cache_dir_vae or ""),
+            text_dir=Path((text_entry and text_entry.cache_dir) or self.context.text_root),
+            rules=rules,
+            seed=self.context.seed or 0,
+            facts={**folder.facts, **folder.damaged},
+            partners=tuple(partner for partner in partners if partner is not None),
+        )
+        dataset = self._choose(self._fill(dataset, folder, captions))
+        summarise_rejected(dataset, self.problems)
+        return check_amount(dataset, self.context, self.problems)
+
+    def _can_place(self, entry: DatasetConfig, aspects: Sequence[object]) -> bool:
+        """closest and random without a list have been reported and cannot place anything."""
+        return bool(aspects) or not entry.crop or entry.crop_aspect in ("square", "preserve")
+
+    def _fill(self, dataset: Dataset, folder: Folder, captions: CaptionSource) -> Dataset:
+        """Add a sample, or the reason why there is none, for each whole picture."""
+        samples, rejected = [], []
+        self._check_partners(dataset, folder)
+        for name, facts in folder.facts.items():
+            outcome = _sample(dataset, name, facts, folder, captions)
+            if isinstance(outcome, Sample):
+                samples.append(outcome)
+            else:
+                rejected.append(outcome)
+        return replace(dataset, samples=tuple(samples), rejected=(*dataset.rejected, *rejected))
+
+    def _check_partners(self, dataset: Dataset, folder: Folder) -> None:
+        """One problem per conditioning dataset with every picture whose partner is missing."""
+        for partners in dataset.partners:
+            missing = [name for name in folder.facts if partners.name_of(name) is None]
+            if missing:
+                message = (
+                    f"{len(missing)} of {len(folder.facts)} pictures have no partner of the same path and name in "
+                    f"{partners.dataset_id} ({str(partners.root)!r}): {shorten(missing)}."
+                )
+                self.problems.append(Problem(dataset.id, message))
+            self._check_stretch(dataset, folder, partners)
+
+    def _check_stretch(self, dataset: Dataset, folder: Folder, partners: Partners) -> None:
+        if partners.conditioning_type != "reference_strict":
+            return
+        found = [(facts, partners.facts_of(name)) for name, facts in folder.facts.items()]
+        count = stretched([(own.picture_size, other.picture_size) for own, other in found if other and other.width])
+        if count:
+            message = (
+                f"{count} pictures of {partners.dataset_id} have another ratio than their partners and are stretched "
+                "to the same size; crop them alike, or use conditioning_type reference_loose."
+            )
+            self.problems.append(Problem(dataset.id, message, fatal=False))
+
+    def _choose(self, dataset: Dataset) -> Dataset:
+        """The fixed subset of `max_num_samples`; adding files changes it as little as possible."""
+        most = dataset.config.max_num_samples
+        if most is None or most >= len(dataset.samples):
+            return dataset
+        ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, sample.name))
+        left_out = {sample.name: f"max_num_samples is {most}" for sample in ranked[most:]}
+        return dataset.without(left_out, "not chosen")
+
+    def caption_source(self, entry: DatasetConfig, folder: Folder) -> CaptionSource:
+        """Table and edits of an entry; what is wrong with them goes to the problems."""
+        table: dict[str, tuple[str, ...]] = {}
+        if entry.metadata_backend == "parquet" and entry.parquet is not None:
+            rows = read_table(entry.parquet, entry.id, self.problems)
+            table, unused = match_rows(rows, folder.facts)
+            if unused:
+                message = f"{len(unused)} names in the table have no picture: {shorten(unused)}."
+                self.problems.append(Problem(f"{entry.id}.parquet.path", message, fatal=False))
+        shuffle = read_shuffle(entry.caption_shuffle, f"{entry.id}.caption_shuffle", self.problems)
+        edits = tuple(edit for edit in (self._filter(entry), shuffle) if edit is not None)
+        return CaptionSource(entry, folder.root, folder.captions, table, edits)
+
+    def _filter(self, entry: DatasetConfig) -> Edit | None:
+        text_entry = text_entry_of(entry, self.entries)
+        if text_entry is None:
+            return None
+        if text_entry.id not in self.filters:
+            where = f"{text_entry.id}.caption_filter_list"
+            self.filters[text_entry.id] = read_filters(text_entry.caption_filter_list, where, self.problems)
+        return self.filters[text_entry.id]
+
+    def partners_of(self, entry: DatasetConfig) -> Partners | None:
+        """The pictures of a conditioning entry, read once however many datasets are paired with it."""
+        if entry.id not in self.partners:
+            folder = self.folder(entry)
+            rules = build_rules(entry, self.context.spec, self.problems)
+            if rules is None or entry.conditioning_type not in ("reference_strict", "reference_loose"):
+                return None
+            facts = {**folder.facts, **folder.damaged}
+            self.partners[entry.id] = Partners(
+                entry.id, entry.conditioning_type, folder.root, facts, rules, names_by_key(sorted(facts))
+            )
+        return self.partners[entry.id]
+
+    def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
+        """A dataset of the partners in use for each conditioning entry, so that its files are accounted for too."""
+        used = [sample.partner for dataset in datasets for sample in dataset.samples if sample.partner]
+        return [
+            _conditioning_dataset(entry, self.folder(entry), self.partners[entry.id], used, self.context)
+            for entry in self.entries
+            if entry.id in self.partners
+        ]
+
+
+def _sample(
+    dataset: Dataset, name: str, facts: FileFacts, folder: Folder, captions: CaptionSource
+) -> Sample | Rejected:
+    """The sample of a whole picture, or why it is none."""
+    for partners in dataset.partners:
+        partner = partners.facts_of(name)
+        if partner is None:
+            return Rejected(dataset.id, name, "partner unusable", f"has no partner in {partners.dataset_id}")
+        if partner.problem is not None:
+            detail = f"its partner {partners.name_of(name)} {partner.problem}"
+            return Rejected(dataset.id, name, "partner unusable", detail)
+    if dataset.config.metadata_backend == "parquet" and name not in captions.table:
+        return Rejected(dataset.id, name, "not in the table", "is not in the table")
+    try:
+        geometry, partner_sample = dataset.place(name, facts.picture_size, epoch=1)
+        texts = folder.gone.get(name) or captions_for(name, captions)
+    except OutsideLimitsError as error:
+        return Rejected(dataset.id, name, "outside the limits", str(error))
+    except CaptionError as error:
+        return Rejected(dataset.id, name, "no caption", str(error))
+    path = folder.root / name
+    return Sample(dataset.id, name, path, facts.content, facts.picture_size, geometry, texts, partner_sample)
+
+
+def _unused_captions(entry: DatasetConfig, folder: Folder) -> list[Rejected]:
+    if entry.caption_strategy == USES_CAPTION_FILES and not entry.only_instance_prompt:
+        return []
+    detail = "is not read: captions come from " + str(
+        "instance_prompt" if entry.only_instance_prompt else entry.caption_strategy
+    )
+    return [Rejected(entry.id, name, "unused caption", detail) for name in folder.captions.values()]
+
+
+def _conditioning_dataset(
+    entry: DatasetConfig, folder: Folder, partners: Partners, used: Sequence[Sample], context: DataContext
+) -> Dataset:
+    own = {(sample.name, sample.geometry): sample for sample in used if sample.dataset_id == entry.id}
+    names = {sample.name for sample in own.values()}
+    idle = [
+        Rejected(entry.id, name, "no source picture", "is the partner of no picture that is trained")
+        for name in folder.facts
+        if name not in names
+    ]
+    return Dataset(
+        config=entry.model_copy(update={"vae_cache_clear_each_epoch": False}),
+        samples=tuple(sorted(own.values(), key=lambda sample: sample.name)),
+        rejected=(*folder.rejected, *idle),
+        repeats=0,
+        latent_dir=Path(entry.cache_dir_vae or ""),
+        text_dir=context.text_root,
+        rules=partners.rules,
+        seed=context.seed or 0,
+        facts=partners.facts,
+    )

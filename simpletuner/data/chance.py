@@ -1,0 +1,30 @@
+"""Random choices that depend on names and numbers only, never on what was drawn before.
+
+A crop position, a shuffled caption or the order of an epoch is the same on every machine and after every restart,
+because it is computed from what it belongs to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+
+def fraction(*parts: object) -> float:
+    """A number in [0, 1), uniform over different parts and always the same for equal ones."""
+    return int.from_bytes(_digest(parts)[:7], "big") / 2**56
+
+
+def generator(*parts: object) -> random.Random:
+    """A generator of its own for one purpose, where a single number is not enough."""
+    return random.Random(_digest(parts))
+
+
+def order_key(*parts: object) -> bytes:
+    """A key that sorts things into a fixed arbitrary order."""
+    return _digest(parts)
+
+
+def _digest(parts: tuple[object, ...]) -> bytes:
+    # File names may hold bytes that are not UTF-8; they come as surrogates.
+    return hashlib.sha256("\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,193 @@
+"""What can be said about dataset entries without looking at a picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.errors import Problem, did_you_mean
+
+from .context import DataContext
+
+FILE_KINDS = ("image", "conditioning", "eval")
+CACHE_KINDS = ("text_embeds", "image_embeds")
+SKIPPABLE = ("vae", "aspect", "metadata", "text")
+REFERENCES = ("reference_strict", "reference_loose")
+
+
+def holds_files(config: DatasetConfig) -> bool:
+    """Whether an entry is a folder of pictures that this package can read."""
+    return config.type == "local" and (config.dataset_type in FILE_KINDS or config.is_conditioning)
+
+
+def check_entry(config: DatasetConfig, context: DataContext, problems: list[Problem]) -> None:
+    """Everything about one entry, its defaults filled in, that needs no other entry."""
+    _check_kind(config, context, problems)
+    _check_not_built(config, problems)
+    if config.ignore_epochs is not None:
+        problems.append(Problem(f"{config.id}.ignore_epochs", "is an old key and is ignored.", fatal=False))
+    for word in config.skip_file_discovery or []:
+        if word not in SKIPPABLE:
+            message = f"{word!r} is not one of: {', '.join(SKIPPABLE)}.{did_you_mean(word, SKIPPABLE)}"
+            problems.append(Problem(f"{config.id}.skip_file_discovery", message))
+    if config.dataset_type in CACHE_KINDS:
+        return
+    if config.caption_filter_list is not None:
+        message = "belongs on a text_embeds entry; here it would have no effect."
+        problems.append(Problem(f"{config.id}.caption_filter_list", message))
+    if not config.is_conditioning:
+        _check_captions(config, problems)
+        _check_window(config, problems)
+
+
+def _check_kind(config: DatasetConfig, context: DataContext, problems: list[Problem]) -> None:
+    if config.type != "local":
+        message = f"{config.type!r} is not available yet; put the files into a folder and use local."
+        problems.append(Problem(f"{config.id}.type", message))
+    elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS):
+        message = f"{config.dataset_type!r} is not available yet for {context.spec.name}."
+        problems.append(Problem(f"{config.id}.dataset_type", message))
+    elif holds_files(config) and not config.instance_data_dir:
+        problems.append(Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures."))
+
+
+def _check_not_built(config: DatasetConfig, problems: list[Problem]) -> None:
+    """Keys that are known and would switch on something that is not there."""
+    switches = {
+        "vae_cache_disable": config.vae_cache_disable,
+        "conditioning": config.conditioning is not None,
+        "conditioning_image_embeds": config.conditioning_image_embeds is not None,
+    }
+    for key, is_on in switches.items():
+        if is_on:
+            problems.append(Problem(f"{config.id}.{key}", "is not available yet; leave it out."))
+
+
+def _check_captions(config: DatasetConfig, problems: list[Problem]) -> None:
+    strategy = config.caption_strategy
+    if config.metadata_backend == "huggingface":
+        problems.append(Problem(f"{config.id}.metadata_backend", "'huggingface' needs type huggingface."))
+    if config.metadata_backend == "parquet" and config.parquet is None:
+        message = "'parquet' needs the object parquet with the path of the table."
+        problems.append(Problem(f"{config.id}.metadata_backend", message))
+    if strategy == "parquet" and config.metadata_backend != "parquet":
+        problems.append(Problem(f"{config.id}.caption_strategy", "'parquet' needs metadata_backend parquet."))
+    if strategy in ("csv", "huggingface") and config.type != strategy:
+        problems.append(Problem(f"{config.id}.caption_strategy", f"{strategy!r} needs type {strategy}."))
+    if config.instance_prompt:
+        return
+    if strategy in ("instanceprompt", "instance_prompt"):
+        problems.append(Problem(f"{config.id}.caption_strategy", f"{strategy!r} needs instance_prompt."))
+    for key in ("prepend_instance_prompt", "only_instance_prompt"):
+        if (config.prepend_instance_prompt, config.only_instance_prompt)[key.startswith("only")]:
+            problems.append(Problem(f"{config.id}.{key}", "needs instance_prompt."))
+
+
+def _check_window(config: DatasetConfig, problems: list[Problem]) -> None:
+    for unit in ("epoch", "step"):
+        start = {"epoch": config.start_epoch, "step": config.start_step}[unit]
+        end = {"epoch": config.end_epoch, "step": config.end_step}[unit]
+        if end is not None and end < start:
+            message = f"{end} is before start_{unit} {start}: the dataset would never take part."
+            problems.append(Problem(f"{config.id}.end_{unit}", message))
+
+
+def check_folders(configs: Sequence[DatasetConfig], problems: list[Problem]) -> None:
+    """One error for all folders that are missing."""
+    missing = [
+        f"{config.id}: {config.instance_data_dir!r}"
+        for config in configs
+        if holds_files(config) and config.instance_data_dir and not Path(config.instance_data_dir).is_dir()
+    ]
+    if missing:
+        message = f"these folders do not exist (paths count from the working directory): {'; '.join(missing)}."
+        problems.append(Problem("instance_data_dir", message))
+
+
+def check_caches(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> None:
+    """A latent folder belongs to one dataset; embeds never lie in it."""
+    owners: dict[Path, list[str]] = defaultdict(list)
+    texts = {Path(config.cache_dir or context.text_root).resolve() for config in configs if config.is_text_embeds}
+    for config in configs:
+        if holds_files(config) and config.cache_dir_vae:
+            owners[Path(config.cache_dir_vae).resolve()].append(config.id)
+    for folder, names in owners.items():
+        if len(names) > 1:
+            message = f"{str(folder)!r} is the latent cache of several datasets: {', '.join(names)}."
+            problems.append(Problem("cache_dir_vae", message))
+        if folder in texts | {context.text_root.resolve()}:
+            message = f"{str(folder)!r} is a text cache; latents need a folder of their own."
+            problems.append(Problem(f"{names[0]}.cache_dir_vae", message))
+
+
+def check_start(configs: Sequence[DatasetConfig], problems: list[Problem]) -> None:
+    """Something must be trained on, and from the first step."""
+    trained = [config for config in configs if config.is_trained]
+    if not trained:
+        problems.append(Problem("dataset_type", "no entry is a dataset to train on (dataset_type image)."))
+    elif not any(config.probability > 0 for config in trained):
+        problems.append(Problem("probability", "is 0 for every dataset: nothing would be trained on."))
+    elif not any(_is_active_at_start(config) for config in trained):
+        problems.append(
+            Problem("start_epoch", "no dataset takes part at the start; one must begin at epoch 1 and step 0.")
+        )
+    for config in trained:
+        if config.probability == 0:
+            problems.append(Problem(f"{config.id}.probability", "is 0: the dataset is not used.", fatal=False))
+
+
+def _is_active_at_start(config: DatasetConfig) -> bool:
+    return config.probability > 0 and config.start_epoch <= 1 and config.start_step <= 1
+
+
+def link_partners(
+    configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
+) -> dict[str, list[DatasetConfig]]:
+    """The conditioning entries that each trained dataset is paired with and that the flavour can use."""
+    conditioning = {config.id: config for config in configs if config.is_conditioning and holds_files(config)}
+    links: dict[str, list[DatasetConfig]] = {}
+    linked: set[str] = set()
+    for config in configs:
+        if not holds_files(config) or config.is_conditioning:
+            continue
+        own = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
+        names = list(dict.fromkeys([*(config.conditioning_data or []), *own]))
+        linked.update(names)
+        entries = [conditioning[name] for name in names if name in conditioning]
+        links[config.id] = [entry for entry in entries if _is_usable(entry, config, context, problems)]
+        if config.is_trained:
+            _check_references(config, links[config.id], context, problems)
+    for name in conditioning.keys() - linked:
+        message = "is a conditioning dataset that no dataset names in conditioning_data; it is not used."
+        problems.append(Problem(name, message, fatal=False))
+    return links
+
+
+def _is_usable(entry: DatasetConfig, source: DatasetConfig, context: DataContext, problems: list[Problem]) -> bool:
+    kind = entry.conditioning_type
+    if kind is None:
+        message = f"is required; for pictures to start from, one of: {', '.join(REFERENCES)}."
+        problems.append(Problem(f"{entry.id}.conditioning_type", message))
+    elif kind == "mask":
+        problems.append(Problem(f"{entry.id}.conditioning_type", "'mask' is not available yet."))
+    elif context.task != "i2i" or kind not in REFERENCES:
+        message = f"this flavour cannot use {kind} pictures: those of {entry.id} are neither cached nor used."
+        problems.append(Problem(f"{source.id}.conditioning_data", message, fatal=False))
+    return context.task == "i2i" and kind in REFERENCES
+
+
+def _check_references(
+    config: DatasetConfig, entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
+) -> None:
+    where = f"{config.id}.conditioning_data"
+    if context.task == "i2i" and not entries:
+        message = (
+            "is required: this flavour edits pictures, so name a conditioning dataset with the source pictures "
+            f"(conditioning_type {' or '.join(REFERENCES)})."
+        )
+        problems.append(Problem(where, message))
+    if len(entries) > 1 and context.defaults.conditioning_multidataset_sampling == "combined":
+        message = f"{context.spec.name} takes one source picture at a time; use random instead of combined."
+        problems.append(Problem("conditioning_multidataset_sampling", message))

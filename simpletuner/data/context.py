@@ -1,0 +1,91 @@
+"""What the datasets need to know about the run, gathered in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import DatasetDefaults
+from simpletuner.models.spec import FamilySpec, Task
+
+
+@dataclass(frozen=True)
+class DataContext:
+    """The run, as far as it decides what is trained.
+
+    Attributes:
+        defaults: what applies to datasets that do not say otherwise.
+        spec, task: the model family and what its flavour does.
+        latent_root: folder below which each dataset has its latent cache, unless it names one.
+        text_root: text cache of datasets that name none.
+        train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step.
+        seed: for crop positions and random aspects. None, when the user set no seed, makes them depend on file names
+            alone, so that the next run with another seed finds its latents in the cache.
+        max_workers: threads that read files, at most the machine's cores.
+    """
+
+    defaults: DatasetDefaults
+    spec: FamilySpec
+    task: Task
+    latent_root: Path
+    text_root: Path
+    train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    num_processes: int = 1
+    seed: int | None = None
+    compress_cache: bool = True
+    delete_problematic_images: bool = False
+    delete_unwanted_images: bool = False
+    max_workers: int = 32
+
+    @classmethod
+    def of(cls, config: RunConfig, spec: FamilySpec, task: Task) -> DataContext:
+        """Take from a run's settings what concerns datasets."""
+        run, caching = config.run, config.caching
+        cache = Path(run.cache_dir or f"{run.output_dir}/cache")
+        return cls(
+            defaults=config.datasets,
+            spec=spec,
+            task=task,
+            latent_root=Path(run.cache_dir_vae or cache / "vae") / spec.name,
+            text_root=Path(run.cache_dir_text or cache / "text") / spec.name,
+            train_batch_size=config.schedule.train_batch_size,
+            gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
+            num_processes=config.launch.num_processes,
+            seed=run.seed if run.seed is not None and run.seed > 0 else None,
+            compress_cache=caching.compress_disk_cache,
+            delete_problematic_images=caching.delete_problematic_images,
+            delete_unwanted_images=caching.delete_unwanted_images,
+            max_workers=caching.max_workers,
+        )
+
+    def fill(self, config: DatasetConfig) -> DatasetConfig:
+        """The entry with every default decided, except `repeats`, where None means that the user left it open."""
+        filled = config.with_defaults(
+            self.defaults,
+            train_batch_size=1 if config.dataset_type == "eval" else self.train_batch_size,
+            compress_cache=self.compress_cache,
+            delete_problematic_images=self.delete_problematic_images,
+            delete_unwanted_images=self.delete_unwanted_images,
+            cache_dir_vae=str(self.latent_root / _folder_name(config.id)),
+            vae_cache_clear_each_epoch=_has_random_crops(config) and config.dataset_type != "eval",
+        )
+        family: dict[str, Any] = {
+            key: self.spec.defaults[key]
+            for key in ("resolution", "aspect_bucket_alignment")
+            if getattr(filled, key) is None and key in self.spec.defaults
+        }
+        return filled.model_copy(update=family)
+
+
+def _folder_name(dataset_id: str) -> str:
+    """An id may hold characters that would leave the cache folder."""
+    name = "".join("_" if character in '/\\:*?"<>|' else character for character in dataset_id)
+    return name.replace("..", "__")
+
+
+def _has_random_crops(config: DatasetConfig) -> bool:
+    return config.crop and "random" in (config.crop_aspect, config.crop_style)

@@ -1,0 +1,137 @@
+"""Datasets: what is trained of each file, or why it is not.
+
+`build.build_datasets` looks at every file once and gathers all problems; nothing is decoded and nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from simpletuner.config.datasets import DatasetConfig
+
+from .buckets import BucketRules, Geometry, Size
+from .chance import fraction
+from .inventory import FileFacts, save_index
+from .pairing import Partners
+from .sample import LedgerEntry, Reason, Rejected, Sample
+
+__all__ = ["Dataset", "LedgerEntry", "Rejected", "Sample"]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The usable pictures of one entry, with the rules that placed them.
+
+    Attributes:
+        config: the entry with its defaults filled in.
+        samples: sorted by name.
+        rejected: every other file below the folder.
+        repeats: extra passes; a sample is seen `repeats` + 1 times an epoch.
+        latent_dir, text_dir: folders of its caches.
+        rules: how pictures are placed.
+        seed: for random places.
+        facts: what is known of every picture, by name.
+        partners: the conditioning datasets that it is paired with.
+        epoch: the epoch that random places were drawn for.
+    """
+
+    config: DatasetConfig
+    samples: tuple[Sample, ...]
+    rejected: tuple[Rejected, ...]
+    repeats: int
+    latent_dir: Path
+    text_dir: Path
+    rules: BucketRules
+    seed: int
+    facts: Mapping[str, FileFacts]
+    partners: tuple[Partners, ...] = ()
+    epoch: int = 1
+
+    @property
+    def id(self) -> str:
+        return self.config.id
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one micro-batch on one device."""
+        return self.config.train_batch_size or 1
+
+    @property
+    def changes_each_epoch(self) -> bool:
+        """Whether random places are drawn anew each epoch."""
+        return bool(self.config.vae_cache_clear_each_epoch)
+
+    def at_epoch(self, epoch: int) -> Dataset:
+        """The dataset as it is trained in an epoch, counted from 1: other random crops, the same pictures."""
+        if not self.changes_each_epoch or epoch == self.epoch:
+            return self
+        return replace(self, samples=tuple(self._moved(sample, epoch) for sample in self.samples), epoch=epoch)
+
+    def _moved(self, sample: Sample, epoch: int) -> Sample:
+        geometry, partner = self.place(sample.name, sample.original_size, epoch)
+        return replace(sample, geometry=geometry, partner=partner)
+
+    def place(self, name: str, size: Size, epoch: int) -> tuple[Geometry, Sample | None]:
+        """Where a picture is cut in an epoch, and its partner cut to fit.
+
+        Args:
+            name: of the picture.
+            size: its width and height in pixels.
+            epoch: counted from 1; it matters only where places change each epoch.
+
+        Raises:
+            OutsideLimitsError: the picture is left out, in this epoch as in every other.
+        """
+        token = (self.seed, self.id, name, epoch if self.changes_each_epoch else 1)
+        geometry = self.rules.place(size, *token)
+        if not self.partners:
+            return geometry, None
+        choice = self.partners[int(fraction(*token[:3], "partner") * len(self.partners))]
+        return geometry, choice.partner(name, geometry, *token)
+
+    def buckets(self) -> dict[str, list[Sample]]:
+        """Samples by bucket label, in the order of the labels."""
+        groups: dict[str, list[Sample]] = {}
+        for sample in self.samples:
+            groups.setdefault(sample.geometry.bucket, []).append(sample)
+        return dict(sorted(groups.items()))
+
+    def without(self, problems: Mapping[str, str], reason: Reason = "damaged") -> Dataset:
+        """The dataset after some of its samples turned out to be unusable.
+
+        Args:
+            problems: what is wrong with each of them, by name.
+            reason: "damaged" is remembered in the index, so that the next start leaves them out at once.
+        """
+        samples = tuple(sample for sample in self.samples if sample.name not in problems)
+        rejected = [Rejected(self.id, name, reason, problem) for name, problem in problems.items()]
+        facts = dict(self.facts)
+        if reason == "damaged":
+            facts.update({name: replace(facts[name], problem=problem) for name, problem in problems.items()})
+        return replace(self, samples=samples, rejected=(*self.rejected, *rejected), facts=facts)
+
+    def ledger(self) -> list[LedgerEntry]:
+        """Every file below the folder, sorted by name."""
+        used = [
+            LedgerEntry(self.id, sample.name, "", sample.original_size, sample.geometry, captions=len(sample.captions))
+            for sample in self.samples
+        ]
+        unused = [LedgerEntry(self.id, file.name, file.detail) for file in self.rejected]
+        return sorted([*used, *unused], key=lambda entry: entry.name)
+
+    def counts(self) -> Counter[Reason]:
+        """How many files are left out, by reason."""
+        return Counter(file.reason for file in self.rejected)
+
+    def save_index(self) -> None:
+        """Write what is known of the files, so that the next start need not read them.
+
+        Raises:
+            DiskFullError: no space left; the index that was there is kept.
+        """
+        captions = {sample.name: sample.captions for sample in self.samples}
+        facts = {name: replace(fact, captions=captions.get(name, ())) for name, fact in self.facts.items()}
+        save_index(self.latent_dir, facts)

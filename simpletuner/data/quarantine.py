@@ -1,0 +1,93 @@
+"""Moving files aside, with the reason, so that a dataset folder holds only what is used.
+
+Nothing is deleted and nothing is overwritten. A caption file moves along when no other picture uses it, so that
+picture and caption stay together.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from .dataset import Dataset
+from .discovery import CAPTION_SUFFIX, pair_key
+from .media import PICTURE_SUFFIXES
+from .sample import Reason, Rejected
+
+FOLDER_NAME = "quarantine"
+REASONS_NAME = "reasons.jsonl"
+
+
+def unwelcome(dataset: Dataset) -> list[Rejected]:
+    """The files that the dataset's entry asks to move aside."""
+    reasons: set[Reason] = set()
+    if dataset.config.delete_problematic_images:
+        reasons.add("damaged")
+    if dataset.config.delete_unwanted_images:
+        reasons.add("outside the limits")
+    return [file for file in dataset.rejected if file.reason in reasons]
+
+
+def quarantine(root: Path, files: Iterable[Rejected], output_dir: Path) -> list[Path]:
+    """Move files to `<output_dir>/quarantine`, their folders below `root` kept, and list them there.
+
+    Args:
+        root: the dataset's folder.
+        files: what to move and why; a file that is gone already is skipped.
+        output_dir: of the run.
+
+    Returns:
+        where the files are now, caption files included.
+
+    Raises:
+        OSError: a file cannot be moved; those before it are listed.
+    """
+    folder = output_dir / FOLDER_NAME
+    moved = []
+    for file in files:
+        for name in [file.name, *_own_caption(root, file.name)]:
+            if not (root / name).is_symlink() and not (root / name).exists():
+                continue
+            target = _free_place(folder / PurePosixPath(name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            origin = (root / name).absolute()
+            shutil.move(root / name, target)
+            _record(folder, file, origin, target)
+            moved.append(target)
+    return moved
+
+
+def _own_caption(root: Path, name: str) -> list[str]:
+    """The caption file of a picture, unless another picture shares it."""
+    folder = (root / name).parent
+    key = pair_key(PurePosixPath(name).name)
+    siblings = [file for file in folder.iterdir() if pair_key(file.name) == key] if folder.is_dir() else []
+    pictures = [file for file in siblings if file.suffix.lower() in PICTURE_SUFFIXES]
+    captions = [file for file in siblings if file.suffix.lower() == CAPTION_SUFFIX]
+    if len(pictures) > 1:
+        return []
+    return [str(PurePosixPath(name).parent / file.name) for file in captions]
+
+
+def _free_place(target: Path) -> Path:
+    """The path itself, or with a number where a file of another dataset or run took it."""
+    number = 1
+    place = target
+    while place.exists() or place.is_symlink():
+        number += 1
+        place = target.with_name(f"{target.stem} ({number}){target.suffix}")
+    return place
+
+
+def _record(folder: Path, file: Rejected, origin: Path, target: Path) -> None:
+    line = {
+        "dataset": file.dataset_id,
+        "file": str(target.relative_to(folder).as_posix()),
+        "from": str(origin),
+        "reason": file.reason,
+        "detail": file.detail,
+    }
+    with (folder / REASONS_NAME).open("a", encoding="utf-8") as list_file:
+        list_file.write(json.dumps(line, ensure_ascii=False) + "\n")

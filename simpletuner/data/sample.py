@@ -1,0 +1,102 @@
+"""What the data room hands out: samples, and the reasons why files are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .buckets import Geometry, Size
+
+# Why a file is not trained on; the words of the log, which counts them.
+Reason = Literal[
+    "not a picture",
+    "caption without a picture",
+    "unused caption",
+    "hidden",
+    "unusable name",
+    "unreadable",
+    "damaged",
+    "no caption",
+    "outside the limits",
+    "not chosen",
+    "gone",
+    "partner unusable",
+    "no source picture",
+    "not in the table",
+]
+# Reasons that lie in the dataset's own pictures, so the user is told without asking for the ledger.
+NOTEWORTHY: frozenset[Reason] = frozenset(
+    {
+        "unusable name",
+        "unreadable",
+        "damaged",
+        "no caption",
+        "outside the limits",
+        "gone",
+        "partner unusable",
+        "no source picture",
+        "not in the table",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture as it is trained.
+
+    Attributes:
+        dataset_id: the dataset it comes from.
+        name: path below the dataset's folder, with `/`, spelled as on the disk.
+        path: where the file is.
+        content: sha256 of the file's bytes in hex.
+        original_size: width and height in pixels after EXIF rotation.
+        geometry: what is trained of it.
+        captions: alternatives, of which one is drawn per use; empty for partners.
+        partner: the paired picture of a conditioning dataset, or None.
+    """
+
+    dataset_id: str
+    name: str
+    path: Path
+    content: str
+    original_size: Size
+    geometry: Geometry
+    captions: tuple[str, ...] = ()
+    partner: Sample | None = None
+
+    @property
+    def full_name(self) -> str:
+        """`dataset/relative path`, unique in a run, for messages."""
+        return f"{self.dataset_id}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A file that is not trained on: `reason` to count by, `detail` to read after the file's name."""
+
+    dataset_id: str
+    name: str
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One line of the plan: a file, and what becomes of it.
+
+    `use` is empty for a file that is trained, with its geometry beside; else it says why not.
+    """
+
+    dataset_id: str
+    name: str
+    use: str = ""
+    original_size: Size | None = None
+    geometry: Geometry | None = None
+    captions: int = 0
+
+
+def shorten(names: list[str], most: int = 10) -> str:
+    """Names with commas between; of a long list the first ten and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,216 @@
+"""The order of samples: a pure function of the seed and the epoch.
+
+Nothing is drawn from a running generator, so a run that stops and goes on, on any number of restarts, sees what an
+uninterrupted one sees. Its whole state is (epoch, index).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Literal
+
+from simpletuner.errors import UserError
+
+from .buckets import Size
+from .chance import fraction, generator
+from .dataset import Dataset
+from .sample import Sample
+
+Sampling = Literal["auto-weighting", "uniform"]
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """One micro-batch of one process.
+
+    Attributes:
+        epoch: counted from 1.
+        index: place in the epoch, counted from 0.
+        dataset_id, bucket, size: what the samples have in common; size is width and height in pixels.
+        samples: in this order.
+        captions: the one of each sample's alternatives that was drawn for this use.
+    """
+
+    epoch: int
+    index: int
+    dataset_id: str
+    bucket: str
+    size: Size
+    samples: tuple[Sample, ...]
+    captions: tuple[str, ...]
+
+
+class Sampler:
+    """Batches of one shape, from every dataset until each sample was seen `repeats` + 1 times.
+
+    Args:
+        datasets: those to train on.
+        seed: of the run.
+        sampling: auto-weighting draws the next batch's dataset by remaining size x probability, uniform by
+            probability alone.
+        accumulation: micro-batches per optimizer step, for datasets that take part in some steps only.
+        rank, world: this process and how many there are. All get batches of one shape at the same time: a batch is
+            cut out of one `world` times as large.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        *,
+        seed: int,
+        sampling: Sampling = "auto-weighting",
+        accumulation: int = 1,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.datasets = [dataset for dataset in datasets if dataset.config.probability > 0]
+        self.seed = seed
+        self.sampling = sampling
+        self.accumulation = accumulation
+        self.rank = rank
+        self.world = world
+        self.epoch = 1
+        self.index = 0
+        self._batches: dict[int, list[PlannedBatch]] = {}
+        self._lengths: dict[int, int] = {}
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        return self
+
+    def __next__(self) -> PlannedBatch:
+        """The next batch, rolling over into the next epoch without end."""
+        batches = self.batches(self.epoch)
+        if self.index >= len(batches):
+            self.epoch, self.index = self.epoch + 1, 0
+            batches = self.batches(self.epoch)
+        self.index += 1
+        return batches[self.index - 1]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch, counted from 1, and how many of its batches were handed out."""
+        return self.epoch, self.index
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state."""
+        return {"epoch": self.epoch, "index": self.index}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind the last batch that was handed out."""
+        self.epoch, self.index = state["epoch"], state["index"]
+
+    def batches_per_epoch(self, epoch: int) -> int:
+        """How many batches this process gets in an epoch."""
+        if epoch not in self._lengths:
+            # Without step windows and moving crops, counting needs no samples.
+            self._lengths[epoch] = len(self.batches(epoch))
+        return self._lengths[epoch]
+
+    def batches(self, epoch: int) -> list[PlannedBatch]:
+        """All batches of an epoch in their order.
+
+        Raises:
+            UserError: no dataset takes part in it.
+        """
+        if epoch not in self._batches:
+            self._batches = {epoch: self._plan(epoch)}  # only one epoch is kept: others are as quickly made again
+            self._lengths[epoch] = len(self._batches[epoch])
+        return self._batches[epoch]
+
+    def _plan(self, epoch: int) -> list[PlannedBatch]:
+        queues = [
+            _Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch))
+            for dataset in self.datasets
+            if dataset.config.start_epoch <= epoch <= (dataset.config.end_epoch or epoch)
+        ]
+        steps = any(queue.has_step_window for queue in queues)
+        before = sum(self.batches_per_epoch(earlier) for earlier in range(1, epoch)) if steps else 0
+        random = generator(self.seed, epoch, "datasets")
+        batches: list[PlannedBatch] = []
+        while True:
+            step = (before + len(batches)) // self.accumulation + 1
+            ready = [queue for queue in queues if queue.groups and queue.takes_part(step)]
+            if not ready:
+                break
+            queue = ready[0] if len(ready) == 1 else random.choices(ready, self._weights(ready))[0]
+            batches.append(self._batch(queue.dataset.id, queue.groups.pop(), epoch, len(batches)))
+        if not batches:
+            raise UserError(f"no dataset takes part in epoch {epoch}: see start_epoch, end_epoch and their steps.")
+        return batches
+
+    def _weights(self, queues: Sequence[_Queue]) -> list[float]:
+        if self.sampling == "uniform":
+            return [queue.dataset.config.probability for queue in queues]
+        return [queue.dataset.config.probability * queue.remaining for queue in queues]
+
+    def _groups(self, dataset: Dataset, epoch: int) -> list[list[Sample]]:
+        """The dataset's samples of an epoch in groups of one bucket, each enough for one batch of every process."""
+        size = dataset.batch_size * self.world
+        groups = []
+        for label, samples in dataset.buckets().items():
+            random = generator(self.seed, epoch, dataset.id, label)
+            order = passes(samples, dataset.repeats + 1, size, random)
+            groups += [order[start : start + size] for start in range(0, len(order), size)]
+        generator(self.seed, epoch, dataset.id, "batches").shuffle(groups)
+        return groups
+
+    def _batch(self, dataset_id: str, group: Sequence[Sample], epoch: int, index: int) -> PlannedBatch:
+        """This process's part of a group."""
+        count = len(group) // self.world
+        first = self.rank * count
+        samples = tuple(group[first : first + count])
+        captions = tuple(
+            sample.captions[int(fraction(self.seed, epoch, index, first + slot, "caption") * len(sample.captions))]
+            for slot, sample in enumerate(samples)
+        )
+        geometry = samples[0].geometry
+        return PlannedBatch(epoch, index, dataset_id, geometry.bucket, geometry.size, samples, captions)
+
+
+@dataclass
+class _Queue:
+    """The groups of a dataset that are still to come in an epoch, the next one last."""
+
+    dataset: Dataset
+    groups: list[list[Sample]]
+
+    @property
+    def remaining(self) -> int:
+        """Samples still to come."""
+        return len(self.groups) * len(self.groups[0])
+
+    @property
+    def has_step_window(self) -> bool:
+        return self.dataset.config.start_step > 1 or self.dataset.config.end_step is not None
+
+    def takes_part(self, step: int) -> bool:
+        """Whether the dataset is drawn from in an optimizer step, counted from 1."""
+        config = self.dataset.config
+        return config.start_step <= step <= (config.end_step or step)
+
+
+def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) -> list[Sample]:
+    """Every sample so many times, in shuffled passes, and filled up to whole batches.
+
+    A batch that reaches over from one pass into the next, and the last one, hold no sample twice unless the bucket
+    is smaller than a batch.
+    """
+    order: list[Sample] = []
+    for _ in range(times):
+        order += _next_pass(samples, order, batch, random)
+    while missing := -len(order) % batch:
+        order += _next_pass(samples, order, batch, random)[:missing]
+    return order
+
+
+def _next_pass(samples: Sequence[Sample], order: Sequence[Sample], batch: int, random: Random) -> list[Sample]:
+    """A shuffled pass that begins with samples that are not in the unfinished batch yet."""
+    fresh = random.sample(samples, len(samples))
+    begun = len(order) % batch
+    present = {sample.name for sample in order[len(order) - begun :]} if begun else set()
+    missing = batch - begun
+    head = [sample for sample in fresh if sample.name not in present][:missing]
+    chosen = {sample.name for sample in head}
+    return head + [sample for sample in fresh if sample.name not in chosen]
