@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .option import Flag, Group, Integer, Json, Number, Text, TextList, option
+from .option import Flag, Group, Integer, Json, Number, Text, TextList, Texts, option
 from .schema import DatasetDefaults
 
 CaptionStrategy = Literal[
@@ -56,7 +56,7 @@ class DatasetConfig(Group):
     instance_data_dir: Text | None = option(None, "Folder of the pictures or clips, sub-folders included.")
     caption_strategy: CaptionStrategy | None = option(None, "Where captions come from.")
     disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
-    instance_prompt: TextList | None = option(None, "Text put before captions or used instead of them.")
+    instance_prompt: Texts | None = option(None, "Text put before captions or used instead of them.")
     prepend_instance_prompt: Flag | None = option(None, "Put instance_prompt before each caption.")
     only_instance_prompt: Flag | None = option(None, "Use instance_prompt instead of captions.")
     metadata_backend: Literal["discovery", "json", "parquet", "huggingface"] = option(

@@ -79,11 +79,18 @@ def parse_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
+def parse_texts(value: object) -> object:
+    """A list of texts that may hold commas: one bare text stands for a list of one, JSON text is understood."""
+    value = parse_json_text(value)
+    return value if isinstance(value, list) else [value]
+
+
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
 Integer = Annotated[int, BeforeValidator(parse_integer)]
 Number = Annotated[float, BeforeValidator(parse_number)]
 Text = Annotated[str, BeforeValidator(parse_text)]
 TextList = Annotated[list[Text], BeforeValidator(parse_list)]
+Texts = Annotated[list[Text], BeforeValidator(parse_texts)]
 NumberList = Annotated[list[Number], BeforeValidator(parse_list)]
 Json = Annotated[Any, BeforeValidator(parse_json_text)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .option import Flag, Group, Integer, Json, Number, Option, Text, TextList, describe, option
+from .option import Flag, Group, Integer, Json, Number, Option, Text, TextList, Texts, describe, option
 
 Precision = Literal[
     "no_change", "bf16", "fp32",
@@ -328,7 +328,7 @@ class CachingConfig(Group):
         False, "Text encoders and VAE are never on the device together while caching."
     )
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
-        None, "Dtype of the VAE; part of the cache identity.", default_note="bf16 on a GPU, else fp32"
+        None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
     )
     vae_batch_size: Integer = option(4, "Pictures encoded at a time; never changes the result.", ge=1)
     vae_enable_slicing: Flag = option(False, "Encode and decode a batch one by one.")
@@ -562,7 +562,7 @@ class DatasetDefaults(Group):
     caption_strategy: Literal[
         "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
     ] = option("filename", "Where captions come from.")  # fmt: skip
-    instance_prompt: TextList | None = option(None, "Text put before captions or used instead of them.")
+    instance_prompt: Texts | None = option(None, "Text put before captions or used instead of them.")
     prepend_instance_prompt: Flag = option(False, "Put instance_prompt before each caption.")
     only_instance_prompt: Flag = option(False, "Use instance_prompt instead of captions.")
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
