@@ -1,0 +1,114 @@
+"""An exponential moving average of the trained weights.
+
+Every update is made of single roundings in float32 (a difference, a product, a sum), so that the result is the same
+bit for bit on every device and in plain or fused loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.config.schema import EmaConfig
+from simpletuner.errors import UserError
+
+
+class Ema:
+    """The average of some parameters, a LoRA's or a whole model's, bf16 or float32.
+
+    Args:
+        parameters: what is averaged, by name; the average starts as their copy.
+        config: decay, interval, warm-up and place.
+        device: the accelerator, where the average lives with `ema_device` accelerator. `ema_cpu_only` is stronger.
+
+    Attributes:
+        average: float32, by name.
+        decay_value: decay of the last update; 0 before the first.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: EmaConfig, device: torch.device) -> None:
+        self.config = config
+        on_cpu = config.ema_cpu_only or config.ema_device == "cpu"
+        self.device = torch.device("cpu") if on_cpu else device
+        self.average: dict[str, Tensor] = {name: self._taken(parameter) for name, parameter in parameters.items()}
+        self.decay_value = 0.0
+        self._parameters = dict(parameters)
+        self._updates = 0
+
+    @torch.no_grad()
+    def update(self, global_step: int) -> None:
+        """Fold the weights in after an optimizer step; steps between the intervals change nothing.
+
+        Args:
+            global_step: optimizer steps done, this one included.
+        """
+        if global_step % self.config.ema_update_interval:
+            return
+        self.decay_value = self._decay(global_step)
+        self._updates += 1
+        weights = [self._taken(parameter) for parameter in self._parameters.values()]
+        averages = list(self.average.values())
+        if self.decay_value == 0:
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(weight)
+        elif self.config.ema_foreach_disable:
+            for average, weight in zip(averages, weights, strict=True):
+                average.add_(weight.sub_(average).mul_(1 - self.decay_value))
+        else:
+            torch._foreach_sub_(weights, averages)
+            torch._foreach_mul_(weights, 1 - self.decay_value)
+            torch._foreach_add_(averages, weights)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The parameters hold the average inside the block, and exactly what they held before after it.
+
+        Rounded to the parameters' dtype. The weights wait where the average lives, so that no second copy of a
+        large model is needed on the accelerator.
+        """
+        waiting = {name: parameter.detach().to(self.device, copy=True) for name, parameter in self._parameters.items()}
+        try:
+            self._fill(self.average)
+            yield
+        finally:
+            self._fill(waiting)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next update depends on, in types that torch.load reads with weights_only."""
+        average = {name: tensor.clone() for name, tensor in self.average.items()}
+        return {"average": average, "updates": self._updates, "decay_value": self.decay_value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved average.
+
+        Raises:
+            UserError: it is of other parameters.
+        """
+        saved: Mapping[str, Tensor] = state["average"]
+        shapes = {name: tensor.shape for name, tensor in self.average.items()}
+        if shapes != {name: tensor.shape for name, tensor in saved.items()}:
+            raise UserError("The saved EMA belongs to other trained layers; start without it or with the same LoRA.")
+        for name, average in self.average.items():
+            average.copy_(saved[name])
+        self._updates, self.decay_value = state["updates"], state["decay_value"]
+
+    def _decay(self, global_step: int) -> float:
+        """min((1 + n) / (10 + n), ema_decay) with n = global_step - 1; 0, a copy, in the first update and before
+        ema_warmup_steps."""
+        if self._updates == 0 or global_step < self.config.ema_warmup_steps:
+            return 0.0
+        n = global_step - 1
+        return min((1 + n) / (10 + n), self.config.ema_decay)
+
+    @torch.no_grad()
+    def _fill(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
+
+    def _taken(self, parameter: nn.Parameter) -> Tensor:
+        """A float32 copy where the average lives."""
+        return parameter.detach().to(self.device, torch.float32, copy=True)

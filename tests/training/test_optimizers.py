@@ -1,0 +1,274 @@
+"""Every optimizer trains, continues exactly after a save, and takes the numbers that the config says."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import io
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from simpletuner.config.optimizer_table import OPTIMIZERS
+from simpletuner.config.optimizers import check_optimizer, keeps_bf16_weights, optimizer_name, optimizer_settings
+from simpletuner.config.schema import OptimizerConfig, OptimizerName
+from simpletuner.errors import ConfigError, Problem
+from simpletuner.training.muon import MuonWithAdamW
+from simpletuner.training.optimizers import build_optimizer, sampling_weights
+
+NAMES = get_args(OptimizerName)
+# torchao compiles its step, and bitsandbytes keeps its 8-bit states on a GPU.
+HEAVY = ("ao-", "bnb-")
+
+
+def is_installed(name: str) -> bool:
+    package = OPTIMIZERS[name].package
+    return package is None or importlib.util.find_spec(package.module) is not None
+
+
+RUNNABLE = [name for name in NAMES if is_installed(name) and not name.startswith(HEAVY)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def test_every_name_of_the_schema_is_known() -> None:
+    assert set(OPTIMIZERS) == set(NAMES)
+
+
+def test_checks_need_no_torch() -> None:
+    code = "import simpletuner.config.optimizers, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """A matrix, a vector and a convolution, and in a bf16 model one vector that stays float32."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 6), (6,), (4, 3, 2, 2)]
+    made = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    return [*made, nn.Parameter(torch.randn(5, generator=generator))]
+
+
+def build(name: str | None, params: list[nn.Parameter], lr: float = 0.01, **keys: object) -> torch.optim.Optimizer:
+    config = OptimizerConfig(optimizer=name, **keys)
+    return build_optimizer(params, config, mixed_precision="bf16", learning_rate=lr)
+
+
+def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int, last: int) -> None:
+    """Gradients depend on the step and the weights, the rate on the step; a weight without gradient is skipped."""
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        for place, param in enumerate(params):
+            noise = torch.randn(param.shape, generator=generator).to(param.dtype)
+            param.grad = None if place == step % 5 else (0.1 * noise + param.detach())
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (step + 1) / 10
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    whole, halves = weights(dtype), weights(dtype)
+    run(build(name, whole), whole, 0, 13)
+
+    before = build(name, halves)
+    run(before, halves, 0, 7)
+    buffer = io.BytesIO()
+    torch.save({"optimizer": before.state_dict(), "weights": [param.detach() for param in halves]}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    again = [nn.Parameter(weight.clone()) for weight in saved["weights"]]
+    after = build(name, again)
+    after.load_state_dict(saved["optimizer"])
+    run(after, again, 7, 13)
+
+    for expected, found in zip(whole, again, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_every_optimizer_lowers_a_loss(name: str) -> None:
+    target, param = torch.randn(6, 4), nn.Parameter(torch.zeros(6, 4))
+    # Prodigy finds its own rate, AdaGrad and SGD need a large one.
+    rate = {"prodigy": 1.0, "torch-adagrad": 0.5, "torch-sgd": 5.0, "optimi-sgd": 5.0}.get(name, 0.05)
+    optimizer = build(name, [param], rate)
+    for _ in range(300):
+        loss = (param - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    config = OptimizerConfig(optimizer=name)
+    with sampling_weights(optimizer, config, "bf16"):
+        assert float((param.detach() - target).square().mean()) < 0.1 * float(target.square().mean())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if is_installed(name)])
+def test_the_library_knows_every_setting_of_the_table(name: str) -> None:
+    module, _, class_name = OPTIMIZERS[name].factory.partition(":")
+    known = set(inspect.signature(getattr(importlib.import_module(module), class_name)).parameters)
+    settings = set(OPTIMIZERS[name].settings)
+    if "beta1" in settings:
+        settings = settings - {"beta1", "beta2", "beta3"} | {"betas"}
+    assert settings <= known
+
+
+@pytest.mark.parametrize("name", [name for name in RUNNABLE if keeps_bf16_weights(name)])
+def test_optimizers_that_keep_bf16_weights_do_not_lose_small_updates(name: str) -> None:
+    """200 steps whose updates are far below the spacing of bf16 numbers near 1 (0.0039 below, 0.0078 above)."""
+    moved = []
+    for dtype in DTYPES:
+        param = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+        optimizer = build(name, [param], 1e-4)
+        for _ in range(200):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        moved.append(1 - float(param.detach().float().mean()))
+    assert moved[0] > 0.005
+    assert moved[1] == pytest.approx(moved[0], abs=0.004)
+
+
+def test_a_plain_optimizer_would_lose_them() -> None:
+    """Why other optimizers must train float32 weights."""
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = build("adamw", [param], 1e-4)
+    for _ in range(200):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert not keeps_bf16_weights("adamw")
+    assert torch.equal(param, torch.ones_like(param))
+
+
+def test_the_default_follows_the_precision() -> None:
+    assert optimizer_name(OptimizerConfig(), "bf16") == "adamw_bf16"
+    assert optimizer_name(OptimizerConfig(), "no") == "adamw"
+    assert type(build(None, weights())).__module__.startswith("optimi")
+
+
+def settings(name: str, **keys: object) -> dict[str, object]:
+    return dict(optimizer_settings(OptimizerConfig(optimizer=name, **keys), "bf16"))
+
+
+def test_the_published_defaults() -> None:
+    assert settings("adamw_bf16") == {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.01}
+    assert settings("optimi-adamw") == {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0}
+    adamw = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
+    assert settings("adamw") == settings("torch-adamw") == adamw
+
+
+def test_numbers_reach_the_optimizer_in_order_of_strength() -> None:
+    keys = {"adam_beta1": 0.8, "adam_beta2": 0.7, "adam_weight_decay": 0.5, "adam_epsilon": 1e-5}
+    assert settings("optimi-adamw", **keys) == {"beta1": 0.8, "beta2": 0.7, "eps": 1e-5, "weight_decay": 0.5}
+    keys |= {"optimizer_beta1": 0.6, "optimizer_beta2": 0.65, "optimizer_config": " weight_decay = 0.4, beta2=0.66 "}
+    group = build("adamw", weights(), **keys).param_groups[0]
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.6, 0.66), 1e-5, 0.4)
+    assert build("torch-sgd", weights(), optimizer_config="nesterov=yes,momentum=.9").param_groups[0]["nesterov"]
+
+
+def problems(mixed_precision: str = "bf16", **keys: object) -> list[Problem]:
+    return check_optimizer(OptimizerConfig(**keys), mixed_precision)
+
+
+def test_sound_configs_have_no_problem() -> None:
+    assert problems() == []
+    assert problems("no", optimizer="optimi-lion", optimizer_config="weight_decay=0.1") == []
+    assert problems("fp16") == []
+
+
+def test_adamw_bf16_needs_bf16() -> None:
+    (problem,) = problems("no", optimizer="adamw_bf16")
+    assert problem.fatal
+    assert "mixed_precision bf16" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("weight_deca=0.1", ["'weight_deca'", "beta1, beta2, eps, weight_decay", "Did you mean 'weight_decay'"]),
+        ("lr=1", ["'lr'"]),
+        ("eps=tiny", ["eps='tiny'", "not a number"]),
+        ("eps=nan", ["not a number"]),
+        ("eps", ["eps=''", "not a number"]),
+        ("beta1=1", ["below 1"]),
+        ("weight_decay=-1", ["negative"]),
+    ],
+)
+def test_bad_overrides_are_told_before_anything_is_built(text: str, words: list[str]) -> None:
+    (problem,) = problems(optimizer="optimi-adamw", optimizer_config=text)
+    assert problem.fatal
+    assert problem.where == "optimizer_config"
+    for word in words:
+        assert word in problem.message
+    with pytest.raises(ConfigError, match="optimizer_config"):
+        build("optimi-adamw", weights(), optimizer_config=text)
+
+
+def test_all_bad_overrides_are_told_at_once() -> None:
+    assert len(problems(optimizer="optimi-ranger", optimizer_config="k=1.5,decouple_wd=maybe,x=1,,alpha=.4")) == 3
+
+
+def test_betas_come_in_pairs() -> None:
+    (problem,) = problems(optimizer_beta2=0.9)
+    assert problem.fatal
+    assert "optimizer_beta2" in problem.message
+
+
+def test_keys_without_effect_are_noted() -> None:
+    found = problems(optimizer="torch-sgd", adam_beta1=0.8, optimizer_beta1=0.8, optimizer_beta2=0.9)
+    assert [(problem.where, problem.fatal) for problem in found] == [("adam_beta1", False), ("optimizer_beta1", False)]
+    assert [problem.where for problem in problems(optimizer="optimi-lion", adam_epsilon=1e-8)] == ["adam_epsilon"]
+
+
+def test_schedule_free_notes_that_the_schedule_is_ignored() -> None:
+    found = problems(optimizer="adamw_schedulefree", lr_scheduler="cosine")
+    assert [problem.where for problem in found if not problem.fatal] == ["lr_scheduler"]
+    assert not [p for p in problems(optimizer="adamw_schedulefree") if p.where == "lr_scheduler"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if OPTIMIZERS[name].package])
+def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    package = OPTIMIZERS[name].package
+    assert package is not None
+    (problem,) = [problem for problem in problems(optimizer=name) if problem.fatal]
+    assert package.name in problem.message
+    assert f"simpletuner[{package.extra}]" in problem.message
+    with pytest.raises(ConfigError, match=package.name):
+        build(name, weights())
+
+
+def test_what_only_the_library_refuses_is_a_config_error_too() -> None:
+    with pytest.raises(ConfigError, match="torch-sgd refuses it"):
+        build("torch-sgd", weights(), optimizer_config="nesterov=true")
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
+    params = weights()
+    optimizer = build("muon", params)
+    assert isinstance(optimizer, MuonWithAdamW)
+    run(optimizer, params, 10, 16)
+    states = [set(optimizer.state[param]) for param in params]
+    assert states[0] == {"momentum_buffer"}
+    assert all("exp_avg_sq" in state for state in states[1:])
+    assert {id(param) for group in optimizer.param_groups for param in group["params"]} == {id(p) for p in params}
+
+
+def test_muon_moves_a_matrix_by_its_orthogonal_factor() -> None:
+    """All singular values of an update are near 0.2 sqrt(larger side) x rate, whatever those of the gradient."""
+    param = nn.Parameter(torch.zeros(16, 8))
+    optimizer = build("muon", [param], 0.01)
+    param.grad = torch.randn(16, 8) @ torch.diag(torch.logspace(0, -1.5, 8))
+    optimizer.step()
+    moved = torch.linalg.svdvals(param.detach())
+    assert (moved > 0.6 * 0.01 * 0.2 * 4).all()
+    assert (moved < 1.3 * 0.01 * 0.2 * 4).all()
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4,)])
+def test_muon_with_only_one_kind_of_weight(shape: tuple[int, ...]) -> None:
+    params = [nn.Parameter(torch.ones(shape))]
+    run(build("muon", params), params, 1, 4)
+    assert float(params[0].detach().mean()) < 1

@@ -1,0 +1,94 @@
+"""Learning rates in closed form."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from simpletuner.config.schema import OptimizerConfig
+from simpletuner.training.schedules import learning_rate_at, scaled_learning_rate
+
+SCHEDULERS = get_args(OptimizerConfig.model_fields["lr_scheduler"].annotation)
+PEAK, END = 1e-3, 1e-5
+
+
+def rates(total: int, **keys: object) -> list[float]:
+    config = OptimizerConfig(**{"lr_end": END, **keys})
+    return [learning_rate_at(step, config, PEAK, total) for step in range(total)]
+
+
+def test_schedules_need_no_torch() -> None:
+    code = "import simpletuner.training.schedules, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler_ramps_up_in_a_straight_line_from_0(scheduler: str) -> None:
+    found = rates(40, lr_scheduler=scheduler, lr_warmup_steps=10, lr_num_cycles=2)
+    assert found[:10] == pytest.approx([PEAK * number / 10 for number in range(1, 11)])
+    assert max(found) == pytest.approx(PEAK)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("total", [1, 2, 3, 50])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 50, 51, 1000])
+def test_rates_stay_between_the_ends_whatever_the_lengths(scheduler: str, total: int, warmup: int) -> None:
+    found = rates(total, lr_scheduler=scheduler, lr_warmup_steps=warmup)
+    assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in found)
+    if warmup >= total:
+        assert found == pytest.approx([PEAK * number / warmup for number in range(1, total + 1)])
+    elif warmup == 0:
+        assert found[0] == PEAK
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial"])
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_what_decays_arrives_in_the_last_step_and_stays(scheduler: str, warmup: int) -> None:
+    config = OptimizerConfig(lr_end=END, lr_scheduler=scheduler, lr_warmup_steps=warmup)
+    assert learning_rate_at(29, config, PEAK, 30) == pytest.approx(END)
+    assert learning_rate_at(300, config, PEAK, 30) == pytest.approx(END)
+
+
+def test_the_shapes_at_a_quarter_and_half_of_the_way() -> None:
+    """41 steps: 40 intervals between the peak in the first step and the end in the last."""
+
+    def shares(scheduler: str, **keys: object) -> list[float]:
+        found = rates(41, lr_scheduler=scheduler, **keys)
+        return [(found[step] - END) / (PEAK - END) for step in (10, 20, 30)]
+
+    assert shares("constant") == pytest.approx([1, 1, 1])
+    assert shares("constant_with_warmup") == pytest.approx([1, 1, 1])
+    assert shares("linear") == pytest.approx([0.75, 0.5, 0.25])
+    half = math.sqrt(0.5)
+    assert shares("cosine") == pytest.approx([(1 + half) / 2, 0.5, (1 - half) / 2])
+    assert shares("cosine_with_restarts", lr_num_cycles=2) == pytest.approx([0.5, 1.0, 0.5])
+    assert shares("polynomial", lr_power=2.0) == pytest.approx([0.5625, 0.25, 0.0625])
+    assert shares("sine") == pytest.approx([0.5, 0.0, 0.5], abs=1e-12)
+
+
+def test_one_cycle_with_restarts_is_the_cosine() -> None:
+    cosine = rates(30, lr_scheduler="cosine", lr_warmup_steps=3)
+    assert rates(30, lr_scheduler="cosine_with_restarts", lr_warmup_steps=3) == pytest.approx(cosine)
+
+
+def test_the_decay_takes_the_steps_behind_the_warmup() -> None:
+    """Warm-up 10 of 30: the peak is in step 10, the middle in step 20, the end in step 30."""
+    found = rates(30, lr_scheduler="linear", lr_warmup_steps=10)
+    assert found[9] == pytest.approx(PEAK)
+    assert found[19] == pytest.approx((PEAK + END) / 2)
+    assert found[29] == pytest.approx(END)
+
+
+def test_schedule_free_keeps_the_rate_behind_the_warmup() -> None:
+    found = rates(30, optimizer="adamw_schedulefree", lr_scheduler="cosine", lr_warmup_steps=10)
+    assert found == pytest.approx([PEAK * min(number / 10, 1) for number in range(1, 31)])
+
+
+def test_scaling_by_the_samples_of_a_step() -> None:
+    assert scaled_learning_rate(OptimizerConfig(), 1e-4, 16) == 1e-4
+    assert scaled_learning_rate(OptimizerConfig(lr_scale=True), 1e-4, 16) == pytest.approx(1.6e-3)
+    assert scaled_learning_rate(OptimizerConfig(lr_scale_sqrt=True), 1e-4, 16) == pytest.approx(4e-4)
