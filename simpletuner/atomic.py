@@ -130,10 +130,16 @@ def disk_full_named(path: Path) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a writer failed because the disk or the quota is full."""
+    """Whether a writer failed because the disk or the quota is full.
+
+    torch.save stumbles a second time while it closes its archive, so what came before counts too.
+    """
     if isinstance(error, OSError) and error.errno in DISK_FULL_CODES:
         return True
-    return any(words in str(error).lower() for words in DISK_FULL_WORDS)
+    if any(words in str(error).lower() for words in DISK_FULL_WORDS):
+        return True
+    earlier = error.__cause__ or error.__context__
+    return earlier is not None and is_disk_full(earlier)
 
 
 def _flush_tree(folder: Path) -> None:
