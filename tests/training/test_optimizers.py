@@ -7,6 +7,8 @@ import inspect
 import io
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -238,6 +240,13 @@ def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytes
     assert f"simpletuner[{package.extra}]" in problem.message
     with pytest.raises(ConfigError, match=package.name):
         build(name, weights())
+
+
+def test_every_extra_that_is_named_installs_the_package() -> None:
+    content = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(content)["project"]["optional-dependencies"]
+    for package in {spec.package for spec in OPTIMIZERS.values() if spec.package is not None}:
+        assert any(requirement.startswith(package.name) for requirement in extras[package.extra]), package
 
 
 def test_what_only_the_library_refuses_is_a_config_error_too() -> None:
