@@ -26,5 +26,9 @@ def step_seed(seed: int, global_step: int, micro_step: int, rank: int, purpose: 
 
 
 def generator_for(seed: int, global_step: int, micro_step: int, rank: int, purpose: str) -> torch.Generator:
-    """A CPU generator that starts at `step_seed`. Draw on the CPU and move, so that devices agree."""
+    """A CPU generator that starts at `step_seed`. Draw on the CPU and move, so that devices agree.
+
+    torch's CPU generator uses the lower 32 bits of a seed. Among 100 000 draws one pair in expectation starts alike;
+    it belongs to two steps that have nothing else in common.
+    """
     return torch.Generator("cpu").manual_seed(step_seed(seed, global_step, micro_step, rank, purpose))
