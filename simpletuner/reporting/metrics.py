@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .atomic import disk_full_as_user_error, replace_file
+from simpletuner.atomic import disk_full_named, write_atomically
 
 METRICS_FILE = "training_metrics.jsonl"
 MEDIA_FILE = "validation_media.jsonl"
@@ -64,7 +64,7 @@ class StepLines:
             before = self.path.read_bytes()
             kept = b"".join(line for line in before.splitlines(keepends=True) if _is_kept(line, resume_step))
             if kept != before:
-                replace_file(self.path, kept)
+                write_atomically(self.path, kept)
         self._file = self.path.open("ab", buffering=0)
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ class StepLines:
         """
         row = {"step": step, **{key: _finite(value) for key, value in values.items() if key != "step"}}
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        with disk_full_as_user_error(self.path):
+        with disk_full_named(self.path):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, "short write")
 

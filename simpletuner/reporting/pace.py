@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .progress import StepReport
+from .progress import StepNumbers
 
 # A loss jumps with the noise level that was drawn; some fifty steps show where it goes.
 LOSS_MEMORY = 0.98
@@ -39,7 +39,7 @@ class Pace:
     def __init__(self, total_steps: int, start_step: int) -> None:
         self.total_steps = total_steps
         self.start_step = start_step
-        self.last: StepReport | None = None
+        self.last: StepNumbers | None = None
         self.losses: list[float] = []
         self._loss_every = max(1, (total_steps - start_step) // LOSS_POINTS)
         self._loss = RunningMean(LOSS_MEMORY)
@@ -47,7 +47,7 @@ class Pace:
         self._spent = 0.0
         self._waited = 0.0
 
-    def add(self, report: StepReport) -> None:
+    def add(self, report: StepNumbers) -> None:
         self.last = report
         self._seconds.add(report.seconds)
         self._spent += report.seconds

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from .pace import Pace, amount, clock, pace_text, size_text
-from .progress import Phase, StepReport
+from .progress import Phase, StepNumbers
 
 # A log should stay readable: about this many lines a run, and a sign of life at least this often.
 TRAINING_LINES = 30
@@ -51,7 +51,7 @@ class PlainProgress:
         note = f", continuing after step {start_step}" if start_step else ""
         self.say(f"Training: {total_steps} steps{note}")
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepNumbers) -> None:
         if self._pace is None:
             raise RuntimeError("start_training() comes before the first step()")
         self._pace.add(report)
@@ -77,7 +77,7 @@ class PlainProgress:
         self.finish()
 
 
-def step_line(pace: Pace, report: StepReport) -> str:
+def step_line(pace: Pace, report: StepNumbers) -> str:
     """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GiB`"""
     epochs = f"/{report.epochs}" if report.epochs else ""
     parts = [

@@ -16,7 +16,7 @@ from typing import Protocol, Self, TextIO
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepNumbers:
     """Numbers of one finished optimizer step.
 
     Attributes:
@@ -54,7 +54,7 @@ class Progress(Protocol):
     def start_training(self, total_steps: int, start_step: int = 0) -> None:
         """From now on steps come in. `start_step` is the step that a resumed run continues after."""
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepNumbers) -> None:
         """One optimizer step is done."""
 
     def say(self, text: str) -> None:
@@ -100,7 +100,7 @@ class SilentProgress:
     def start_training(self, total_steps: int, start_step: int = 0) -> None:
         """Nothing to show."""
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepNumbers) -> None:
         """Nothing to show."""
 
     def say(self, text: str) -> None:

@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .pace import Pace, amount, clock, pace_text, size_text
-from .progress import Phase, StepReport
+from .progress import Phase, StepNumbers
 
 REFRESHES_PER_SECOND = 4
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -77,7 +77,7 @@ class LiveProgress:
         self._pace = Pace(total_steps, start_step)
         self._show()
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepNumbers) -> None:
         if self._pace is None:
             raise RuntimeError("start_training() comes before the first step()")
         self._pace.add(report)

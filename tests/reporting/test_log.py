@@ -163,7 +163,10 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 
 
 def test_reporting_imports_without_torch() -> None:
-    modules = "atomic environment log metrics pace plain progress redaction terminal trackers wandb_login"
+    modules = (
+        "curves environment ledger log metrics pace page plain previews progress redaction report terminal trackers "
+        "wandb_login"
+    )
     code = (
         "import importlib, sys\n"
         f"for name in {modules.split()!r}: importlib.import_module('simpletuner.reporting.' + name)\n"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from simpletuner.errors import DiskFullError
-from simpletuner.reporting import atomic
 from simpletuner.reporting.metrics import MediaFile, MediaRecord, MetricsFile, StepLines, read, read_media
 
 
@@ -101,7 +101,7 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(atomic.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DiskFullError, match="no space left"):
         StepLines(path, resume_step=2)
     assert path.read_bytes() == before

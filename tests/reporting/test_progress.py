@@ -11,7 +11,7 @@ import pytest
 from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.pace import Pace, RunningMean, clock, pace_text, size_text
 from simpletuner.reporting.plain import PlainProgress
-from simpletuner.reporting.progress import SilentProgress, StepReport, make_progress
+from simpletuner.reporting.progress import SilentProgress, StepNumbers, make_progress
 from simpletuner.reporting.terminal import LiveProgress, sparkline
 
 
@@ -30,8 +30,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def report(step: int, seconds: float = 0.5) -> StepReport:
-    return StepReport(step, 1, 1.0 / step, 1e-4, seconds, data_wait_seconds=0.001, memory_bytes=3 * 2**30, epochs=4)
+def report(step: int, seconds: float = 0.5) -> StepNumbers:
+    return StepNumbers(step, 1, 1.0 / step, 1e-4, seconds, data_wait_seconds=0.001, memory_bytes=3 * 2**30, epochs=4)
 
 
 def test_a_run_of_300_steps_prints_about_30_lines() -> None:
@@ -160,7 +160,7 @@ def test_the_first_values_of_a_running_mean_are_not_pulled_to_zero() -> None:
 
 def test_remaining_time_and_waiting_share() -> None:
     pace = Pace(total_steps=110, start_step=100)
-    pace.add(StepReport(101, 1, 0.5, 1e-4, seconds=2.0, data_wait_seconds=0.5))
+    pace.add(StepNumbers(101, 1, 0.5, 1e-4, seconds=2.0, data_wait_seconds=0.5))
     assert pace.remaining_seconds == pytest.approx(18.0)
     assert pace.waiting_share == pytest.approx(0.25)
 

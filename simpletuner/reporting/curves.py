@@ -1,0 +1,165 @@
+"""From the rows of the run record to curves small enough to put into a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from .pace import RunningMean
+
+Point = tuple[int, float]
+
+POINTS = 1000
+# A curve is smoothed over this share of its length, within these bounds in steps.
+SMOOTHING_SHARE, SHORTEST_SPAN, LONGEST_SPAN = 0.05, 5, 200
+# A curve that goes up and down over its whole range this often is noise; a schedule does so once or twice.
+NOISY_TRAVEL = 4
+# What is no measurement of the step.
+BOOKKEEPING = frozenset({"step", "time", "epoch"})
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        raw: measured values, thinned out.
+        smooth: running average, or empty when the raw line is smooth enough to be read.
+    """
+
+    name: str
+    raw: Sequence[Point]
+    smooth: Sequence[Point] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure of the report.
+
+    Attributes:
+        note: how to read it, in a few words.
+        log: offer a logarithmic axis.
+        minor: shown only on request.
+    """
+
+    title: str
+    series: Sequence[Series]
+    note: str = ""
+    log: bool = False
+    minor: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """What `page.js` draws."""
+        return {
+            "title": self.title,
+            "log": self.log,
+            "series": [
+                {"name": series.name, "raw": _compact(series.raw), "smooth": _compact(series.smooth)}
+                for series in self.series
+            ],
+        }
+
+
+def charts_of(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """The charts that the recorded metrics allow, the most important first."""
+    charts = [chart for chart in (_loss_chart(rows), _learning_rate_chart(rows)) if chart]
+    taken = {"train_loss", "learning_rate", *_evaluation_keys(rows)}
+    for key, title, note in (
+        ("grad_norm", "Gradient norm", "before clipping"),
+        ("grad_absmax", "Largest gradient", "before clipping"),
+        ("step_seconds", "Seconds per step", ""),
+    ):
+        taken.add(key)
+        if points := points_of(rows, key):
+            charts.append(Chart(title, [smoothed(key, points)], note, log=True))
+    for key in _keys(rows):
+        points = [] if key in taken else points_of(rows, key)
+        if len(points) > 1:
+            charts.append(Chart(key, [smoothed(key, points)], log=all(value > 0 for _, value in points), minor=True))
+    return charts
+
+
+def points_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
+    """(step, value) of every row in which the metric is a number."""
+    return [
+        (row["step"], float(row[key]))
+        for row in rows
+        if isinstance(row.get(key), int | float) and not isinstance(row[key], bool)
+    ]
+
+
+def smoothed(name: str, points: Sequence[Point]) -> Series:
+    """The thinned points, and for a noisy curve a running average over a twentieth of it."""
+    if not is_noisy(points):
+        return Series(name, thin(points))
+    mean = RunningMean(1 - 1 / smoothing_span(len(points)))
+    averages = [(step, mean.add(value)) for step, value in points]
+    return Series(name, thin_extremes(points), thin(averages))
+
+
+def is_noisy(points: Sequence[Point]) -> bool:
+    """Whether the curve goes up and down so much that an average helps: it only delays a clean schedule."""
+    values = [value for _, value in points]
+    travelled = sum(abs(after - before) for before, after in pairwise(values))
+    return len(values) > SHORTEST_SPAN and travelled > NOISY_TRAVEL * (max(values) - min(values))
+
+
+def smoothing_span(count: int) -> int:
+    """Over about how many steps a curve of `count` points is averaged."""
+    return round(min(max(count * SMOOTHING_SHARE, SHORTEST_SPAN), LONGEST_SPAN))
+
+
+def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
+    """At most `limit` points, evenly chosen; the first and the last are always among them."""
+    if len(points) <= limit:
+        return list(points)
+    last = len(points) - 1
+    return [points[round(index * last / (limit - 1))] for index in range(limit)]
+
+
+def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
+    """At most `limit` points that keep the envelope: lowest and highest of each stretch, so that no spike is lost."""
+    if len(points) <= limit:
+        return list(points)
+    stretches = limit // 2
+    edges = [index * len(points) // stretches for index in range(stretches + 1)]
+    kept: list[Point] = []
+    for low, high in pairwise(edges):
+        stretch = points[low:high]
+        extremes = {min(stretch, key=_value), max(stretch, key=_value)}
+        kept.extend(sorted(extremes))
+    return kept
+
+
+def _loss_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
+    points = points_of(rows, "train_loss")
+    if not points:
+        return None
+    evaluations = [Series(key.removeprefix("loss/"), thin(points_of(rows, key))) for key in _evaluation_keys(rows)]
+    loss = smoothed("loss", points)
+    note = f"faint: each step; line: smoothed over about {smoothing_span(len(points))} steps" if loss.smooth else ""
+    return Chart("Loss", [loss, *evaluations], note, log=True)
+
+
+def _learning_rate_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
+    points = points_of(rows, "learning_rate")
+    return Chart("Learning rate", [Series("learning rate", thin(points))]) if points else None
+
+
+def _evaluation_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [key for key in _keys(rows) if key.startswith("loss/val/")]
+
+
+def _keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of all metrics, in the order in which they first appear."""
+    return [key for key in dict.fromkeys(key for row in rows for key in row) if key not in BOOKKEEPING]
+
+
+def _compact(points: Sequence[Point]) -> list[list[float]]:
+    return [[step, float(f"{value:.5g}")] for step, value in points]
+
+
+def _value(point: Point) -> float:
+    return point[1]

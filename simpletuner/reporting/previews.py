@@ -1,0 +1,152 @@
+"""The previews of a run as a grid, with the pictures packed into the page.
+
+A page must stay small enough to be mailed: rows, columns and bytes per picture are limited, and the first and the
+last step are always kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import quote
+
+from PIL import Image
+
+from .metrics import MediaRecord
+
+ROWS = 24
+CELLS = 96
+FEWEST_COLUMNS = 4
+# Bytes of all previews before base64 makes them a third larger.
+BUDGET = 6_000_000
+SIDES = (1024, 768, 512, 384, 256, 128)
+QUALITY = 82
+# What a calm photograph needs at that quality.
+FEWEST_BYTES_PER_PIXEL = 0.08
+MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One preview in the page.
+
+    Attributes:
+        source: a data URI; for a video too large to pack, its path relative to the page; empty when the file is gone.
+    """
+
+    record: MediaRecord
+    source: str
+
+    @property
+    def is_video(self) -> bool:
+        return Path(self.record.path).suffix.lower() in VIDEO_MIME
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt over the steps; None where it was not rendered."""
+
+    name: str
+    prompt: str
+    ema: bool
+    cells: Sequence[Cell | None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the page shows, and how much was left out of it."""
+
+    steps: Sequence[int]
+    rows: Sequence[Row]
+    hidden_steps: int = 0
+    hidden_rows: int = 0
+
+
+def build_grid(records: Sequence[MediaRecord], output_dir: Path) -> Grid:
+    """Choose rows and columns and pack their pictures.
+
+    Args:
+        records: all previews of the run.
+        output_dir: their paths are relative to it.
+    """
+    by_row: dict[tuple[str, bool, int, int, int], dict[int, MediaRecord]] = {}
+    for record in records:
+        key = (record.short_name, record.ema, record.index, record.width, record.height)
+        by_row.setdefault(key, {})[record.step] = record
+    shown = dict(list(by_row.items())[:ROWS])
+    all_steps = sorted({step for row in shown.values() for step in row})
+    steps = choose_steps(all_steps, max(FEWEST_COLUMNS, CELLS // max(1, len(shown))))
+    allowance = _allowance(sum(step in row for row in shown.values() for step in steps))
+    rows = []
+    for (name, ema, _, _, _), row in shown.items():
+        cells = [Cell(row[step], _source(row[step], output_dir, allowance)) if step in row else None for step in steps]
+        rows.append(Row(name, next(iter(row.values())).prompt, ema, cells))
+    return Grid(steps, rows, len(all_steps) - len(steps), len(by_row) - len(shown))
+
+
+def choose_steps(steps: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` of the sorted steps: the first, the last and evenly spaced ones between."""
+    if len(steps) <= limit:
+        return list(steps)
+    span = steps[-1] - steps[0]
+    wanted = (steps[0] + index * span / (limit - 1) for index in range(limit))
+    return sorted({min(steps, key=lambda step: (abs(step - target), step)) for target in wanted})
+
+
+def _allowance(count: int) -> int:
+    """Bytes for one picture. It changes only when the number doubles, so that most pictures are packed once."""
+    return BUDGET // (1 << max(0, count - 1).bit_length())
+
+
+def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:
+    path = output_dir / record.path
+    try:
+        modified = path.stat().st_mtime_ns
+    except OSError:
+        return ""
+    if path.suffix.lower() in VIDEO_MIME:
+        return _pack_video(path, record.path, modified, allowance)
+    return _pack_picture(path, modified, allowance)
+
+
+@lru_cache(maxsize=4 * CELLS)
+def _pack_picture(path: Path, modified: int, allowance: int) -> str:
+    """The file itself when it is small enough, else the largest smaller copy that is. `modified` is for the cache."""
+    content = path.read_bytes()
+    mime = MIME.get(path.suffix.lower())
+    if mime and len(content) <= allowance:
+        return _data_uri(mime, content)
+    try:
+        with Image.open(io.BytesIO(content)) as picture:
+            return _data_uri("image/webp", _smaller_copy(picture.convert("RGB"), allowance))
+    except (OSError, ValueError):
+        return ""
+
+
+@lru_cache(maxsize=4 * CELLS)
+def _pack_video(path: Path, relative: str, modified: int, allowance: int) -> str:
+    if path.stat().st_size > allowance:
+        return quote(relative)
+    return _data_uri(VIDEO_MIME[path.suffix.lower()], path.read_bytes())
+
+
+def _smaller_copy(picture: Image.Image, allowance: int) -> bytes:
+    """The picture at the first side length at which it fits. Sides at which pictures never fit are not tried."""
+    content = b""
+    for side in [side for side in SIDES if side**2 * FEWEST_BYTES_PER_PIXEL <= allowance] or SIDES[-1:]:
+        picture.thumbnail((side, side), reducing_gap=2.0)
+        buffer = io.BytesIO()
+        picture.save(buffer, "WEBP", quality=QUALITY, method=2)
+        content = buffer.getvalue()
+        if len(content) <= allowance:
+            break
+    return content
+
+
+def _data_uri(mime: str, content: bytes) -> str:
+    return f"data:{mime};base64,{base64.b64encode(content).decode('ascii')}"

@@ -1,0 +1,125 @@
+"""`training_report.html`: one file that shows a run to anybody, on any machine, without a network.
+
+The file is a mirror of `training_metrics.jsonl`, `validation_media.jsonl` and the plan; it is written anew, whole,
+whenever the run has something to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from simpletuner.atomic import write_atomically
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import all_options
+
+from .metrics import MediaRecord
+from .redaction import redact_settings
+
+REPORT_FILE = "training_report.html"
+
+State = Literal["running", "finished", "stopped"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One resolved option.
+
+    Attributes:
+        section: heading of the reference page it stands under.
+        origin: what decided it (`default`, `family default`, a file, the command line).
+        changed: it differs from the global default.
+    """
+
+    key: str
+    value: str
+    default: str
+    section: str
+    origin: str
+    changed: bool
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """What became of one input file, worded for people.
+
+    Attributes:
+        size: of the file's picture, such as `1200x800`.
+        bucket: size it is trained at.
+        crop: what is cut off, such as `left 16, top 0`.
+        reason: why it is not used, or a note.
+    """
+
+    dataset: str
+    file: str
+    used: bool
+    size: str = ""
+    bucket: str = ""
+    crop: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything the page shows.
+
+    Attributes:
+        title: name of the run.
+        subtitle: what is trained, in a few words (`LoRA on kandinsky5-image t2i-lite-sft`).
+        step, total_steps: where the run is and where it will end.
+        output_dir: paths of previews are relative to it.
+        metrics: rows of `training_metrics.jsonl`.
+        previews: entries of `validation_media.jsonl`.
+        message: why a run stopped.
+        notes: warnings of the plan.
+    """
+
+    title: str
+    state: State
+    step: int
+    total_steps: int
+    output_dir: Path
+    subtitle: str = ""
+    metrics: Sequence[Mapping[str, Any]] = ()
+    previews: Sequence[MediaRecord] = ()
+    settings: Sequence[Setting] = ()
+    ledger: Sequence[LedgerRow] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    message: str = ""
+    notes: Sequence[str] = ()
+
+
+def write_report(path: Path, data: ReportData) -> None:
+    """Replace the report by one of this state.
+
+    Raises:
+        DiskFullError: there was no space; the old report is kept.
+    """
+    # The page needs Pillow and the template files, which those who only fill in `ReportData` do not.
+    from .page import render_page
+
+    write_atomically(path, render_page(data), durable=False)
+
+
+def settings_of(config: RunConfig) -> list[Setting]:
+    """All options of a run in the order of the reference page, with secrets hidden."""
+    values = redact_settings(config.flat())
+    return [
+        Setting(
+            key=name,
+            value=_worded(values[name]),
+            default=option.default_note or ("" if option.required else _worded(option.default)),
+            section=option.section,
+            origin=config.origins.get(name, "default"),
+            changed=values[name] != option.default,
+        )
+        for name, option in all_options().items()
+    ]
+
+
+def _worded(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return str(value).lower() if isinstance(value, bool) else str(value)

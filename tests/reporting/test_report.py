@@ -1,0 +1,259 @@
+"""The report: one offline file, everything escaped, small enough to be mailed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from simpletuner.config.load import Layer, resolve
+from simpletuner.errors import Problem
+from simpletuner.reporting import previews
+from simpletuner.reporting.curves import charts_of, is_noisy, smoothed, thin, thin_extremes
+from simpletuner.reporting.environment import describe_environment
+from simpletuner.reporting.ledger import SHOWN
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.previews import build_grid, choose_steps
+from simpletuner.reporting.report import LedgerRow, ReportData, settings_of, write_report
+
+NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
+VOID = {"meta", "img", "link", "br", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced and collects what the page refers to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.handlers: list[str] = []
+        self.text = ""
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text += data
+
+
+def picture(folder: Path, step: int, name: str = "glimmer", side: int = 32, noise: bool = False) -> MediaRecord:
+    path = f"validation_images/step_{step}_{name}_0_{side}x{side}.png"
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    draws = np.random.default_rng(step)
+    pixels = draws.integers(0, 255, (side, side, 3), dtype=np.uint8) if noise else np.full((side, side, 3), step % 255)
+    Image.fromarray(pixels.astype(np.uint8)).save(folder / path)
+    return MediaRecord(step, name, f"prompt of {name}", path, side, side, 1)
+
+
+def rows(count: int) -> list[dict[str, float]]:
+    return [
+        {"step": step, "time": 0.0, "epoch": 1, "train_loss": 1 / step + step % 3, "learning_rate": 1e-4}
+        for step in range(1, count + 1)
+    ]
+
+
+def render(data: ReportData) -> Page:
+    path = data.output_dir / "training_report.html"
+    write_report(path, data)
+    return Page(path)
+
+
+def data_of(folder: Path, **changes: object) -> ReportData:
+    base = ReportData("demo", "running", 40, 300, folder, metrics=rows(40))
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
+    page = render(ReportData("demo", "running", 0, 300, tmp_path))
+    assert "demo · running, step 0" in page.text
+    assert page.tags.count("section") == 0
+
+
+def test_the_page_shows_every_part_and_asks_nobody_for_anything(tmp_path: Path) -> None:
+    records = [picture(tmp_path, step) for step in (0, 20, 40)]
+    ledger = [
+        LedgerRow("stars", "a.png", True, "64x64", "32x32", "left 8"),
+        LedgerRow("stars", "b.png", False, reason="is truncated"),
+    ]
+    page = render(data_of(tmp_path, previews=records, ledger=ledger, environment=describe_environment("cpu")))
+    for text in ("40 of 300", "running", "Loss", "Learning rate", "glimmer", "is truncated", "1 of 2", "python"):
+        assert text in page.text
+    assert page.tags.count("img") == 3
+    assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
+    assert "link" not in page.tags
+    assert set(re.findall(r"https?://[^\s\"'<>]+", page.source)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"@import|url\(|\bfetch\(|XMLHttpRequest|import\(", page.source)
+    assert "default-src 'none'" in page.source
+
+
+def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
+    record = replace(picture(tmp_path, 0), short_name=NASTY, prompt=NASTY)
+    gone = replace(record, step=40, path=NASTY)
+    config = resolve([Layer("f", [("model_family", NASTY), ("model_type", "lora"), ("validation_prompt", NASTY)])], [])
+    assert config is not None
+    page = render(
+        data_of(
+            tmp_path,
+            title=NASTY,
+            subtitle=NASTY,
+            message=NASTY,
+            notes=[NASTY],
+            metrics=[*rows(3), {"step": 4, "train_loss": 1.0, NASTY: 1.0}, {"step": 5, NASTY: 2.0}],
+            previews=[record, gone],
+            settings=settings_of(config),
+            ledger=[LedgerRow(NASTY, NASTY, False, NASTY, NASTY, NASTY, NASTY)],
+            environment={NASTY: NASTY},
+        )
+    )
+    assert page.tags.count("script") == 2
+    assert page.tags.count("img") == 1
+    assert page.handlers == []
+    assert page.text.count(NASTY) >= 12
+
+
+def test_a_stopped_run_says_why(tmp_path: Path) -> None:
+    page = render(data_of(tmp_path, state="stopped", message="the disk is full"))
+    assert "the disk is full" in page.text
+    assert "state stopped" in page.source
+
+
+def test_big_runs_stay_small(tmp_path: Path) -> None:
+    records = [picture(tmp_path, step, f"p{row}", 160, noise=True) for row in range(26) for step in range(0, 600, 100)]
+    ledger = [LedgerRow("d", f"{index}.png", index % 10 > 0, reason="x") for index in range(30_000)]
+    page = render(data_of(tmp_path, metrics=rows(50_000), previews=records, ledger=ledger))
+    assert len(page.source) < 10_000_000
+    assert "2 more steps" in page.text
+    assert "2 more prompts" in page.text
+    assert f"And {30_000 - SHOWN:,} more files" in page.text
+    assert page.text.count("not used: x") == SHOWN
+
+
+def test_large_pictures_are_packed_as_smaller_copies_and_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(previews, "BUDGET", 100_000)
+    records = [picture(tmp_path, step, side=400, noise=True) for step in (0, 10)]
+    previews._pack_picture.cache_clear()
+    for _ in range(2):
+        grid = build_grid(records, tmp_path)
+    sources = [cell.source for cell in grid.rows[0].cells if cell]
+    assert all(source.startswith("data:image/webp") and len(source) < 70_000 for source in sources)
+    assert previews._pack_picture.cache_info().misses == 2
+
+
+def test_files_that_are_gone_or_broken_leave_a_hole(tmp_path: Path) -> None:
+    whole, gone, broken = (picture(tmp_path, step) for step in (0, 1, 2))
+    (tmp_path / gone.path).unlink()
+    (tmp_path / broken.path).rename((tmp_path / broken.path).with_suffix(".bmp"))
+    broken = replace(broken, path=broken.path.replace(".png", ".bmp"))
+    (tmp_path / broken.path).write_bytes(b"BM no picture")
+    [row] = build_grid([whole, gone, broken], tmp_path).rows
+    assert [bool(cell and cell.source) for cell in row.cells] == [True, False, False]
+    assert render(data_of(tmp_path, previews=[whole, gone, broken])).text.count("file gone") == 2
+
+
+def test_a_large_video_is_referred_to_beside_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(previews, "BUDGET", 1000)
+    for name, size in (("small.mp4", 100), ("large one.mp4", 5000)):
+        (tmp_path / name).write_bytes(b"\0" * size)
+    records = [MediaRecord(0, "a", "", "small.mp4", 8, 8), MediaRecord(10, "a", "", "large one.mp4", 8, 8)]
+    page = render(data_of(tmp_path, previews=records))
+    assert [reference[:15] for reference in page.references] == ["data:video/mp4;", "large%20one.mp4"]
+
+
+def test_rows_are_prompts_and_averaged_weights_have_their_own(tmp_path: Path) -> None:
+    plain = [picture(tmp_path, step) for step in (10, 0)]
+    grid = build_grid([*plain, replace(plain[0], ema=True)], tmp_path)
+    assert grid.steps == [0, 10]
+    assert [(row.ema, [cell is not None for cell in row.cells]) for row in grid.rows] == [
+        (False, [True, True]),
+        (True, [False, True]),
+    ]
+
+
+def test_first_and_last_step_are_always_shown() -> None:
+    assert choose_steps([0, 5, 10], 4) == [0, 5, 10]
+    chosen = choose_steps(range(0, 10_001, 50), 6)
+    assert chosen == [0, 2000, 4000, 6000, 8000, 10_000]
+    uneven = choose_steps([0, 1, 2, 3, 1000], 4)
+    assert (uneven[0], uneven[-1]) == (0, 1000)
+
+
+def test_thinned_curves_keep_their_ends_and_their_spikes() -> None:
+    points = [(step, 1.0) for step in range(50_000)]
+    points[31_415] = (31_415, 99.0)
+    assert len(thin(points)) == 1000
+    assert len(thin_extremes(points)) <= 1000
+    assert (thin(points)[0][0], thin(points)[-1][0]) == (0, 49_999)
+    assert (31_415, 99.0) in thin_extremes(points)
+    assert [step for step, _ in thin_extremes(points)] == sorted(step for step, _ in thin_extremes(points))
+
+
+def test_only_noise_is_smoothed() -> None:
+    ramp = [(step, float(step)) for step in range(100)]
+    noise = [(step, float(step % 2)) for step in range(100)]
+    assert (is_noisy(ramp), is_noisy(noise)) == (False, True)
+    assert smoothed("x", ramp).smooth == ()
+    assert smoothed("x", noise).smooth[-1][1] == pytest.approx(0.5, abs=0.15)
+
+
+def test_charts_follow_what_was_recorded() -> None:
+    recorded = [{**row, "grad_norm": 1.0, "crepa_loss": 0.1, "note": "text", "flag": True} for row in rows(20)]
+    recorded[10] = {**recorded[10], "loss/val/pooled": 0.4, "train_loss": None}  # type: ignore[dict-item]
+    charts = charts_of(recorded)
+    assert [(chart.title, chart.minor) for chart in charts] == [
+        ("Loss", False),
+        ("Learning rate", False),
+        ("Gradient norm", False),
+        ("crepa_loss", True),
+    ]
+    assert [series.name for series in charts[0].series] == ["loss", "val/pooled"]
+    assert len(charts[0].series[0].raw) == 19
+
+
+def test_settings_know_what_changed_and_hide_secrets() -> None:
+    problems: list[Problem] = []
+    hook = {"webhook_type": "raw", "callback_url": "https://example.org/geheim"}
+    values = [("model_family", "kandinsky5-image"), ("model_type", "lora"), ("webhook_config", hook)]
+    config = resolve([Layer("family default", [("validation_guidance", 5.0)]), Layer("my.json", values)], problems)
+    assert config is not None
+    settings = {setting.key: setting for setting in settings_of(config)}
+    assert settings["model_type"].changed
+    assert settings["model_type"].origin == "my.json"
+    assert settings["validation_guidance"].origin == "family default"
+    assert not settings["output_dir"].changed
+    assert settings["gradient_checkpointing"].value == "true"
+    assert "geheim" not in settings["webhook_config"].value
+
+
+def test_the_files_of_the_page_are_shipped() -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    shipped = pyproject["tool"]["setuptools"]["package-data"]["simpletuner"]
+    assert {"reporting/page.css", "reporting/page.js"} <= set(shipped)
+
+
+def test_the_environment_needs_no_torch() -> None:
+    environment = describe_environment("a device")
+    assert environment["device"] == "a device"
+    assert environment["python"].startswith("3.")
+    assert "torch" in environment
