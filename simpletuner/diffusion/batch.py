@@ -23,6 +23,7 @@ class Batch:
         latents: clean latents z as the model sees them (scaled, normalised), float32, `B C F H W`.
         embeds: text embeddings, one entry per sample; lengths may differ.
         names: `dataset/relative path` per sample, for messages.
+        dataset_id: the dataset all samples come from.
         condition: latents of the paired source pictures in the same layout, or None.
         loss_mask: weight of each latent position in the loss, `B 1 F H W`, or None.
     """
@@ -30,6 +31,7 @@ class Batch:
     latents: Tensor
     embeds: list[TextEmbeds]
     names: list[str]
+    dataset_id: str = ""
     condition: Tensor | None = None
     loss_mask: Tensor | None = None
 

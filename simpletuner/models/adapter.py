@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from PIL.Image import Image
@@ -128,4 +128,8 @@ class FamilyAdapter(Protocol):
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
         """The stock pipeline around the transformer being trained; `shift` replaces its scheduler's when given."""
+        ...
+
+    def load_bare_pipeline(self) -> Any:
+        """A fresh stock pipeline whose transformer has the right layers and no weights, to load LoRA files into."""
         ...

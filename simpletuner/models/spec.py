@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
+
+if TYPE_CHECKING:
+    from simpletuner.models.source import ModelSource
 
 Task = Literal["t2i", "i2i", "t2v", "i2v"]
 
@@ -61,6 +65,10 @@ class FamilySpec:
         lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
         license: of the published weights.
         check: problems of a config that only this family knows of.
+        check_checkpoint: problems of the parts of a checkpoint that are on this machine.
+        clean_caption: what is done to a caption before it is encoded.
+        text_fingerprint: stands for the words around a caption; changes when they do.
+        prompt_holds_picture: tasks whose prompt contains the source picture.
     """
 
     name: str
@@ -80,6 +88,10 @@ class FamilySpec:
     lora_presets: Mapping[str, str]
     license: str
     check: Callable[[RunConfig, Flavour], list[Problem]]
+    check_checkpoint: Callable[[Flavour, ModelSource], list[Problem]]
+    clean_caption: Callable[[str], str]
+    text_fingerprint: Callable[[TextConfig, Flavour], str]
+    prompt_holds_picture: frozenset[Task] = frozenset()
     flavour_names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
+from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
+from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Component, FamilySpec, Flavour
 
 # The bare name out_layer also matches the final layer, which takes another input; hence a regular expression.
@@ -11,6 +16,9 @@ ALL_LINEAR = (
     r"(text|visual)_transformer_blocks\.\d+\."
     r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
 )
+
+TRANSFORMER_CLASS = "Kandinsky5Transformer3DModel"
+VAE_CLASS = "AutoencoderKL"
 
 # About one megapixel each, width x height: the sizes the image model was trained at.
 IMAGE_SIZES = ((1024, 1024), (640, 1408), (1408, 640), (768, 1280), (1280, 768), (896, 1152), (1152, 896))
@@ -38,6 +46,40 @@ def check_image(config: RunConfig, flavour: Flavour) -> list[Problem]:
         message = f"{config.text.rope_scale!r}: pictures are sampled with 1,1,1 and nothing else; leave it at auto."
         problems.append(Problem("rope_scale", message))
     return problems
+
+
+def check_image_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
+    """Whether transformer and VAE are of the right kind and belong together; parts not yet here are left out."""
+    problems = []
+    transformer, vae = source.read_config("transformer"), source.read_config("vae")
+    if transformer is not None:
+        where = f"the transformer in {source['transformer'].location!r}"
+        if transformer.get("_class_name") != TRANSFORMER_CLASS:
+            problems.append(Problem("pretrained_model_name_or_path", f"{where} is not a {TRANSFORMER_CLASS}."))
+        wanted, has = flavour.task == "i2i", bool(transformer.get("visual_cond"))
+        if wanted != has:
+            kind = "takes" if has else "does not take"
+            message = (
+                f"{flavour.name} does not fit: {where} {kind} a source picture (visual_cond is {str(has).lower()})."
+            )
+            problems.append(Problem("model_flavour", message))
+    if vae is not None and vae.get("_class_name") != VAE_CLASS:
+        message = f"the VAE in {source['vae'].location!r} is a {vae.get('_class_name')}, not an {VAE_CLASS}."
+        problems.append(Problem("pretrained_vae_model_name_or_path", message))
+    if vae is not None and transformer is not None and vae.get("latent_channels") != transformer.get("in_visual_dim"):
+        message = (
+            f"the VAE has {vae.get('latent_channels')} channels, the transformer {transformer.get('in_visual_dim')}."
+        )
+        problems.append(Problem("pretrained_vae_model_name_or_path", message))
+    return problems
+
+
+def text_fingerprint(text: TextConfig, flavour: Flavour) -> str:
+    """The template itself, or the release of diffusers that holds it."""
+    name: TemplateName = "image_edit" if flavour.task == "i2i" else "image"
+    if text.text_template == "official":
+        return OFFICIAL[name].text
+    return f"diffusers {importlib.metadata.version('diffusers')} {name}"
 
 
 KANDINSKY5_IMAGE = FamilySpec(
@@ -80,4 +122,8 @@ KANDINSKY5_IMAGE = FamilySpec(
     lora_presets={"all-linear": ALL_LINEAR},
     license="mit",
     check=check_image,
+    check_checkpoint=check_image_checkpoint,
+    clean_caption=clean_caption,
+    text_fingerprint=text_fingerprint,
+    prompt_holds_picture=frozenset({"i2i"}),
 )

@@ -7,7 +7,12 @@ spelling of "prompt" included; releases of diffusers carry slightly other words 
 
 from __future__ import annotations
 
+import html
+import importlib.util
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 TemplateName = Literal["image", "image_edit", "video"]
@@ -51,3 +56,20 @@ OFFICIAL: dict[TemplateName, TextTemplate] = {
         crop=129,
     ),
 }
+
+
+@cache
+def _text_mender() -> Callable[[str], str]:
+    """ftfy where it is installed, as in the pipelines; else nothing is mended."""
+    if importlib.util.find_spec("ftfy") is None:
+        return str
+    import ftfy
+
+    fix: Callable[[str], str] = ftfy.fix_text
+    return fix
+
+
+def clean_caption(caption: str) -> str:
+    """The caption as the pipelines clean it: broken encodings mended, HTML unescaped, spaces collapsed."""
+    text = html.unescape(html.unescape(_text_mender()(caption)))
+    return re.sub(r"\s+", " ", text).strip()

@@ -1,0 +1,137 @@
+"""Which entries a run needs, and which of them are there. Free of torch, so that the plan can say so.
+
+The catalogue is the one place where a sample or a caption becomes a cache key; filling, planning and loading ask it
+and therefore agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletuner.caching.entry import find_entry
+from simpletuner.caching.keys import EncoderIdentity, LatentKey, TextKey, digest
+from simpletuner.data.dataset import Dataset, Sample
+
+
+@dataclass(frozen=True)
+class LatentEntry:
+    """The latents of one sample, and where they lie."""
+
+    key: LatentKey
+    folder: Path
+    sample: Sample
+
+
+@dataclass(frozen=True)
+class TextEntry:
+    """The embeddings of one caption, and where they lie; `picture` is what the prompt holds (i2i)."""
+
+    key: TextKey
+    folder: Path
+    caption: str
+    source: str
+    picture: Sample | None = None
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """What the keys of a run say about the encoders.
+
+    Attributes:
+        template: the words around a caption.
+        clean: how a caption is cleaned before it is encoded.
+        prompt_holds_picture: the prompt holds the source picture (i2i).
+    """
+
+    vae: EncoderIdentity
+    text: EncoderIdentity
+    template: str
+    max_length: int
+    clean: Callable[[str], str]
+    prompt_holds_picture: bool
+
+
+class Catalogue:
+    """Entries by what they are for.
+
+    Args:
+        latent_folders: latent cache of each dataset, by id.
+        text_folders: text cache of each dataset, by id.
+        default_text_folder: text cache of prompts that belong to no dataset.
+    """
+
+    def __init__(
+        self,
+        encoders: Encoders,
+        latent_folders: Mapping[str, Path],
+        text_folders: Mapping[str, Path],
+        default_text_folder: Path,
+    ) -> None:
+        self.encoders = encoders
+        self.latent_folders = latent_folders
+        self.text_folders = text_folders
+        self.default_text_folder = default_text_folder
+
+    def latent(self, sample: Sample) -> LatentEntry:
+        """Where the latents of a sample are or will be."""
+        geometry = sample.geometry
+        key = LatentKey(sample.content, geometry.size, geometry.resized, geometry.crop, self.encoders.vae)
+        return LatentEntry(key, self.latent_folders[sample.dataset_id], sample)
+
+    def text(self, dataset_id: str | None, caption: str, picture: Sample | None, source: str = "") -> TextEntry:
+        """Where the embeddings of a caption are or will be.
+
+        Args:
+            dataset_id: whose text cache; None for validation prompts.
+            picture: the paired source picture; ignored by flavours whose prompt holds none.
+            source: where the caption comes from, for people.
+        """
+        held = picture if self.encoders.prompt_holds_picture else None
+        fingerprint = None if held is None else picture_fingerprint(held)
+        encoders = self.encoders
+        cleaned = encoders.clean(caption)
+        key = TextKey(cleaned, encoders.template, encoders.max_length, encoders.text, fingerprint)
+        folder = self.text_folders.get(dataset_id, self.default_text_folder) if dataset_id else self.default_text_folder
+        return TextEntry(key, folder, caption, source or repr(caption[:60]), held)
+
+    def latents_of(self, datasets: Iterable[Dataset], epoch: int) -> list[LatentEntry]:
+        """Every latent that training in an epoch reads: of the samples and of their source pictures."""
+        entries = {}
+        for dataset in datasets:
+            for sample in dataset.at_epoch(epoch).samples:
+                for each in (sample, sample.partner):
+                    if each is not None:
+                        entry = self.latent(each)
+                        entries[entry.key.digest()] = entry
+        return list(entries.values())
+
+    def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> list[TextEntry]:
+        """Every embedding that training in an epoch reads.
+
+        Args:
+            with_empty: also the empty caption, which caption dropout puts in a caption's place; once per source
+                picture where the prompt holds one.
+        """
+        entries = {}
+        for dataset in datasets:
+            for sample in dataset.at_epoch(epoch).samples:
+                for caption in (*sample.captions, "") if with_empty else sample.captions:
+                    source = sample.full_name
+                    entry = self.text(sample.dataset_id, caption, sample.partner, source)
+                    entries[(entry.key.digest(), entry.folder)] = entry
+        return list(entries.values())
+
+
+def missing(entries: Iterable[LatentEntry | TextEntry]) -> list[LatentEntry | TextEntry]:
+    """Those of the entries that are not in their cache."""
+    return [entry for entry in entries if find_entry(entry.folder, entry.key.digest()) is None]
+
+
+def picture_fingerprint(sample: Sample) -> str:
+    """Identity of a prepared picture, whatever encodes it."""
+    geometry = sample.geometry
+    return digest(
+        {"content": sample.content, "size": geometry.size, "resized": geometry.resized, "crop": geometry.crop}
+    )

@@ -1,0 +1,75 @@
+"""From a planned batch to a `Batch`, out of the caches alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
+from simpletuner.caching.entry import DamagedEntryError
+from simpletuner.caching.store import CacheStore
+from simpletuner.data.chance import fraction
+from simpletuner.data.sampler import PlannedBatch
+from simpletuner.diffusion.batch import Batch, TextEmbeds
+
+
+class BatchReader:
+    """Reads the entries of a batch.
+
+    Args:
+        caption_dropout: chance that a sample is trained with the empty caption.
+        seed: of the run; decides with the place in the run which captions are dropped.
+        mend: makes a damaged entry anew.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        caption_dropout: float,
+        seed: int,
+        mend: Callable[[LatentEntry | TextEntry], None],
+    ) -> None:
+        self.catalogue = catalogue
+        self.caption_dropout = caption_dropout
+        self.seed = seed
+        self.mend = mend
+        self._stores: dict[Path, CacheStore] = {}
+
+    def __call__(self, planned: PlannedBatch) -> Batch:
+        samples = planned.samples
+        partners = [sample.partner for sample in samples if sample.partner is not None]
+        return Batch(
+            latents=torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples]),
+            embeds=[self._embeds(planned, slot) for slot in range(len(samples))],
+            names=[sample.full_name for sample in samples],
+            dataset_id=planned.dataset_id,
+            condition=torch.stack([self._latents(self.catalogue.latent(each)) for each in partners])
+            if partners
+            else None,
+        )
+
+    def read_text(self, entry: TextEntry) -> TextEmbeds:
+        """The embeddings of an entry."""
+        return self._read(entry)
+
+    def _latents(self, entry: LatentEntry) -> Tensor:
+        return self._read(entry)["latents"]
+
+    def _embeds(self, planned: PlannedBatch, slot: int) -> TextEmbeds:
+        sample = planned.samples[slot]
+        dropped = fraction(self.seed, planned.epoch, planned.index, slot, "caption dropout") < self.caption_dropout
+        caption = "" if dropped else planned.captions[slot]
+        return self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))
+
+    def _read(self, entry: LatentEntry | TextEntry) -> dict[str, Tensor]:
+        store = self._stores.setdefault(entry.folder, CacheStore(entry.folder))
+        key = entry.key.digest()
+        try:
+            return store.read(key)
+        except (DamagedEntryError, KeyError):
+            store.remove(key)
+            self.mend(entry)
+            return store.read(key)

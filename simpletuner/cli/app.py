@@ -1,0 +1,87 @@
+"""The command line: what people type, and how a run that stops tells why."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version as package_version
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from simpletuner.cli import cache, examples, train
+from simpletuner.errors import ConfigError, SimpleTunerError
+
+USAGE = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="simpletuner",
+    help="Fine-tune Kandinsky 5 Image: what is trained is what is sampled.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+train.register(app)
+app.add_typer(cache.app, name="cache")
+app.add_typer(examples.app, name="examples")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"simpletuner {package_version('simpletuner')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", "-v", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options that come before a command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code: 0 done, 2 the user can fix it, 130 Ctrl-C, 1 anything else."""
+    try:
+        app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+    except TyperException as error:
+        return _complain(f"error: {error}", USAGE)
+    except (typer.Abort, KeyboardInterrupt):
+        return _complain("Interrupted.", INTERRUPTED)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except ConfigError as error:
+        return _complain_about_problems(error)
+    except SimpleTunerError as error:
+        return _complain(str(error), error.exit_code)
+    except Exception as error:  # noqa: BLE001 - the outermost frame: whatever it is, it must be told in one line
+        traceback.print_exc()
+        return _complain(f"{type(error).__name__}: {error}", 1)
+    return 0
+
+
+def _complain_about_problems(error: ConfigError) -> int:
+    """All problems as a list, warnings first, so that what must be mended stands last."""
+    for problem in error.problems:
+        if not problem.fatal:
+            print(f"warning: {problem}", file=sys.stderr)
+    fatal = [problem for problem in error.problems if problem.fatal]
+    for problem in fatal:
+        print(f"error: {problem}", file=sys.stderr)
+    return _complain(
+        f"{len(fatal)} problem{'s' if len(fatal) > 1 else ''} to fix; nothing was started.", error.exit_code
+    )
+
+
+def _complain(text: str, code: int) -> int:
+    print(text, file=sys.stderr)
+    return code
+
+
+def run() -> None:
+    """Entry point of the `simpletuner` command."""
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""`simpletuner train` and `simpletuner plan`."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from simpletuner.config.arguments import Arguments, parse_arguments
+from simpletuner.config.schema import all_options
+from simpletuner.errors import Problem
+
+# Unknown options are settings; the option schema, and not click, decides what they mean.
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+class SettingsCommand(TyperCommand):
+    """A command whose `--help` also lists every setting of the option schema."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        typer.echo("\n".join(settings_help()))
+
+
+def settings_help() -> Iterator[str]:
+    """Every setting with its help and default, by section."""
+    section = ""
+    for option in all_options().values():
+        if option.section != section:
+            section = option.section
+            yield f"\n{section}"
+        default = option.default_note or ("" if option.default is None else str(option.default))
+        note = f" [{default}]" if default else ""
+        text = textwrap.wrap(option.help + note, width=74) or [""]
+        yield f"  --{option.name}"
+        yield from (f"      {line}" for line in text)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to the application."""
+    app.command("train", cls=SettingsCommand, context_settings=PASS_THROUGH)(train)
+    app.command("plan", cls=SettingsCommand, context_settings=PASS_THROUGH)(plan)
+
+
+def train(
+    context: typer.Context,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+    ] = False,
+) -> None:
+    """Train with config/config.json. Settings after the command beat the file: key=value, --key value, --flag.
+
+    env=NAME uses config/NAME/config.json, example=NAME a packaged example.
+    """
+    arguments, problems = parse_settings(context.args)
+    if dry_run:
+        _show_plan(arguments, problems)
+        return
+    from simpletuner.plan.build import make_plan
+    from simpletuner.reporting.log import setup_logging
+    from simpletuner.reporting.progress import make_progress
+
+    setup_logging()
+    plan = make_plan(arguments, problems)
+    with make_progress() as progress:
+        for warning in plan.warnings:
+            progress.say(f"warning: {warning}")
+        if plan.is_finished:
+            progress.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
+            return
+        # torch comes in here, after everything that could fail cheaply.
+        with progress.phase("Loading torch"):
+            from simpletuner.run.train import run_plan
+        run_plan(plan, progress)
+
+
+def plan(context: typer.Context) -> None:
+    """Check everything that can be checked without weights and print what a run would do."""
+    arguments, problems = parse_settings(context.args)
+    _show_plan(arguments, problems)
+
+
+def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
+    from simpletuner.plan.build import make_plan
+    from simpletuner.plan.show import show_plan
+
+    show_plan(make_plan(arguments, problems), sys.stdout)
+
+
+def parse_settings(tokens: list[str]) -> tuple[Arguments, list[Problem]]:
+    """The settings that were typed, and what is wrong with how they were typed."""
+    problems: list[Problem] = []
+    return parse_arguments(tokens, problems), problems

@@ -1,0 +1,77 @@
+"""Settings typed after `simpletuner train`: `key=value`, `--key=value`, `--key value` and bare `--flag`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from simpletuner.errors import Problem
+
+from .load import Layer
+
+EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
+# Words that choose the config and are no settings themselves, by the name they are kept under.
+SELECTORS = {"env": "env", "example": "example", "config_path": "config_path", "config_backend": "config_backend"}
+
+
+@dataclass
+class Arguments:
+    """The command line, taken apart.
+
+    Attributes:
+        settings: keys and values in the order in which they were typed; a bare flag has the value True.
+        selectors: `env`, `example` and their like.
+    """
+
+    settings: list[tuple[str, object]] = field(default_factory=list)
+    selectors: dict[str, str] = field(default_factory=dict)
+
+    def layer(self) -> Layer:
+        """The settings as the strongest layer of the configuration."""
+        return Layer("command line", self.settings, last_wins=True)
+
+
+def parse_arguments(tokens: Sequence[str], problems: list[Problem]) -> Arguments:
+    """Take apart what was typed, then what TRAINER_EXTRA_ARGS adds (split at white space)."""
+    arguments = Arguments()
+    everything = [*tokens, *os.environ.get(EXTRA_ARGUMENTS, "").split()]
+    position = 0
+    while position < len(everything):
+        token = everything[position]
+        position += 1
+        key, equals, value = token.partition("=")
+        if not equals and not token.startswith("--"):
+            problems.append(Problem(token, "is not a setting; write key=value, --key value or --flag."))
+            continue
+        following = everything[position] if position < len(everything) else None
+        if equals:
+            found: object = value
+        elif following is not None and _is_value(following):
+            found = following
+            position += 1
+        else:
+            found = True
+        _keep(arguments, key, found, problems)
+    return arguments
+
+
+def _keep(arguments: Arguments, key: str, value: object, problems: list[Problem]) -> None:
+    name = key.removeprefix("--").replace("-", "_")
+    if name not in SELECTORS:
+        arguments.settings.append((key, value))
+    elif value is True:
+        problems.append(Problem(key, "needs a name after it."))
+    else:
+        arguments.selectors[SELECTORS[name]] = str(value)
+
+
+def _is_value(token: str) -> bool:
+    """Whether a token belongs to the `--key` before it: not another option, and no `key=value` either.
+
+    A negative number is a value; so is text with an equals sign in it that does not start like a key.
+    """
+    if token.startswith("--"):
+        return False
+    key, equals, _ = token.partition("=")
+    return not (equals and key.replace("-", "_").isidentifier())

@@ -1,0 +1,7 @@
+"""Dtypes by the names that the configuration uses."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -1,0 +1,87 @@
+"""Batches of captions of unequal length: padded text that no token ever attends to.
+
+The stock transformer has no text mask; its pipelines never pad. Training batches must, so the attention processors
+of the text blocks and of the cross-attention hide padding keys. Everything else stays the stock computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention
+from torch import Tensor, nn
+
+
+class TextPadding:
+    """Which text positions of the current micro-batch are real, shared by all processors of one transformer."""
+
+    def __init__(self) -> None:
+        self._mask: Tensor | None = None  # B L, True where a token is real
+        self._predicting = False
+
+    @contextmanager
+    def hidden(self, mask: Tensor | None) -> Iterator[None]:
+        """Hide padding during a forward pass, and during the recomputation that its backward pass may need."""
+        self._mask, self._predicting = mask, True
+        try:
+            yield
+        finally:
+            self._predicting = False
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask where it is due: a sampling pipeline runs without gradients and is left alone."""
+        return self._mask if self._predicting or torch.is_grad_enabled() else None
+
+
+class PaddingAwareProcessor:
+    """The arithmetic of diffusers' `Kandinsky5AttnProcessor`, with padding keys masked out."""
+
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, padding: TextPadding, fallback: Callable[..., Tensor]) -> None:
+        self.padding = padding
+        self.fallback = fallback
+
+    def __call__(
+        self,
+        attn: Kandinsky5Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+        sparse_params: dict[str, object] | None = None,
+    ) -> Tensor:
+        mask = self.padding.mask
+        if mask is None:
+            return self.fallback(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query = attn.to_query(hidden_states).unflatten(-1, (attn.num_heads, -1))  # B S H D
+        key = attn.to_key(context).unflatten(-1, (attn.num_heads, -1))
+        value = attn.to_value(context).unflatten(-1, (attn.num_heads, -1))
+        query = attn.query_norm(query.float()).type_as(query)
+        key = attn.key_norm(key.float()).type_as(key)
+        if rotary_emb is not None:
+            query, key = rotate(query, rotary_emb), rotate(key, rotary_emb)
+        out = dispatch_attention_fn(
+            query, key, value, attn_mask=mask[:, None, None, :], backend=self._attention_backend
+        )
+        return attn.out_layer(out.flatten(-2, -1))
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotary embedding as the stock processor computes it, its rounding to bfloat16 included."""
+    pairs = x.reshape(*x.shape[:-1], -1, 1, 2).float()
+    return (rope * pairs).sum(dim=-1).reshape(x.shape).to(torch.bfloat16).type_as(x)
+
+
+def install(transformer: nn.Module) -> TextPadding:
+    """Give every attention that reads text a padding-aware processor; returns the switch they share."""
+    padding = TextPadding()
+    for name, module in transformer.named_modules():
+        if isinstance(module, Kandinsky5Attention) and ("text_" in name or name.endswith("cross_attention")):
+            module.set_processor(PaddingAwareProcessor(padding, module.processor))
+    return padding

@@ -1,0 +1,76 @@
+"""Between the common batch layout and `Kandinsky5Transformer3DModel`, for pictures and clips alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from simpletuner.diffusion.batch import TextEmbeds
+from simpletuner.models.kandinsky5.attention import TextPadding
+
+PATCH = 2  # latent positions per token, on each side
+
+
+def channels_last(latents: Tensor) -> Tensor:
+    """`B C F H W` to the transformer's `B F H W C`."""
+    return latents.permute(0, 2, 3, 4, 1)
+
+
+def channels_first(latents: Tensor) -> Tensor:
+    """`B F H W C` back to `B C F H W`."""
+    return latents.permute(0, 4, 1, 2, 3)
+
+
+def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Embeddings of a batch: text `B L D`, pooled `B D2`, and the mask `B L` of real tokens, None when all are."""
+    prompts = [one["prompt_embeds"] for one in embeds]
+    text = pad_sequence(prompts, batch_first=True).to(dtype)
+    pooled = torch.stack([one["pooled_prompt_embeds"] for one in embeds]).to(dtype)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=text.device)
+    if bool((lengths == text.shape[1]).all()):
+        return text, pooled, None
+    return text, pooled, torch.arange(text.shape[1], device=text.device) < lengths[:, None]
+
+
+def predict_velocity(
+    transformer: nn.Module,
+    padding: TextPadding,
+    hidden_states: Tensor,
+    timesteps: Tensor,
+    embeds: Sequence[TextEmbeds],
+    *,
+    rope_scale: tuple[float, float, float],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Run the transformer as the pipelines do.
+
+    Args:
+        hidden_states: all input channels, `B F H W C`, float32; cast to `dtype` here and not before.
+        timesteps: 1000 sigma, float32, `B`: a bfloat16 timestep would be off by up to 2 of 1000.
+        rope_scale: divisors of the positions in time, height and width.
+
+    Returns:
+        the predicted velocity, float32, `B F H W 16`.
+    """
+    text, pooled, mask = collate_text(embeds, dtype)
+    _, frames, height, width, _ = hidden_states.shape
+    device = hidden_states.device
+    with padding.hidden(mask):
+        sample: Tensor = transformer(
+            hidden_states=hidden_states.to(dtype),
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
+            timestep=timesteps,
+            visual_rope_pos=[
+                torch.arange(frames, device=device),
+                torch.arange(height // PATCH, device=device),
+                torch.arange(width // PATCH, device=device),
+            ],
+            text_rope_pos=torch.arange(text.shape[1], device=device),
+            scale_factor=rope_scale,
+            return_dict=False,
+        )
+    return sample.float()

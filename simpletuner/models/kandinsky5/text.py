@@ -1,0 +1,137 @@
+"""Captions to embeddings, as the Kandinsky 5 pipelines make them.
+
+Qwen2.5-VL reads the caption inside a template and gives one vector per token after the template's crop; CLIP reads
+the caption alone and gives one pooled vector. Nothing is padded: a caption's embeddings are as long as the caption.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
+
+from simpletuner.diffusion.batch import TextEmbeds
+from simpletuner.models.adapter import TextRequest
+from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
+from simpletuner.models.source import ModelSource
+
+CLIP_LENGTH = 77
+POSITIONS = 1024  # text tokens, where the transformer's position table ends
+# Where Qwen's vision tower reads a picture at this share of its size, as the pipeline does.
+PROMPT_PICTURE_SCALE = 2
+
+
+def select_template(words: Literal["official", "diffusers"], name: TemplateName) -> TextTemplate:
+    """The template in the words the model was trained on, or in those of the installed diffusers."""
+    if words == "official":
+        return OFFICIAL[name]
+    from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline
+
+    pipeline_class = {"image": Kandinsky5T2IPipeline, "image_edit": Kandinsky5I2IPipeline}[name]
+    roles = ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "scheduler")
+    pipeline = pipeline_class(**dict.fromkeys(roles))
+    return TextTemplate(pipeline.prompt_template, pipeline.prompt_template_encode_start_idx)
+
+
+class Kandinsky5TextEncoder:
+    """Qwen2.5-VL and CLIP together.
+
+    Args:
+        source: where the four text parts of the checkpoint are.
+        template: the words around a caption.
+        max_length: tokens after the crop that a caption may take, its closing token included.
+        device, dtype: where and in what precision the encoders run.
+    """
+
+    def __init__(
+        self, source: ModelSource, template: TextTemplate, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.template = template
+        self.max_length = max_length
+        self.device = device
+        self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
+        self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
+        self.qwen = _load(Qwen2_5_VLForConditionalGeneration, source, "text_encoder", dtype).to(device)
+        self.clip = _load(CLIPTextModel, source, "text_encoder_2", dtype).to(device)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
+        """`prompt_embeds` (L, D) and `pooled_prompt_embeds` (D2) of each caption, on the CPU.
+
+        Prompts of one length are encoded together; prompts are never padded to a common length, so that a caption's
+        embeddings do not depend on its neighbours.
+
+        Raises:
+            ValueError: a prompt with its picture takes more tokens than the transformer has positions for.
+        """
+        captions = [self._fit(clean_caption(request.caption)) for request in requests]
+        inputs = [self._tokenize(text, request.picture) for text, request in zip(captions, requests, strict=True)]
+        embeds: list[TextEmbeds] = [{} for _ in requests]
+        for members in _by_shape(inputs):
+            hidden = self._encode_qwen([inputs[index] for index in members])
+            pooled = self._encode_clip([captions[index] for index in members])
+            for row, index in enumerate(members):
+                embeds[index] = {"prompt_embeds": hidden[row].clone(), "pooled_prompt_embeds": pooled[row].clone()}
+        return embeds
+
+    def truncated(self, caption: str) -> str | None:
+        """The end of a caption that does not fit, or None."""
+        cleaned = clean_caption(caption)
+        kept = self._fit(cleaned)
+        return None if kept == cleaned else cleaned.removeprefix(kept)
+
+    def _fit(self, caption: str) -> str:
+        """Cut a cleaned caption so that it and what the template puts after it fit `max_length`."""
+        tokenizer = self.processor.tokenizer
+        suffix = self.template.text.partition("{}")[2].partition("<|vision_start|>")[0]
+        room = self.max_length - len(tokenizer(suffix)["input_ids"])
+        ids = tokenizer(caption)["input_ids"]
+        text: str = caption if len(ids) <= room else tokenizer.decode(ids[:room])
+        return text
+
+    def _tokenize(self, caption: str, picture: Image | None) -> dict[str, Tensor]:
+        half = None
+        if picture is not None:
+            width, height = picture.size
+            half = [picture.resize((width // PROMPT_PICTURE_SCALE, height // PROMPT_PICTURE_SCALE))]
+        inputs = self.processor(text=[self.template.format(caption)], images=half, return_tensors="pt")
+        length = inputs["input_ids"].shape[1] - self.template.crop
+        if length > POSITIONS:
+            raise ValueError(
+                f"a prompt with its picture takes {length} tokens; the model has positions for {POSITIONS}"
+            )
+        return dict(inputs)
+
+    def _encode_qwen(self, inputs: list[dict[str, Tensor]]) -> Tensor:
+        merged = {name: torch.cat([one[name] for one in inputs]).to(self.device) for name in inputs[0]}
+        if "pixel_values" not in merged:  # the text pipelines pass the token ids alone
+            merged = {"input_ids": merged["input_ids"]}
+        # The inner model: the language head's logits are as wide as the vocabulary and nobody reads them.
+        hidden: Tensor = self.qwen.model(**merged).last_hidden_state  # B L D
+        return hidden[:, self.template.crop :].cpu()
+
+    def _encode_clip(self, captions: list[str]) -> Tensor:
+        inputs = self.clip_tokenizer(
+            captions, max_length=CLIP_LENGTH, truncation=True, padding="max_length", return_tensors="pt"
+        ).to(self.device)
+        pooled: Tensor = self.clip(**inputs).pooler_output
+        return pooled.cpu()
+
+
+def _load(model_class: Any, source: ModelSource, role: str, dtype: torch.dtype) -> Any:
+    part = source[role]
+    return model_class.from_pretrained(part.fetch(), dtype=dtype, variant=part.variant).requires_grad_(False).eval()
+
+
+def _by_shape(inputs: list[dict[str, Tensor]]) -> list[list[int]]:
+    """Indices of inputs that can be stacked: as many tokens, and pictures of one size."""
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for index, one in enumerate(inputs):
+        groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items())].append(index)
+    return list(groups.values())

@@ -1,0 +1,86 @@
+"""Which modules get a LoRA, decided from names alone: no weights, no torch.
+
+A selection is a list of module names (each matches that module and every module whose dotted path ends with it) or
+a regular expression that must match a whole path, the two forms that peft knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import Problem, did_you_mean
+from simpletuner.models.spec import FamilySpec
+
+KEY = "peft_lora_target_modules"
+Targets = list[str] | str
+
+
+def resolve_targets(value: Any, spec: FamilySpec, problems: list[Problem]) -> Targets:
+    """The selection that a value of `peft_lora_target_modules` means; the family's default for None."""
+    if value is None:
+        return list(spec.lora_targets)
+    if isinstance(value, str) and value in spec.lora_presets:
+        return spec.lora_presets[value]
+    if isinstance(value, str):
+        value = _read_list(value, spec, problems)
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
+        problems.append(Problem(KEY, f"{value!r} is not a list of module names."))
+        return list(spec.lora_targets)
+    return value
+
+
+def matching_modules(modules: Iterable[str], targets: Targets) -> list[str]:
+    """The modules that a selection picks."""
+    if isinstance(targets, str):
+        return [name for name in modules if re.fullmatch(targets, name)]
+    return [name for name in modules if any(name == target or name.endswith(f".{target}") for target in targets)]
+
+
+def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:
+    """Names of a list that match no module of the transformer, each with the nearest one that would."""
+    modules = list(modules)
+    if isinstance(targets, str):
+        return [] if matching_modules(modules, targets) else [Problem(KEY, f"{targets!r} matches no module.")]
+    endings = sorted({".".join(name.split(".")[-depth:]) for name in modules for depth in (1, 2)})
+    return [
+        Problem(KEY, f"{target!r} matches no module of the transformer.{did_you_mean(target, endings)}")
+        for target in targets
+        if not matching_modules(modules, [target])
+    ]
+
+
+def linear_modules(folder: Path) -> dict[str, tuple[int, int]]:
+    """Linear layers of the model in a folder by name, with (out, in) features, read from safetensors headers.
+
+    Layers with a two-dimensional weight are taken for linear; embeddings of the supported transformers are, too.
+    """
+    shapes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, shape in tensor_shapes(path).items():
+            if name.endswith(".weight") and len(shape) == 2:
+                shapes[name.removesuffix(".weight")] = (shape[0], shape[1])
+    return shapes
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a safetensors file: an 8-byte length, then JSON (the safetensors format)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _read_list(value: str, spec: FamilySpec, problems: list[Problem]) -> Any:
+    """A file with a JSON list, or a comma list of names."""
+    path = Path(value).expanduser()
+    if path.suffix == ".json" or path.is_file():
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            problems.append(Problem(KEY, f"the file {value!r} cannot be read as a JSON list: {error}."))
+            return list(spec.lora_targets)
+    return [name.strip() for name in value.split(",")]

@@ -1,0 +1,1 @@
+"""Everything that can be known and checked before a weight is loaded. Free of torch."""

@@ -1,0 +1,165 @@
+"""Rules between keys: what contradicts, what has no effect, and what is not built yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from simpletuner.config.load import RunConfig
+from simpletuner.config.optimizers import check_optimizer
+from simpletuner.config.schema import PLAIN_PRECISIONS, all_options
+from simpletuner.errors import Problem
+from simpletuner.models.spec import FamilySpec
+from simpletuner.reporting.trackers import check_trackers
+
+DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
+
+
+def check_config(config: RunConfig) -> list[Problem]:
+    """All problems and hints that the settings alone show, whatever the family."""
+    return [problem for rule in RULES for problem in rule(config)]
+
+
+def check_planned(config: RunConfig) -> Iterator[Problem]:
+    """Keys whose subject is not built: refused when they switch it on, noted when they change nothing."""
+    values = config.flat()
+    for option in all_options().values():
+        value = values[option.name]
+        if option.planned is None or not config.is_explicit(option.name):
+            continue
+        is_off = value == option.default or value in option.off
+        if option.planned == "switch" and not is_off:
+            yield Problem(option.name, f"{value!r} is not available yet; remove the key to go on without it.")
+        elif option.planned == "detail" and value != option.default:
+            yield Problem(option.name, "changes nothing yet: what it belongs to is not available.", fatal=False)
+
+
+def check_output(config: RunConfig) -> Iterator[Problem]:
+    """The output folder can be written to, now, before anything has cost time."""
+    folder = Path(config.run.output_dir).expanduser()
+    parent = folder
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        yield Problem("output_dir", f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        yield Problem("output_dir", f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
+
+
+def check_schedule(config: RunConfig) -> Iterator[Problem]:
+    """Steps or epochs, one of them."""
+    schedule = config.schedule
+    steps, epochs = schedule.max_train_steps or 0, schedule.num_train_epochs
+    if steps > 0 and (epochs or 0) > 0:
+        message = f"is {epochs} and max_train_steps is {steps}; set one of them to 0 or leave it out."
+        yield Problem("num_train_epochs", message)
+    if steps == 0 and epochs == 0:
+        yield Problem("num_train_epochs", "and max_train_steps are both 0; there is nothing to train.")
+    if schedule.strict_epoch_limit is not None and schedule.ignore_final_epochs is not None:
+        yield Problem("ignore_final_epochs", "and strict_epoch_limit are both given; strict wins.", fatal=False)
+
+
+def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
+    """End below start, where the rate falls."""
+    optimizer = config.optimizer
+    rate = optimizer.learning_rate
+    if optimizer.lr_scheduler in DECAYING_SCHEDULERS and rate is not None and optimizer.lr_end >= rate:
+        message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
+        yield Problem("lr_end", message)
+    if optimizer.lr_scale and optimizer.lr_scale_sqrt:
+        yield Problem("lr_scale_sqrt", "and lr_scale are both on; choose one.")
+
+
+def check_flow(config: RunConfig) -> Iterator[Problem]:
+    """One law for sigmas, one shift."""
+    flow = config.flow
+    if flow.flow_use_uniform_schedule and flow.flow_use_beta_schedule:
+        yield Problem("flow_use_beta_schedule", "and flow_use_uniform_schedule exclude each other.")
+    if flow.flow_schedule_auto_shift and config.is_explicit("flow_schedule_shift"):
+        yield Problem("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.", fatal=False)
+    if config.loss.snr_gamma is not None:
+        yield Problem("snr_gamma", "means nothing for flow models and has no effect.", fatal=False)
+
+
+def check_memory(config: RunConfig) -> Iterator[Problem]:
+    """Offload and precision that exclude each other."""
+    offload, precision = config.offload, config.precision
+    if offload.enable_group_offload and offload.enable_model_cpu_offload:
+        yield Problem("enable_group_offload", "and enable_model_cpu_offload exclude each other.")
+    if config.model.model_type == "full" and precision.base_model_precision not in PLAIN_PRECISIONS:
+        message = (
+            f"{precision.base_model_precision!r}: a quantised model cannot be trained in full; use model_type lora."
+        )
+        yield Problem("base_model_precision", message)
+    if precision.mixed_precision == "fp8":
+        yield Problem("mixed_precision", "'fp8' is not available yet; use bf16.")
+
+
+def check_lora(config: RunConfig) -> Iterator[Problem]:
+    """LoRA settings that need something else."""
+    lora = config.lora
+    if lora.lora_init_type == "loftq":
+        yield Problem("lora_init_type", "'loftq' starts from a quantised base, which is not available yet.")
+    if lora.use_dora and lora.lora_init_type in ("olora", "pissa"):
+        message = f"and lora_init_type {lora.lora_init_type} exclude each other: the saved difference has no DoRA form."
+        yield Problem("use_dora", message)
+    if lora.init_lora is not None and not Path(lora.init_lora).expanduser().exists():
+        yield Problem("init_lora", f"{lora.init_lora!r} does not exist.")
+
+
+def check_text(config: RunConfig) -> Iterator[Problem]:
+    """Captions."""
+    if config.text.caption_dropout_probability == 0:
+        message = "is 0: the model never sees the empty caption, so guidance will suffer; 0.1 is usual."
+        yield Problem("caption_dropout_probability", message, fatal=False)
+
+
+def check_rest(config: RunConfig) -> Iterator[Problem]:
+    """Optimizer and trackers know their own rules."""
+    yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
+    yield from check_trackers(config.tracking.report_to)
+
+
+def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
+    """Keys that mean nothing for this family, and limits that the family sets."""
+    length = config.text.tokenizer_max_length
+    if length is not None and length > spec.text_length_cap:
+        message = f"{length} is more than {spec.title} takes; {spec.text_length_cap} is used."
+        yield Problem("tokenizer_max_length", message, fatal=False)
+    if spec.media == "image":
+        for key in ("vae_enable_patch_conv", "vae_enable_temporal_roll"):
+            if getattr(config.caching, key):
+                yield Problem(key, f"has no effect: {spec.title} has no video VAE.", fatal=False)
+    if config.model.pretrained_gemma_model_name_or_path and "gemma" not in str(spec.components):
+        message = f"has no effect: {spec.title} has no Gemma text encoder."
+        yield Problem("pretrained_gemma_model_name_or_path", message, fatal=False)
+    vae = config.model.pretrained_vae_model_name_or_path
+    base = config.model.pretrained_model_name_or_path
+    if vae is not None and base is not None and vae != base:
+        message = f"{vae!r} is another model than pretrained_model_name_or_path {base!r}."
+        yield Problem("pretrained_vae_model_name_or_path", message, fatal=False)
+
+
+def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
+    """Rules that need the length of the run."""
+    warmup = config.optimizer.lr_warmup_steps
+    if warmup >= total_steps > 0 and warmup > 0:
+        message = (
+            f"{warmup} is not below the {total_steps} steps of the run: "
+            "the learning rate never reaches its value and never decays."
+        )
+        yield Problem("lr_warmup_steps", message, fatal=False)
+
+
+RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    check_output,
+    check_planned,
+    check_schedule,
+    check_learning_rate,
+    check_flow,
+    check_memory,
+    check_lora,
+    check_text,
+    check_rest,
+)

@@ -1,0 +1,108 @@
+"""The plan as a person reads it: what will run, on what, and what decided it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from simpletuner.caching.catalogue import missing
+from simpletuner.config.schema import all_options
+from simpletuner.data.sample import LedgerEntry
+from simpletuner.plan.build import Plan, make_catalogue, wanted_entries
+from simpletuner.reporting.redaction import redact_settings
+
+# A ledger longer than this is shown by its counts and its rejected files alone.
+LONGEST_LEDGER = 60
+
+
+def show_plan(plan: Plan, stream: TextIO) -> None:
+    """Write the whole plan as text."""
+    for line in plan_lines(plan):
+        print(line, file=stream)
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """The plan, line by line."""
+    yield f"{plan.spec.title} {plan.flavour.name}, {plan.config.model.model_type}"
+    yield f"  model    {plan.source['transformer'].location}"
+    yield f"  output   {plan.output_dir}"
+    yield f"  datasets {plan.dataset_file}"
+    yield f"  seed     {plan.seed}"
+    yield ""
+    yield from _length_lines(plan)
+    yield ""
+    yield "Settings that are not the default:"
+    yield from _setting_lines(plan)
+    for dataset in plan.datasets:
+        yield ""
+        yield from _ledger_lines(dataset.id, dataset.ledger())
+    yield ""
+    yield from _cache_lines(plan)
+    yield from _preview_lines(plan)
+    if plan.warnings:
+        yield ""
+        yield "Warnings:"
+        yield from (f"  {warning}" for warning in plan.warnings)
+
+
+def _length_lines(plan: Plan) -> Iterator[str]:
+    length, schedule = plan.length, plan.config.schedule
+    per_step = schedule.train_batch_size * schedule.gradient_accumulation_steps
+    yield f"{length.total_steps} steps of {per_step} samples"
+    yield f"{length.batches_per_epoch} batches an epoch, {length.epochs} epochs"
+    if plan.resume is not None:
+        yield f"continues from {plan.resume.path.name} (step {plan.resume.step})"
+
+
+def _setting_lines(plan: Plan) -> Iterator[str]:
+    values = redact_settings(plan.config.flat())
+    changed = [name for name in all_options() if plan.config.origins[name] != "default"]
+    width = max((len(name) for name in changed), default=0)
+    for name in changed:
+        yield f"  {name:<{width}}  {values[name]}  ({plan.config.origins[name]})"
+
+
+def _ledger_lines(dataset_id: str, ledger: Sequence[LedgerEntry]) -> Iterator[str]:
+    used = [entry for entry in ledger if not entry.use]
+    yield f"Dataset {dataset_id}: {len(used)} of {len(ledger)} files are used"
+    buckets: dict[str, int] = {}
+    for entry in used:
+        if entry.geometry is not None:
+            label = f"{entry.geometry.size[0]}x{entry.geometry.size[1]} (ratio {entry.geometry.bucket})"
+            buckets[label] = buckets.get(label, 0) + 1
+    for label, count in sorted(buckets.items()):
+        yield f"  bucket {label}: {count}"
+    shown = ledger if len(ledger) <= LONGEST_LEDGER else [entry for entry in ledger if entry.use]
+    for entry in shown[:LONGEST_LEDGER]:
+        yield f"  {entry.name}: {_fate(entry)}"
+    if len(shown) > LONGEST_LEDGER:
+        yield f"  and {len(shown) - LONGEST_LEDGER} more"
+
+
+def _fate(entry: LedgerEntry) -> str:
+    if entry.use or entry.geometry is None or entry.original_size is None:
+        return f"not used, {entry.use}"
+    geometry = entry.geometry
+    width, height = geometry.size
+    left, top = geometry.crop
+    size = f"{entry.original_size[0]}x{entry.original_size[1]}"
+    resized = f"{geometry.resized[0]}x{geometry.resized[1]}"
+    return f"{size}, resized to {resized}, cropped to {width}x{height} at {left},{top}, {entry.captions} caption(s)"
+
+
+def _cache_lines(plan: Plan) -> Iterator[str]:
+    catalogue = make_catalogue(plan)
+    if catalogue is None:
+        yield "Caches: the checkpoint is not on this machine yet; it will be downloaded, then everything encoded once."
+        return
+    texts, latents = wanted_entries(plan, catalogue, epoch=1)
+    for what, entries in (("captions and prompts", texts), ("pictures", latents)):
+        absent = len(missing(entries))
+        yield f"Cache of {what}: {len(entries) - absent} of {len(entries)} are there, {absent} to encode"
+
+
+def _preview_lines(plan: Plan) -> Iterator[str]:
+    if plan.prompts:
+        sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
+        names = ", ".join(prompt.short_name for prompt in plan.prompts)
+        yield f"Previews every {plan.config.validation.validation_step_interval} steps at {sizes}: {names}"

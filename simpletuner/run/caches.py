@@ -1,0 +1,171 @@
+"""Fill the caches of a run: text first, then latents, one encoder on the device at a time."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry, missing
+from simpletuner.caching.fill import fill_latents, fill_texts
+from simpletuner.config.precision import text_encoder_dtype, vae_dtype
+from simpletuner.data.amounts import check_amount
+from simpletuner.data.context import DataContext
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.quarantine import quarantine, unwelcome
+from simpletuner.errors import Problem, UserError
+from simpletuner.memory.precision import DTYPES
+from simpletuner.models.adapter import FamilyAdapter, LatentEncoder, TextEncoder
+from simpletuner.models.registry import load_adapter
+from simpletuner.plan.build import Plan, make_catalogue, make_sampler, plan_length, wanted_entries
+from simpletuner.reporting.progress import Progress
+from simpletuner.training.assemble import make_accelerator
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CacheWorkshop:
+    """Encodes what a run lacks.
+
+    Attributes:
+        catalogue: set by `fetch`, once every encoder is on this machine and has an identity.
+    """
+
+    plan: Plan
+    adapter: FamilyAdapter
+    device: torch.device
+    progress: Progress
+    catalogue: Catalogue
+
+    def fill(self, epoch: int) -> Plan:
+        """Complete the caches for an epoch; returns the plan without the files that proved to be damaged.
+
+        Raises:
+            UserError: too few samples are left, or an entry could not be made.
+        """
+        texts, latents = wanted_entries(self.plan, self.catalogue, epoch)
+        self.encode_texts([entry for entry in missing(texts) if isinstance(entry, TextEntry)])
+        failures = self.encode_latents([entry for entry in missing(latents) if isinstance(entry, LatentEntry)])
+        if failures:
+            self.plan = without_failures(self.plan, failures)
+        texts, latents = wanted_entries(self.plan, self.catalogue, epoch)
+        holes = missing([*texts, *latents])
+        if holes:
+            raise UserError(
+                f"The cache lacks {len(holes)} entries after filling, the first is {holes[0].key.digest()}."
+            )
+        return self.plan
+
+    def encode_texts(self, entries: list[TextEntry]) -> None:
+        """Encode captions that are not in their cache."""
+        if not entries:
+            return
+        with self.progress.phase("Encoding captions", len(entries), "captions") as phase:
+            notes = fill_texts(entries, self._load_text_encoder, self.plan.config.caching, phase)
+        for note in dict.fromkeys(notes):
+            logger.warning(note)
+        self._release()
+
+    def encode_latents(self, entries: list[LatentEntry]) -> dict[tuple[str, str], str]:
+        """Encode pictures that are not in their cache; returns those that could not be decoded."""
+        if not entries:
+            return {}
+        with self.progress.phase("Encoding pictures", len(entries), "pictures") as phase:
+            failures = fill_latents(entries, self._load_latent_encoder, self.plan.config.caching, phase)
+        self._release()
+        return failures
+
+    def mend(self, entry: LatentEntry | TextEntry) -> None:
+        """Make one damaged entry anew, in the middle of a run."""
+        logger.warning("The cache entry of %s was damaged and is made anew.", entry.key.digest())
+        if isinstance(entry, TextEntry):
+            self.encode_texts([entry])
+        elif self.encode_latents([entry]):
+            raise UserError(f"{entry.sample.full_name}: its cache entry is damaged and so is the file itself.")
+
+    def _load_text_encoder(self) -> TextEncoder:
+        dtype = DTYPES[text_encoder_dtype(self.plan.config.precision)]
+        return self.adapter.load_text_encoder(self.device, dtype)
+
+    def _load_latent_encoder(self) -> LatentEncoder:
+        config = self.plan.config
+        return self.adapter.load_latent_encoder(self.device, DTYPES[vae_dtype(config.precision, config.caching)])
+
+    def _release(self) -> None:
+        """The encoder went out of scope with the phase; give its memory back before the next one comes."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def fill_caches(plan: Plan, progress: Progress) -> None:
+    """Fetch the model and complete the caches of a plan, and nothing more."""
+    accelerator = make_accelerator()
+    adapter = load_adapter(plan.spec)(
+        plan.flavour, plan.source, plan.config.model, plan.config.text, plan.config.caching
+    )
+    quarantine_rejected(plan)
+    plan = CacheWorkshop(plan, adapter, accelerator.device, progress, fetch(plan, progress)).fill(1)
+    for dataset in plan.datasets:
+        dataset.save_index()
+    progress.say("The caches are complete.")
+
+
+def fetch(plan: Plan, progress: Progress) -> Catalogue:
+    """Bring every part of the checkpoint onto this machine; returns the catalogue, which needs them.
+
+    Raises:
+        UserError: a part cannot be had, or the parts do not belong together.
+    """
+    absent = [part for part in plan.source.parts.values() if part.local_folder() is None]
+    if absent:
+        with progress.phase("Downloading the model", len(absent), "parts") as phase:
+            for part in absent:
+                part.fetch()
+                phase.advance(1, f"{part.location}/{part.folder}")
+        problems = [str(each) for each in plan.spec.check_checkpoint(plan.flavour, plan.source) if each.fatal]
+        if problems:
+            raise UserError("\n".join(problems))
+    catalogue = make_catalogue(plan)
+    if catalogue is None:
+        raise UserError(f"The checkpoint {plan.source['transformer'].location!r} is not complete.")
+    return catalogue
+
+
+def quarantine_rejected(plan: Plan) -> None:
+    """Move files that the plan found damaged (or outside the limits) away, where the user asked for it."""
+    for dataset in plan.datasets:
+        files = unwelcome(dataset)
+        if files and dataset.config.instance_data_dir:
+            quarantine(Path(dataset.config.instance_data_dir).expanduser(), files, plan.output_dir)
+
+
+def without_failures(plan: Plan, failures: dict[tuple[str, str], str]) -> Plan:
+    """The plan after some files proved to be damaged when they were decoded.
+
+    Raises:
+        UserError: a dataset is now too small.
+    """
+    for (dataset_id, name), reason in failures.items():
+        logger.warning("%s/%s is left out: %s", dataset_id, name, reason)
+    datasets = [_reduced(dataset, failures) for dataset in plan.datasets]
+    problems: list[Problem] = []
+    context = DataContext.of(plan.config, plan.spec, plan.flavour.task)
+    reduced = replace(plan, datasets=[check_amount(dataset, context, problems) for dataset in datasets])
+    if any(problem.fatal for problem in problems):
+        raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
+    quarantine_rejected(reduced)
+    sampler = make_sampler(reduced.trained, plan.config, plan.seed)
+    return replace(reduced, length=plan_length(plan.config, sampler))
+
+
+def _reduced(dataset: Dataset, failures: dict[tuple[str, str], str]) -> Dataset:
+    own = {name: reason for (dataset_id, name), reason in failures.items() if dataset_id == dataset.id}
+    reduced = dataset.without(own) if own else dataset
+    if own:
+        reduced.save_index()
+    return reduced

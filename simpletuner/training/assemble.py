@@ -1,0 +1,126 @@
+"""Put together what trains, in the one order that works.
+
+load ─► quantise ─► LoRA ─► activation checkpointing ─► techniques ─► optimizer ─► prepare ─► offload
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from simpletuner.config.load import RunConfig
+from simpletuner.config.optimizers import keeps_bf16_weights, optimizer_name
+from simpletuner.config.precision import transformer_dtype
+from simpletuner.diffusion.seeds import step_seed
+from simpletuner.memory.precision import DTYPES
+from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.lora_targets import Targets
+from simpletuner.techniques.base import Technique
+from simpletuner.training.activation_checkpointing import enable_checkpointing
+from simpletuner.training.lora import LoraAdapter, add_lora
+from simpletuner.training.optimizers import build_optimizer
+from simpletuner.training.schedules import scaled_learning_rate
+from simpletuner.training.state import Assembly, StepSettings
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What the plan decided and training needs to know.
+
+    Attributes:
+        lora_targets: modules that get a LoRA.
+        seed: of the run, decided even where the user left it open.
+        total_steps: optimizer steps of the whole run.
+        learning_rate: peak rate, scaling rules applied.
+    """
+
+    lora_targets: Targets
+    seed: int
+    total_steps: int
+    learning_rate: float
+
+
+def make_accelerator() -> Accelerator:
+    """Device placement, gradient synchronisation and collectives come from accelerate; precision does not.
+
+    Its mixed precision would put autocast around the transformer, which rounds what must stay float32 (positions,
+    modulation); dtypes are decided when weights are loaded.
+    """
+    return Accelerator(mixed_precision="no")
+
+
+def assemble(
+    config: RunConfig, intent: Intent, adapter: FamilyAdapter, techniques: Sequence[Technique], accelerator: Accelerator
+) -> Assembly:
+    """Load the transformer and make it trainable."""
+    base_dtype = DTYPES[transformer_dtype(config.precision)]
+    trained_dtype = _trained_dtype(config, base_dtype)
+    is_lora = config.model.model_type == "lora"
+
+    transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
+    transformer.requires_grad_(not is_lora)
+    lora = _add_lora(transformer, config, intent, trained_dtype) if is_lora else None
+    layout = adapter.block_layout(transformer)
+    enable_checkpointing(transformer, layout, config.precision, dropout=config.lora.lora_dropout > 0)
+    for technique in techniques:
+        technique.attach(adapter, transformer)
+    parameters = trainable_parameters(transformer, techniques)
+    transformer.to(accelerator.device)
+    optimizer = build_optimizer(
+        parameters.values(),
+        config.optimizer,
+        mixed_precision=config.precision.mixed_precision,
+        learning_rate=intent.learning_rate,
+    )
+    transformer = accelerator.prepare(transformer)
+    return Assembly(
+        adapter=adapter,
+        accelerator=accelerator,
+        transformer=transformer,
+        parameters=parameters,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler(accelerator.device.type, enabled=base_dtype == torch.float16),
+        settings=StepSettings(
+            seed=intent.seed,
+            accumulation=config.schedule.gradient_accumulation_steps,
+            total_steps=intent.total_steps,
+            base_learning_rate=intent.learning_rate,
+            shift_is_explicit=config.is_explicit("flow_schedule_shift"),
+            shared_noise=not config.run.seed_for_each_device,
+            flow=config.flow,
+            loss=config.loss,
+            optimizer=config.optimizer,
+        ),
+        lora=lora,
+        techniques=list(techniques),
+    )
+
+
+def trainable_parameters(transformer: nn.Module, techniques: Sequence[Technique]) -> dict[str, nn.Parameter]:
+    """What the optimizer updates, by name, in a fixed order."""
+    parameters = {name: each for name, each in transformer.named_parameters() if each.requires_grad}
+    for technique in techniques:
+        parameters.update({f"{type(technique).__name__}.{name}": each for name, each in technique.parameters().items()})
+    return parameters
+
+
+def peak_learning_rate(config: RunConfig, processes: int = 1) -> float:
+    """The configured or default rate, multiplied as `lr_scale` or `lr_scale_sqrt` say."""
+    rate = config.optimizer.learning_rate or (1e-4 if config.model.model_type == "lora" else 5e-5)
+    samples = processes * config.schedule.gradient_accumulation_steps * config.schedule.train_batch_size
+    return scaled_learning_rate(config.optimizer, rate, samples)
+
+
+def _trained_dtype(config: RunConfig, base_dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 where the optimizer compensates for its rounding, else float32."""
+    name = optimizer_name(config.optimizer, config.precision.mixed_precision)
+    return base_dtype if base_dtype == torch.bfloat16 and keeps_bf16_weights(name) else torch.float32
+
+
+def _add_lora(transformer: nn.Module, config: RunConfig, intent: Intent, dtype: torch.dtype) -> LoraAdapter:
+    seed = step_seed(intent.seed, 0, 0, 0, "lora")
+    return add_lora(transformer, config.lora, intent.lora_targets, seed=seed, dtype=dtype)

@@ -1,0 +1,211 @@
+"""Saving a run and taking it up again, bit for bit.
+
+checkpoint-<step>/
+  pytorch_lora_weights.safetensors   what users load (LoRA), or transformer/ (full)
+  ema/, transformer_ema/             the moving average in the same form
+  training_state/trainable.safetensors   the trained weights exactly as they are
+  training_state/state.pt            optimizer, EMA, data position, random states, techniques
+  config.json                        settings without secrets
+  manifest.json                      written last
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from simpletuner.atomic import build_folder, write_atomically, write_json
+from simpletuner.config.schema import CheckpointConfig
+from simpletuner.data.loader import BatchLoader
+from simpletuner.errors import UserError
+from simpletuner.training.ema import Ema
+from simpletuner.training.manifest import Checkpoint, Manifest, damaged_files, describe_files, prune, write_manifest
+from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
+from simpletuner.training.step import StepReport
+
+logger = logging.getLogger(__name__)
+
+STATE_FOLDER = "training_state"
+WEIGHTS_FILE = "trainable.safetensors"
+STATE_FILE = "state.pt"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint belongs to; goes into its manifest."""
+
+    model_family: str
+    model_flavour: str
+    model_type: str
+    train_batch_size: int
+    versions: dict[str, str]
+
+
+def save_weights(assembly: Assembly, folder: Path, ema: Ema | None, note: Mapping[str, str]) -> None:
+    """The trained weights in the form users load: a LoRA file, or a transformer folder; the EMA copy beside it."""
+    averaged = None if ema is None else ema.average
+    if assembly.lora is not None:
+        assembly.lora.save(folder, note=note)
+        if averaged is not None:
+            assembly.lora.save(folder / "ema", weights=lora_names(averaged), note=note)
+        return
+    transformer: Any = assembly.accelerator.unwrap_model(assembly.transformer)
+    transformer.save_pretrained(folder / "transformer")
+    if ema is not None:
+        with ema.applied():
+            transformer.save_pretrained(folder / "transformer_ema")
+
+
+def lora_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameter names of a LoRA in the form of `LoraAdapter.state_dict`: without the adapter's name."""
+    return {name.replace(".default.", ".").removesuffix(".default"): tensor for name, tensor in weights.items()}
+
+
+def save_checkpoint(
+    final: Path, assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None, identity: Identity,
+    settings: Mapping[str, Any], note: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Write a whole checkpoint folder, or nothing.
+
+    Raises:
+        DiskFullError: no space left; earlier checkpoints are untouched.
+    """
+    with build_folder(final) as folder:
+        save_weights(assembly, folder, ema, note)
+        (folder / STATE_FOLDER).mkdir()
+        if assembly.lora is not None:  # a full model's weights are in transformer/ as they are
+            weights = {name: parameter.detach().cpu().contiguous() for name, parameter in assembly.parameters.items()}
+            save_file(weights, folder / STATE_FOLDER / WEIGHTS_FILE)
+        write_atomically(folder / STATE_FOLDER / STATE_FILE, _state_bytes(assembly, state, loader, ema))
+        write_json(folder / "config.json", dict(settings))
+        manifest = Manifest(
+            step=state.global_step,
+            epoch=state.epoch,
+            model_family=identity.model_family,
+            model_flavour=identity.model_flavour,
+            model_type=identity.model_type,
+            train_batch_size=identity.train_batch_size,
+            versions=identity.versions,
+            files=describe_files(folder),
+        )
+        write_manifest(folder, manifest)
+
+
+def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:
+    """Take up a run where a checkpoint left it.
+
+    Raises:
+        UserError: the checkpoint is damaged, or was made with other trained layers or another optimizer.
+    """
+    damaged = damaged_files(checkpoint)
+    if damaged:
+        raise UserError(f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint.")
+    folder = checkpoint.path / STATE_FOLDER
+    _load_trained(checkpoint.path, assembly)
+    content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+    try:
+        assembly.optimizer.load_state_dict(content["optimizer"])
+    except ValueError as error:
+        raise UserError(f"{checkpoint.path} was made with another optimizer: {error}") from error
+    assembly.scaler.load_state_dict(content["scaler"])
+    for technique, saved in zip(assembly.techniques, content["techniques"], strict=True):
+        technique.load_state_dict(saved)
+    if ema is not None and content["ema"] is not None:
+        ema.load_state_dict(content["ema"])
+    loader.load_state_dict(content["loader"])
+    restore_random_states(content["random"])
+    return TrainState(global_step=content["global_step"], epoch=content["epoch"])
+
+
+def _load_trained(path: Path, assembly: Assembly) -> None:
+    files = (
+        [path / STATE_FOLDER / WEIGHTS_FILE] if assembly.lora else sorted((path / "transformer").glob("*.safetensors"))
+    )
+    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    if weights.keys() != assembly.parameters.keys():
+        raise UserError(f"{path} was made with other trained layers; check peft_lora_target_modules.")
+    with torch.no_grad():
+        for name, parameter in assembly.parameters.items():
+            if parameter.shape != weights[name].shape:
+                raise UserError(f"{path}: {name} has another shape; check lora_rank.")
+            parameter.copy_(weights[name])
+
+
+def _state_bytes(assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None) -> bytes:
+    buffer = io.BytesIO()
+    content = {
+        "global_step": state.global_step,
+        "epoch": state.epoch,
+        "optimizer": assembly.optimizer.state_dict(),
+        "scaler": assembly.scaler.state_dict(),
+        "ema": None if ema is None else ema.state_dict(),
+        "loader": loader.state_dict(),
+        "random": random_states(),
+        "techniques": [technique.state_dict() for technique in assembly.techniques],
+    }
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+@dataclass
+class CheckpointWriter:
+    """Callback that saves at the configured intervals and keeps as many as configured.
+
+    Attributes:
+        say: shows a line to the user.
+        note: entries for the header of weight files, by the state of the run.
+    """
+
+    output_dir: Path
+    config: CheckpointConfig
+    loader: BatchLoader
+    ema: Ema | None
+    identity: Identity
+    settings: Mapping[str, Any]
+    say: Callable[[str], None]
+    note: Callable[[TrainState], Mapping[str, str]]
+    saved_step: int | None = field(default=None, init=False)
+    _epoch: int = field(default=0, init=False)
+
+    def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
+        # A run that is resumed need not save again what it has just loaded.
+        self.saved_step, self._epoch = state.global_step, state.epoch
+
+    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        if state.global_step % self.config.checkpoint_step_interval == 0 or self._epoch_is_due(state):
+            self.save(assembly, state)
+        elif (
+            self.config.checkpointing_rolling_steps and state.global_step % self.config.checkpointing_rolling_steps == 0
+        ):
+            self.save(assembly, state, rolling=True)
+        self._epoch = state.epoch
+
+    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
+        if self.saved_step != state.global_step:
+            self.save(assembly, state)
+
+    def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
+        """Save now, then remove what is beyond the limit."""
+        if not assembly.accelerator.is_main_process:
+            return
+        name = f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
+        arguments = (assembly, state, self.loader, self.ema, self.identity, self.settings, self.note(state))
+        save_checkpoint(self.output_dir / name, *arguments)
+        self.saved_step = state.global_step
+        limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
+        removed = prune(self.output_dir, limit, rolling=rolling)
+        gone = f" (removed {', '.join(path.name for path in removed)})" if removed else ""
+        self.say(f"Saved {name}{gone}")
+
+    def _epoch_is_due(self, state: TrainState) -> bool:
+        """Whether the step just done was the first one after a multiple of the epoch interval."""
+        interval = self.config.checkpoint_epoch_interval
+        return interval is not None and state.epoch > self._epoch > 0 and self._epoch % interval == 0

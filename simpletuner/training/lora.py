@@ -1,0 +1,271 @@
+"""LoRA: into the transformer, out to a file, and back through the stock loader to see that the file is right.
+
+Low-rank adaptation (Hu et al., arXiv:2106.09685) adds `scale · B(A(x))` to a frozen linear layer, with
+scale = alpha / rank. Files follow diffusers' form: `transformer.<module>.lora_A.weight` and `lora_B.weight`, with the
+scale folded into B and alpha = rank in the metadata, so that every loader applies the trained strength, whether it
+reads the metadata or not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+
+from simpletuner.atomic import write_atomically
+from simpletuner.config.schema import LoraConfig
+from simpletuner.errors import UserError
+from simpletuner.models.lora_targets import Targets
+
+ADAPTER = "default"
+FILE_NAME = "pytorch_lora_weights.safetensors"
+PREFIX = "transformer."
+# diffusers reads the adapter's settings from this entry of the safetensors header.
+METADATA_KEY = "lora_adapter_metadata"
+# Prefixes that other programs write; diffusers loads nothing from such files, and says nothing.
+FOREIGN_PREFIXES = (PREFIX, "base_model.model.", "diffusion_model.")
+KOHYA_PREFIX = "lora_unet_"
+# These take part of the base weight into the adapter, so the base changes and the file must hold the difference.
+BASE_CHANGING_INITS = ("olora", "pissa")
+
+
+@dataclass
+class LoraAdapter:
+    """The LoRA inside a transformer.
+
+    Attributes:
+        transformer: the model it was added to.
+        settings: rank, alpha and the rest, as peft knows them.
+        initial: the adapter as it was at step 0, for inits that change the base; empty otherwise.
+    """
+
+    transformer: nn.Module
+    settings: PeftLoraConfig
+    initial: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied with."""
+        return float(self.settings.lora_alpha) / self.settings.r
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`<module>.lora_A.weight` and `lora_B.weight` as they are trained, on the CPU."""
+        raw = get_peft_model_state_dict(self.transformer, adapter_name=ADAPTER)
+        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in raw.items()}
+
+    def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
+        """Put trained weights back; every key must have its place.
+
+        Raises:
+            UserError: keys are missing, left over or of another shape.
+        """
+        own = self.state_dict()
+        wrong = sorted(name for name in own.keys() | weights.keys() if not _same_shape(own, weights, name))
+        if wrong:
+            raise UserError(f"The LoRA weights do not fit this model: {_shorten(wrong)}.")
+        with torch.no_grad():
+            set_peft_model_state_dict(self.transformer, dict(weights), adapter_name=ADAPTER)
+
+    def file_weights(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The weights as they go into a file: scale folded into B, prefixed, contiguous.
+
+        `weights` are others of the same form, such as the moving average; by default the trained ones.
+        """
+        source = dict(weights or self.state_dict())
+        result = {}
+        for name, tensor in source.items():
+            folded = tensor * self.scale if ".lora_B." in name and self.scale != 1 else tensor
+            if self.initial and (".lora_A." in name or ".lora_B." in name):
+                folded = self._with_initial(name, folded)
+            result[PREFIX + name] = folded.contiguous()
+        return result
+
+    def save(self, folder: Path, *, weights: Mapping[str, Tensor] | None = None, note: Mapping[str, str]) -> Path:
+        """Write `pytorch_lora_weights.safetensors` into a folder, atomically.
+
+        Args:
+            weights: see `file_weights`.
+            note: more entries for the safetensors header.
+        """
+        rank = self.settings.r * (2 if self.initial else 1)
+        targets = self.settings.target_modules
+        settings = {
+            "r": rank,
+            "lora_alpha": rank,
+            "target_modules": targets if isinstance(targets, str) else sorted(targets),
+            "use_dora": self.settings.use_dora,
+            "lora_dropout": 0.0,
+            "bias": "none",
+        }
+        metadata = {PREFIX + key: value for key, value in settings.items()}
+        header = {"format": "pt", METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True), **note}
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / FILE_NAME
+        write_atomically(path, to_safetensors(self.file_weights(weights), metadata=header))
+        return path
+
+    def _with_initial(self, name: str, tensor: Tensor) -> Tensor:
+        """Trained minus initial adapter as one adapter of twice the rank: [B, -B0] [A; A0] = B A - B0 A0."""
+        first = self.initial[name].to(tensor)
+        if ".lora_A." in name:
+            return torch.cat([tensor, first], dim=0)
+        return torch.cat([tensor, -self.scale * first], dim=1)
+
+
+def add_lora(
+    transformer: nn.Module, config: LoraConfig, targets: Targets, *, seed: int, dtype: torch.dtype
+) -> LoraAdapter:
+    """Freeze the transformer and put a LoRA beside the selected linear layers.
+
+    Args:
+        transformer: a diffusers model.
+        targets: see `models.lora_targets`.
+        seed: of the initial weights.
+        dtype: of the trained weights.
+    """
+    model: Any = transformer.requires_grad_(False)
+    init: bool | str = True if config.lora_init_type == "default" else config.lora_init_type
+    settings = PeftLoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha or config.lora_rank,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets,
+        init_lora_weights=init,
+        use_dora=config.use_dora,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model.add_adapter(settings, adapter_name=ADAPTER)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    adapter = LoraAdapter(transformer, settings)
+    if config.lora_init_type in BASE_CHANGING_INITS:
+        adapter.initial = adapter.state_dict()
+    return adapter
+
+
+def read_lora_file(path: Path, modules: list[str]) -> dict[str, Tensor]:
+    """A LoRA file of any of the common key forms as `<module>.lora_A.weight` / `lora_B.weight`, scale folded in.
+
+    Args:
+        path: the file, or a folder with `pytorch_lora_weights.safetensors` in it.
+        modules: names of the transformer's modules, to undo key forms that replace dots.
+
+    Raises:
+        UserError: there is no such file, or no key of it belongs to this model.
+    """
+    path = path / FILE_NAME if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"init_lora: {str(path)!r} does not exist.")
+    raw = load_file(path)
+    names = {_module_of(key, modules): key for key in raw}
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in raw.items():
+        module, role = _module_of(key, modules), _role_of(key)
+        if module in modules and role:
+            pairs.setdefault(module, {})[role] = tensor
+    if not pairs:
+        raise UserError(
+            f"init_lora: no key of {str(path)!r} belongs to this model (the first is {next(iter(names.values()))!r})."
+        )
+    settings = _file_settings(path)
+    weights = {}
+    for module, pair in pairs.items():
+        rank = pair["A"].shape[0]
+        alpha = float(pair["alpha"]) if "alpha" in pair else float(settings.get("lora_alpha", rank))
+        weights[f"{module}.lora_A.weight"] = pair["A"]
+        weights[f"{module}.lora_B.weight"] = pair["B"] * (alpha / rank)
+    return weights
+
+
+def start_from(adapter: LoraAdapter, path: Path) -> None:
+    """Begin with the weights of a LoRA file (`init_lora`).
+
+    Raises:
+        UserError: nothing in the file fits, or its rank is another one.
+    """
+    modules = [name for name, _ in adapter.transformer.named_modules()]
+    modules = [name.removesuffix(".base_layer") for name in modules]
+    weights = read_lora_file(path, modules)
+    rank = next(tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name)
+    if rank != adapter.settings.r:
+        raise UserError(f"init_lora: the file has rank {rank}, lora_rank is {adapter.settings.r}.")
+    unfolded = {name: w / adapter.scale if ".lora_B." in name else w for name, w in weights.items()}
+    own = adapter.state_dict()
+    adapter.load_state_dict({name: unfolded[name].to(own[name]) if name in unfolded else own[name] for name in own})
+
+
+def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mapping[str, Tensor] | None = None) -> int:
+    """Load a saved file with `pipe.load_lora_weights` and compare every key with what was trained.
+
+    Args:
+        path: what `LoraAdapter.save` wrote.
+        pipeline: a fresh stock pipeline; its transformer needs no weights.
+        weights: what was saved, if not the trained weights.
+
+    Returns:
+        the number of tensors compared.
+
+    Raises:
+        RuntimeError: a key is missing after loading, or a value differs.
+    """
+    pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True)
+    loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
+    expected = {name.removeprefix(PREFIX): tensor for name, tensor in adapter.file_weights(weights).items()}
+    wrong = [name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])]
+    if wrong or len(loaded) != len(expected):
+        raise RuntimeError(f"{path} does not load as it was saved: {_shorten(wrong or sorted(loaded))}")
+    return len(expected)
+
+
+def _equal(loaded: Tensor, expected: Tensor) -> bool:
+    """Equal after the cast to the dtype the loader chose, which is the base weight's."""
+    return bool(torch.equal(loaded.cpu(), expected.to(loaded.dtype)))
+
+
+def _file_settings(path: Path) -> dict[str, Any]:
+    return {key.removeprefix(PREFIX): value for key, value in (_raw_settings(path) or {}).items()}
+
+
+def _raw_settings(path: Path) -> dict[str, Any] | None:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    return json.loads(metadata[METADATA_KEY]) if METADATA_KEY in metadata else None
+
+
+def _module_of(key: str, modules: list[str]) -> str:
+    if key.startswith(KOHYA_PREFIX):
+        stem = key.removeprefix(KOHYA_PREFIX).partition(".")[0]
+        return next((name for name in modules if name.replace(".", "_") == stem), stem)
+    for prefix in FOREIGN_PREFIXES:
+        key = key.removeprefix(prefix)
+    for marker in (".lora_", ".alpha"):
+        key = key.partition(marker)[0]
+    return key
+
+
+def _role_of(key: str) -> str | None:
+    roles = {".lora_A.": "A", ".lora_down.": "A", ".lora_B.": "B", ".lora_up.": "B"}
+    if key.endswith(".alpha"):
+        return "alpha"
+    return next((role for marker, role in roles.items() if marker in key), None)
+
+
+def _same_shape(own: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> bool:
+    return name in own and name in other and own[name].shape == other[name].shape
+
+
+def _shorten(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,145 @@
+"""Which checkpoints there are, and which of them are whole. Free of torch, so that a plan can look.
+
+A checkpoint folder is whole when its manifest is there: the manifest is written last, and the folder gets its name
+after that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from simpletuner.atomic import write_json
+from simpletuner.errors import Problem
+
+FILE_NAME = "manifest.json"
+FOLDER_NAME = re.compile(r"checkpoint-(\d+)(-rolling)?")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds and what it belongs to.
+
+    Attributes:
+        files: relative path of every file, with its size in bytes and its SHA-256.
+    """
+
+    step: int
+    epoch: int
+    model_family: str
+    model_flavour: str
+    model_type: str
+    train_batch_size: int
+    versions: dict[str, str]
+    files: dict[str, tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder of this program that is whole."""
+
+    path: Path
+    step: int
+    rolling: bool
+    manifest: Manifest
+
+
+def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size and hash of every file below a folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILE_NAME)
+    return {path.relative_to(folder).as_posix(): (path.stat().st_size, _sha256(path)) for path in paths}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Declare a folder complete."""
+    write_json(folder / FILE_NAME, asdict(manifest))
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder whose files are all there in their right sizes, else None."""
+    try:
+        content = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        content["files"] = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
+        manifest = Manifest(**content)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    whole = all(_size(folder / name) == size for name, (size, _) in manifest.files.items())
+    return manifest if whole else None
+
+
+def damaged_files(checkpoint: Checkpoint) -> list[str]:
+    """Files of a checkpoint whose content is not what was written."""
+    files = checkpoint.manifest.files.items()
+    return [name for name, (_, digest) in files if _sha256(checkpoint.path / name) != digest]
+
+
+def open_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint in a folder, or None when it is not one or not whole."""
+    match, manifest = FOLDER_NAME.fullmatch(path.name), read_manifest(path)
+    if match is None or manifest is None:
+        return None
+    return Checkpoint(path, int(match.group(1)), match.group(2) is not None, manifest)
+
+
+def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
+    """Whole checkpoints in ascending order of their step, and folders that look like one but are not whole."""
+    whole, broken = [], []
+    if output_dir.is_dir():
+        for path in sorted(output_dir.iterdir()):
+            if path.is_dir() and FOLDER_NAME.fullmatch(path.name):
+                checkpoint = open_checkpoint(path)
+                if checkpoint is None:
+                    broken.append(path)
+                else:
+                    whole.append(checkpoint)
+    # At the same step the rolling one comes first: the regular one is the newer habit to keep.
+    return sorted(whole, key=lambda each: (each.step, not each.rolling)), broken
+
+
+def select_checkpoint(wanted: str, output_dir: Path, problems: list[Problem]) -> Checkpoint | None:
+    """What `resume_from_checkpoint` means here: None starts afresh."""
+    key = "resume_from_checkpoint"
+    whole, broken = find_checkpoints(output_dir)
+    if wanted.lower() == "none":
+        if whole:
+            message = f"is none, but {output_dir} holds checkpoints that the run would meet; choose another output_dir."
+            problems.append(Problem(key, message))
+        return None
+    if wanted.lower() == "latest":
+        for path in broken:
+            problems.append(Problem(key, f"{path} is not complete and was skipped.", fatal=False))
+        return whole[-1] if whole else None
+    for path in (output_dir / wanted, Path(wanted).expanduser()):
+        checkpoint = open_checkpoint(path)
+        if checkpoint is not None:
+            return checkpoint
+    names = ", ".join(each.path.name for each in whole) or "none"
+    problems.append(Problem(key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}."))
+    return None
+
+
+def prune(output_dir: Path, limit: int, *, rolling: bool) -> list[Path]:
+    """Delete the oldest whole checkpoints of one kind beyond the limit (0 keeps all); returns what went.
+
+    Only folders with a manifest of ours are touched.
+    """
+    mine = [each for each in find_checkpoints(output_dir)[0] if each.rolling == rolling]
+    surplus = [each.path for each in mine[:-limit]] if limit > 0 else []
+    for path in surplus:
+        # The manifest goes first: a deletion that is cut short leaves a folder nobody takes for whole.
+        (path / FILE_NAME).unlink()
+        shutil.rmtree(path)
+    return surplus
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

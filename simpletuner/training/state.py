@@ -1,0 +1,93 @@
+"""Where a run is, and what its parts are while it trains."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from simpletuner.config.schema import FlowConfig, LossConfig, OptimizerConfig
+from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.techniques.base import Technique
+from simpletuner.training.lora import LoraAdapter
+
+
+@dataclass
+class TrainState:
+    """How far the run is: optimizer steps done, and the epoch the last sample came from (counted from 1)."""
+
+    global_step: int = 0
+    epoch: int = 1
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The numbers a step needs.
+
+    Attributes:
+        accumulation: micro-steps per optimizer step.
+        total_steps: optimizer steps of the whole run.
+        base_learning_rate: peak rate, scaling rules applied.
+        shift_is_explicit: the user set `flow_schedule_shift`.
+        shared_noise: all processes draw the same noise.
+    """
+
+    seed: int
+    accumulation: int
+    total_steps: int
+    base_learning_rate: float
+    shift_is_explicit: bool
+    shared_noise: bool
+    flow: FlowConfig
+    loss: LossConfig
+    optimizer: OptimizerConfig
+
+
+@dataclass
+class Assembly:
+    """Everything that takes part in a step, put together by `assemble`.
+
+    Attributes:
+        parameters: what is trained, by name, in the order the optimizer knows them.
+        lora: the adapter when a LoRA is trained, None for a full fine-tune.
+        scaler: keeps small float16 gradients from vanishing; inert in other precisions.
+    """
+
+    adapter: FamilyAdapter
+    accelerator: Accelerator
+    transformer: nn.Module
+    parameters: dict[str, nn.Parameter]
+    optimizer: Optimizer
+    scaler: torch.amp.GradScaler
+    settings: StepSettings
+    lora: LoraAdapter | None = None
+    techniques: list[Technique] = field(default_factory=list)
+
+
+def random_states() -> dict[str, Any]:
+    """States of every global generator. Training does not depend on them, since each step seeds its own; they are
+    kept so that nothing else in the process notices an interruption either."""
+    numpy_state: Any = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Undo the drawing of random numbers since `random_states`."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])

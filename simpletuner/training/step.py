@@ -1,0 +1,172 @@
+"""One optimizer step, readable from top to bottom.
+
+    batch ─► noise ─► noisy batch ─► predict ─► loss ─► backward ─► clip ─► update
+
+Every random number of a step is derived from (seed, global step, micro-step, rank), so nothing that happens around
+a step can change it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from simpletuner.data.loader import BatchLoader
+from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
+from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.seeds import generator_for, step_seed
+from simpletuner.errors import NonFiniteLossError
+from simpletuner.training.clipping import clip_gradients
+from simpletuner.training.schedules import learning_rate_at
+from simpletuner.training.state import Assembly
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What an optimizer step did.
+
+    Attributes:
+        step: number of this step, counted from 1.
+        metrics: losses, learning rate and gradient size by their logged names.
+        samples: (timestep, loss) of each sample.
+        seconds, data_seconds: duration of the step, and how much of it was waiting for data.
+    """
+
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    samples: list[tuple[float, float]]
+    seconds: float
+    data_seconds: float
+
+
+@dataclass
+class _Losses:
+    """Losses of the micro-steps, kept on the device so that the step waits for it once."""
+
+    total: list[Tensor] = field(default_factory=list)
+    per_sample: list[Tensor] = field(default_factory=list)
+    timesteps: list[Tensor] = field(default_factory=list)
+    extra: dict[str, list[Tensor]] = field(default_factory=dict)
+    names: list[list[str]] = field(default_factory=list)
+
+
+def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) -> StepReport:
+    """Train on `accumulation` micro-batches and update the weights once.
+
+    Args:
+        loader: an endless supply of batches, on the CPU.
+        global_step: optimizer steps done before this one.
+
+    Raises:
+        NonFiniteLossError: a loss is NaN or infinite; the weights are as they were.
+    """
+    settings, accelerator = assembly.settings, assembly.accelerator
+    started, waited = time.perf_counter(), 0.0
+    learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
+    for group in assembly.optimizer.param_groups:
+        group["lr"] = learning_rate
+
+    losses = _Losses()
+    for micro_step in range(settings.accumulation):
+        before = time.perf_counter()
+        batch = next(loader).to(accelerator.device, non_blocking=True)
+        waited += time.perf_counter() - before
+        last = micro_step == settings.accumulation - 1
+        with nullcontext() if last else accelerator.no_sync(assembly.transformer):
+            loss = micro_loss(assembly, batch, global_step, micro_step, losses)
+            accelerator.backward(assembly.scaler.scale(loss / settings.accumulation))
+
+    stop_if_not_finite(losses)
+    assembly.scaler.unscale_(assembly.optimizer)
+    gradient = clip_gradients(assembly.parameters.values(), settings.optimizer)
+    assembly.scaler.step(assembly.optimizer)
+    assembly.scaler.update()
+    assembly.optimizer.zero_grad(set_to_none=True)
+    return StepReport(
+        step=global_step + 1,
+        epoch=loader.epoch,
+        metrics={**_means(losses), **gradient, "learning_rate": learning_rate, "epoch": loader.epoch},
+        samples=_samples(losses),
+        seconds=time.perf_counter() - started,
+        data_seconds=waited,
+    )
+
+
+def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: _Losses) -> Tensor:
+    """The scalar loss of one micro-batch, ready for backward."""
+    noisy = add_noise(assembly, batch, global_step, micro_step)
+    for technique in assembly.techniques:
+        noisy = technique.before_forward(noisy)
+
+    prediction = assembly.adapter.predict(assembly.transformer, noisy)
+
+    per_sample = diffusion_loss(prediction, noisy, assembly.settings.loss)  # B
+    losses.per_sample.append(per_sample.detach())
+    losses.timesteps.append(noisy.timesteps)
+    losses.names.append(batch.names)
+    for technique in assembly.techniques:
+        weight = technique.loss_weight(noisy)
+        per_sample = per_sample if weight is None else per_sample * weight
+    total = per_sample.mean()
+    for technique in assembly.techniques:
+        for name, extra in technique.extra_losses(noisy, prediction).items():
+            losses.extra.setdefault(name, []).append(extra.detach())
+            total = total + extra
+    losses.total.append(total.detach())
+    return total
+
+
+def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
+    """Draw sigmas and noise for this place in the run, and seed what the forward pass may draw (dropout)."""
+    settings = assembly.settings
+    rank = 0 if settings.shared_noise else assembly.accelerator.process_index
+    place = (settings.seed, global_step, micro_step, rank)
+    torch.manual_seed(step_seed(*place, "forward"))
+    height, width = batch.latents.shape[-2:]
+    tokens = height * width // assembly.adapter.spec.patch_size**2 * batch.latents.shape[2]
+    shift = choose_shift(settings.flow, tokens, shift_is_explicit=settings.shift_is_explicit)
+    return make_noisy(
+        batch,
+        sample_sigmas(len(batch.names), settings.flow, shift, generator_for(*place, "sigmas")),
+        sample_noise(batch.latents, generator_for(*place, "noise")),
+        input_perturbation=settings.loss.input_perturbation,
+        noise_offset=settings.loss.noise_offset,
+        generator=generator_for(*place, "perturbation"),
+    )
+
+
+def stop_if_not_finite(losses: _Losses) -> None:
+    """Look at all losses of the step at once, before the update.
+
+    Raises:
+        NonFiniteLossError: naming the files of the micro-batches at fault.
+    """
+    values = torch.stack(losses.total).tolist()
+    guilty = [
+        name for value, names in zip(values, losses.names, strict=True) if not math.isfinite(value) for name in names
+    ]
+    if guilty:
+        raise NonFiniteLossError(
+            f"The loss is {', '.join(str(value) for value in values)}. The weights were not touched. "
+            f"Trained on: {', '.join(guilty)}."
+        )
+
+
+def _means(losses: _Losses) -> dict[str, float]:
+    means = {
+        "train_loss": torch.cat(losses.per_sample).mean().item(),
+        "optimization_loss": torch.stack(losses.total).mean().item(),
+    }
+    return means | {name: torch.stack(values).mean().item() for name, values in losses.extra.items()}
+
+
+def _samples(losses: _Losses) -> list[tuple[float, float]]:
+    timesteps, values = torch.cat(losses.timesteps).tolist(), torch.cat(losses.per_sample).tolist()
+    return list(zip(timesteps, values, strict=True))

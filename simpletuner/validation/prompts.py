@@ -1,0 +1,126 @@
+"""What a validation renders: the prompts, their file names and their sizes. Free of torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.config.load import read_json
+from simpletuner.config.schema import ValidationConfig
+from simpletuner.errors import Problem
+from simpletuner.models.spec import FamilySpec
+
+UNCONDITIONAL = "unconditional"
+PRIMARY = "validation"
+SMALLEST_SIDE = 128
+
+# A short list of our own for `validation_prompt_library`: a subject, a place, a style, writing, a crowd.
+BUILT_IN = {
+    "portrait": "portrait of an old sailor with a grey beard, soft window light",
+    "mountains": "a mountain lake at sunrise, mist over the water, snow on the peaks",
+    "still_life": "oil painting of three lemons and a blue jug on a wooden table",
+    "street": "a rainy street at night, neon signs, people with umbrellas",
+    "poster": 'a poster with the word "HELLO" in large red letters',
+}
+
+
+@dataclass(frozen=True)
+class ValidationPrompt:
+    """One prompt; `short_name` is safe in a file name, `nickname` is what the user called it."""
+
+    short_name: str
+    nickname: str
+    prompt: str
+
+
+def collect_prompts(config: ValidationConfig, problems: list[Problem]) -> list[ValidationPrompt]:
+    """All prompts of the run: unconditional, libraries, then the primary one; names are unique."""
+    if config.validation_disable:
+        return []
+    named: list[tuple[str, str]] = []
+    if not config.validation_disable_unconditional:
+        named.append((UNCONDITIONAL, ""))
+    if config.validation_prompt_library:
+        named.extend(BUILT_IN.items())
+    if config.user_prompt_library:
+        named.extend(read_library(Path(config.user_prompt_library).expanduser(), problems))
+    if config.validation_prompt:
+        named.append((PRIMARY, config.validation_prompt))
+    prompts: list[ValidationPrompt] = []
+    taken: set[str] = set()
+    for nickname, prompt in named:
+        short_name = _unique(file_safe(nickname), taken)
+        prompts.append(ValidationPrompt(short_name, nickname, prompt))
+    return prompts
+
+
+def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str]]:
+    """Nicknames and prompts of a library file; a prompt may also be written as `{"prompt": ...}`."""
+    key = "user_prompt_library"
+    if not path.is_file():
+        problems.append(Problem(key, f"the file {str(path)!r} does not exist."))
+        return []
+    content = read_json(path, problems)
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        problems.append(Problem(key, f"{path} must hold one object of nickname to prompt."))
+        return []
+    prompts = []
+    for nickname, value in content.items():
+        prompt: Any = value.get("prompt") if isinstance(value, dict) else value
+        if not isinstance(prompt, str) or not prompt.strip():
+            problems.append(Problem(key, f"{path}: the prompt {nickname!r} is empty or not text."))
+        else:
+            prompts.append((nickname, prompt))
+    return prompts
+
+
+def file_safe(name: str) -> str:
+    """A nickname as part of a file name: letters of any script, digits, dot, dash and underscore stay."""
+    return re.sub(r"[^\w.-]+", "_", name, flags=re.UNICODE).strip("._") or "prompt"
+
+
+def parse_resolutions(value: str, spec: FamilySpec, *, lenient: bool, problems: list[Problem]) -> list[tuple[int, int]]:
+    """(width, height) of each entry of `validation_resolution`: `N`, `WxH` or a comma list.
+
+    Sizes that the model cannot render are moved to the nearest it can, with a warning. A side under 128 px is an
+    error, since it usually means megapixels; `lenient` (`i_know_what_i_am_doing`) allows it.
+    """
+    key = "validation_resolution"
+    sizes = []
+    for part in filter(None, (part.strip().lower() for part in value.split(","))):
+        numbers = part.split("x")
+        if len(numbers) > 2 or not all(re.fullmatch(r"\d+(\.0*)?", number) for number in numbers):
+            problems.append(Problem(key, f"{part!r} is not a size such as 1024 or 1280x768."))
+            continue
+        width, height = (int(float(number)) for number in (numbers[0], numbers[-1]))
+        if min(width, height) < SMALLEST_SIDE and not lenient:
+            message = f"{part!r} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
+            problems.append(Problem(key, f"{message} (i_know_what_i_am_doing allows it.)"))
+            continue
+        snapped = (_snap(width, spec.size_multiple), _snap(height, spec.size_multiple))
+        if snapped != (width, height):
+            message = f"{part} is not a multiple of {spec.size_multiple} px; {snapped[0]}x{snapped[1]} is rendered."
+            problems.append(Problem(key, message, fatal=False))
+        if max(snapped) > spec.largest_side:
+            problems.append(Problem(key, f"{part} is larger than {spec.largest_side} px, where the model ends."))
+        sizes.append(snapped)
+    if not sizes and not any(problem.where == key and problem.fatal for problem in problems):
+        problems.append(Problem(key, f"{value!r} names no size."))
+    return sizes
+
+
+def _snap(length: int, multiple: int) -> int:
+    return max(multiple, round(length / multiple) * multiple)
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, number = name, 1
+    while candidate.lower() in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    taken.add(candidate.lower())
+    return candidate

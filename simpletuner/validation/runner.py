@@ -1,0 +1,213 @@
+"""Previews: what the model draws now, with the family's stock pipeline and cached embeddings.
+
+Rendering happens between steps, without gradients, and leaves no trace in training: each step seeds its own random
+numbers, and the weights that the moving average replaces come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL.Image import Image
+
+from simpletuner.atomic import open_atomically
+from simpletuner.config.load import RunConfig
+from simpletuner.diffusion.batch import TextEmbeds
+from simpletuner.diffusion.seeds import step_seed
+from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.training.ema import Ema
+from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
+from simpletuner.training.step import StepReport
+from simpletuner.validation.prompts import ValidationPrompt
+
+FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One thing to render: a prompt, and for i2i the picture it starts from, with their embeddings."""
+
+    prompt: ValidationPrompt
+    embeds: Callable[[], TextEmbeds]
+    negative: Callable[[], TextEmbeds]
+    source: Callable[[], Image] | None = None
+
+
+class Listener(Protocol):
+    """Told about every picture that was written."""
+
+    def __call__(self, previews: Sequence[MediaRecord]) -> None: ...
+
+
+class Phase(Protocol):
+    def advance(self, count: int = 1, note: str = "") -> None: ...
+
+
+@dataclass
+class ValidationRunner:
+    """Callback that renders at step 0, at the configured intervals and at the end.
+
+    Attributes:
+        seed: of the run; used where `validation_seed` is unset.
+        phase: opens a progress bar.
+        listener: told about what was written.
+    """
+
+    config: RunConfig
+    subjects: Sequence[Subject]
+    sizes: Sequence[tuple[int, int]]
+    output_dir: Path
+    seed: int
+    ema: Ema | None
+    phase: Callable[[str, int], Any]
+    listener: Listener
+    _pipeline: PreviewPipeline | None = field(default=None, init=False)
+    _rendered_at: int | None = field(default=None, init=False)
+    _epoch: int = field(default=0, init=False)
+
+    def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
+        self._epoch = state.epoch
+        if state.global_step == 0 and not self.config.validation.disable_benchmark:
+            self.render(assembly, state, benchmark=True)
+        elif self.config.validation.validation_on_startup:
+            self.render(assembly, state)
+        else:
+            # A step that a run resumed at was rendered before.
+            self._rendered_at = state.global_step
+
+    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        validation = self.config.validation
+        by_epoch = validation.validation_epoch_interval
+        epoch_is_due = by_epoch is not None and state.epoch > self._epoch > 0 and self._epoch % by_epoch == 0
+        due = state.global_step % validation.validation_step_interval == 0 or epoch_is_due
+        self._epoch = state.epoch
+        if due and state.global_step >= validation.validate_after_step:
+            self.render(assembly, state)
+
+    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
+        finished = state.global_step >= assembly.settings.total_steps
+        if finished and self._rendered_at != state.global_step:
+            self.render(assembly, state)
+
+    def render(self, assembly: Assembly, state: TrainState, *, benchmark: bool = False) -> list[MediaRecord]:
+        """Render every prompt at every size now.
+
+        Args:
+            benchmark: the model is untrained; the files go to `benchmarks/base_model`.
+        """
+        if not self.subjects or not assembly.accelerator.is_main_process:
+            return []
+        weights = [False] if benchmark else self._weights()
+        images = self.config.validation.num_validation_images
+        total = len(self.subjects) * len(self.sizes) * len(weights) * images
+        previews = []
+        with self.phase(f"Rendering previews at step {state.global_step}", total) as phase, _quiet(assembly):
+            pipeline = self._load_pipeline(assembly)
+            for use_ema in weights:
+                with self.ema.applied() if use_ema and self.ema else nullcontext():
+                    for preview in self._render_all(pipeline, state.global_step, images, use_ema, benchmark):
+                        previews.append(preview)
+                        phase.advance(1, preview.short_name)
+        self._rendered_at = state.global_step
+        self._release()
+        self.listener(previews)
+        return previews
+
+    def _render_all(
+        self, pipeline: PreviewPipeline, step: int, images: int, use_ema: bool, benchmark: bool
+    ) -> Iterator[MediaRecord]:
+        for subject in self.subjects:
+            for width, height in self.sizes:
+                for index in range(images):
+                    seed = self._seed(step, index)
+                    picture = pipeline.render(self._request(subject, width, height, seed))
+                    path = self._path(subject.prompt, step, index, picture.size, use_ema, benchmark)
+                    self._write(picture, path)
+                    relative = path.relative_to(self.output_dir).as_posix()
+                    name, text = subject.prompt.short_name, subject.prompt.prompt
+                    yield MediaRecord(step, name, text, relative, *picture.size, seed=seed, ema=use_ema, index=index)
+
+    def _request(self, subject: Subject, width: int, height: int, seed: int) -> PreviewRequest:
+        validation = self.config.validation
+        on_gpu = validation.validation_seed_source == "gpu" and torch.cuda.is_available()
+        return PreviewRequest(
+            embeds=subject.embeds(),
+            negative=subject.negative(),
+            width=width,
+            height=height,
+            num_inference_steps=_given(validation.validation_num_inference_steps),
+            guidance_scale=float(_given(validation.validation_guidance)),
+            seed=seed,
+            seed_device=torch.device("cuda" if on_gpu else "cpu"),
+            source=subject.source() if subject.source else None,
+        )
+
+    def _seed(self, step: int, index: int) -> int:
+        if self.config.validation.validation_randomize:
+            return step_seed(self.seed, step, index, 0, "preview") % 2**32
+        configured = self.config.validation.validation_seed
+        return (self.seed if configured is None else configured) + index
+
+    def _path(
+        self, prompt: ValidationPrompt, step: int, index: int, size: tuple[int, int], use_ema: bool, benchmark: bool
+    ) -> Path:
+        suffix = FORMATS[self.config.validation.validation_image_format][1]
+        dimensions = f"{size[0]}x{size[1]}"
+        if benchmark:
+            number = f"_{index}" if index else ""
+            return self.output_dir / "benchmarks" / "base_model" / f"{prompt.short_name}_{dimensions}{number}.{suffix}"
+        name = f"step_{step}_{prompt.short_name}_{index}_{dimensions}{'_ema' if use_ema else ''}.{suffix}"
+        return self.output_dir / "validation_images" / name
+
+    def _write(self, picture: Image, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_atomically(path) as file:
+            picture.convert("RGB").save(file, FORMATS[self.config.validation.validation_image_format][0])
+
+    def _weights(self) -> list[bool]:
+        """Whether to render with the moving average: never, only, or beside the trained weights."""
+        if self.ema is None:
+            return [False]
+        return {"none": [False], "ema_only": [True], "comparison": [False, True]}[self.config.ema.ema_validation]
+
+    def _load_pipeline(self, assembly: Assembly) -> PreviewPipeline:
+        if self._pipeline is None:
+            explicit = self.config.is_explicit("flow_schedule_shift")
+            shift = self.config.flow.flow_schedule_shift if explicit else None
+            transformer = assembly.accelerator.unwrap_model(assembly.transformer)
+            device = assembly.accelerator.device
+            self._pipeline = assembly.adapter.load_preview_pipeline(transformer, device, shift)
+        return self._pipeline
+
+    def _release(self) -> None:
+        """Free the VAE on a GPU, where memory is scarce; on a CPU it stays for the next time."""
+        if torch.cuda.is_available() and not self.config.caching.keep_vae_loaded:
+            self._pipeline = None
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def _quiet(assembly: Assembly) -> Iterator[None]:
+    """Evaluation mode without gradients, and the global random states put back afterwards."""
+    states = random_states()
+    assembly.transformer.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        assembly.transformer.train()
+        restore_random_states(states)
+
+
+def _given(value: float | None) -> Any:
+    if value is None:
+        raise RuntimeError("the plan fills in the family's defaults before a run starts")
+    return value
