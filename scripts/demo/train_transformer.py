@@ -6,15 +6,11 @@ The folder holds the VAE, the text encoders and the tokenizers already; all of t
 and text embeddings are computed once. A training step mixes x_t = (1 - s) z + s noise, asks for noise - z at the
 timestep 1000 s, and reads captions through the official image template. A batch holds captions of one length,
 because the transformer must never attend to padding; one batch in ten holds the empty caption.
-
-The work is shared by single-threaded processes that average their gradients: at this size, threads inside one
-operation mostly wait for each other. Each process has pictures and caption lengths of its own in every step.
 """
 
 from __future__ import annotations
 
 import argparse
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from diffusers import AutoencoderKL, Kandinsky5Transformer3DModel
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention
 from muon import Muon
@@ -136,8 +131,9 @@ class TextEncoders:
 @torch.no_grad()
 def encode_pictures(vae: AutoencoderKL, pictures: np.ndarray) -> Tensor:
     """Latents as the transformer sees them: a sample times the scaling factor, no shift. B 1 H W C, float32."""
-    posterior = vae.encode(to_pixels(pictures)).latent_dist
-    return (posterior.sample() * vae.config.scaling_factor).permute(0, 2, 3, 1).unsqueeze(1).contiguous()
+    with torch.autocast("cpu", torch.bfloat16):
+        posterior = vae.encode(to_pixels(pictures)).latent_dist
+    return (posterior.sample().float() * vae.config.scaling_factor).permute(0, 2, 3, 1).unsqueeze(1).contiguous()
 
 
 def build_groups(checkpoint: Path, encoders: TextEncoders, count: int, seed: int) -> list[Group]:
@@ -210,56 +206,40 @@ def build_optimizers(transformer: Kandinsky5Transformer3DModel) -> list[tuple[to
     return [(Muon(matrices), 0.01), (adam, 2e-3)]
 
 
-def average_gradients(parameters: list[Tensor]) -> None:
-    """Replace every gradient by its mean over all processes."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    together = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(together)
-    together /= dist.get_world_size()
-    for gradient, mean in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
+def train_transformer(
+    checkpoint: Path, *, steps: int, batch_size: int, pictures: int, seed: int, resume: bool = False
+) -> None:
+    """Train on the checkpoint's own latents and text embeddings; saves into `checkpoint` as it goes.
 
-
-def train(rank: int, world_size: int, port: int, checkpoint: Path, arguments: argparse.Namespace) -> None:
-    """One process of the training. The first one saves into `checkpoint` as it goes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    `resume` goes on from the weights that are there, with a schedule and pictures of its own.
+    """
+    torch.manual_seed(seed)
     encoders = TextEncoders(checkpoint)
-    own_seed = 1000 * arguments.seed + rank
-    groups = build_groups(checkpoint, encoders, arguments.pictures // world_size, own_seed)
-    source = batches(groups, encoders.encode([""]), arguments.batch_size // world_size, np.random.default_rng(own_seed))
-
-    torch.manual_seed(arguments.seed)  # equal initial weights
-    transformer = build_transformer()
-    parameters = list(transformer.parameters())
+    groups = build_groups(checkpoint, encoders, pictures, seed)
+    source = batches(groups, encoders.encode([""]), batch_size, np.random.default_rng(seed))
+    if resume:
+        transformer = Kandinsky5Transformer3DModel.from_pretrained(
+            checkpoint, subfolder="transformer", torch_dtype=torch.float32
+        )
+    else:
+        transformer = build_transformer()
     transformer.set_attn_processor(AttentionWithComplexRotation())
     optimizers = build_optimizers(transformer)
-    torch.manual_seed(own_seed)  # different noise
 
     start, running = time.monotonic(), 0.0
-    for step in range(1, arguments.steps + 1):
+    for step in range(1, steps + 1):
         loss = flow_loss(transformer, *next(source))
         loss.backward()
-        average_gradients(parameters)
         for optimizer, rate in optimizers:
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 200, 1.25 * (1 - step / (arguments.steps + 1)))
+            optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 200, 1.25 * (1 - step / (steps + 1)))
             optimizer.step()
             optimizer.zero_grad()
         running += loss.item()
-        if rank == 0 and step % 250 == 0:
+        if step % 250 == 0:
             print(f"step {step} loss {running / 250:.4f} {(time.monotonic() - start) / step:.3f} s/step", flush=True)
             running = 0.0
-        if rank == 0 and (step % SAVE_EVERY == 0 or step == arguments.steps):
+        if step % SAVE_EVERY == 0 or step == steps:
             save_bf16(transformer, checkpoint / "transformer")
-    dist.destroy_process_group()
-
-
-def train_transformer(checkpoint: Path, arguments: argparse.Namespace) -> None:
-    """Train on the checkpoint's own latents and text embeddings, in as many processes as asked for."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(train, (arguments.processes, port, checkpoint, arguments), nprocs=arguments.processes)
 
 
 def main() -> None:
@@ -267,11 +247,20 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--steps", type=int, default=8500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=66, help="over all processes")
-    parser.add_argument("--pictures", type=int, default=49152, help="over all processes")
+    parser.add_argument("--threads", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--pictures", type=int, default=32768)
+    parser.add_argument("--resume", action="store_true", help="go on from the transformer that is there")
     arguments = parser.parse_args()
-    train_transformer(arguments.checkpoint, arguments)
+    torch.set_num_threads(arguments.threads)
+    train_transformer(
+        arguments.checkpoint,
+        steps=arguments.steps,
+        batch_size=arguments.batch_size,
+        pictures=arguments.pictures,
+        seed=arguments.seed,
+        resume=arguments.resume,
+    )
 
 
 if __name__ == "__main__":
