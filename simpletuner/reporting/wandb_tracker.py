@@ -20,6 +20,8 @@ VIDEO_SUFFIXES = (".mp4", ".webm")
 # The scatter plot is sent anew each time, with all of its points.
 TIMESTEPS_EVERY = 100
 TIMESTEPS_KEPT = 5000
+# Seconds that a server which does not answer may hold up the start.
+INIT_TIMEOUT = 30.0
 
 
 class WandbTracker:
@@ -56,14 +58,19 @@ class WandbTracker:
             allow_val_change=True,
             # The console may show anything and the command line may hold a webhook's address: neither is sent.
             settings=wandb.Settings(
-                console="off", quiet=True, disable_code=True, disable_git=True, x_disable_meta=True
+                console="off",
+                quiet=True,
+                disable_code=True,
+                disable_git=True,
+                x_disable_meta=True,
+                init_timeout=INIT_TIMEOUT,
             ),
         )
         # Steps after the checkpoint were sent before the run was killed, with the same numbers.
         self._first_step = self._run.starting_step
         self._output_dir.mkdir(parents=True, exist_ok=True)
         (self._output_dir / RUN_FILE).write_text(json.dumps({"id": self._run.id}), encoding="utf-8")
-        logger.info("wandb: %s", self._run.url or f"offline in {self._run.dir}")
+        logger.info("wandb: %s", self._run.url if wandb_mode() == "online" else f"{wandb_mode()}, {self._run.dir}")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if step >= self._first_step:
