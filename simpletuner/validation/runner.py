@@ -40,10 +40,7 @@ class Subject:
     source: Callable[[], Image] | None = None
 
 
-class Listener(Protocol):
-    """Told about every picture that was written."""
-
-    def __call__(self, previews: Sequence[MediaRecord]) -> None: ...
+Listener = Callable[[Sequence[MediaRecord]], None]
 
 
 class Phase(Protocol):
