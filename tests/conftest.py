@@ -1,0 +1,32 @@
+"""Fixtures that many rooms share: tiny checkpoints, made once per session, and folders ready to train in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import make_checkpoint
+from tests.workspace import Workspace
+
+# Tiny models gain nothing from threads, and tests must not fight over cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def t2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Kandinsky 5 text-to-image checkpoint of random weights."""
+    return make_checkpoint(tmp_path_factory.mktemp("t2i"), "t2i")
+
+
+@pytest.fixture(scope="session")
+def i2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Kandinsky 5 image-to-image checkpoint of random weights."""
+    return make_checkpoint(tmp_path_factory.mktemp("i2i"), "i2i")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, t2i_checkpoint: Path) -> Workspace:
+    """A folder with a config, a dataset file and eight captioned pictures, ready for a short t2i run."""
+    return Workspace.create(tmp_path / "run", t2i_checkpoint)

@@ -1,0 +1,117 @@
+"""A folder as a user has it: config/, datasets/, and `simpletuner train` run inside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from simpletuner.cli.app import main
+
+CONFIG: dict[str, Any] = {
+    "model_type": "lora",
+    "model_family": "kandinsky5-image",
+    "model_flavour": "t2i-lite-sft",
+    "data_backend_config": "config/multidatabackend.json",
+    "output_dir": "output",
+    "seed": 7,
+    "max_train_steps": 4,
+    "train_batch_size": 2,
+    "mixed_precision": "no",
+    "learning_rate": 1e-3,
+    "checkpoint_step_interval": 2,
+    "validation_prompt": "a red square",
+    "validation_resolution": "128x128",
+    "validation_num_inference_steps": 2,
+    "validation_step_interval": 100,
+    "validation_disable": True,
+    "torch_num_threads": 1,
+}
+DATASETS: list[dict[str, Any]] = [
+    {
+        "id": "pictures",
+        "type": "local",
+        "dataset_type": "image",
+        "instance_data_dir": "datasets/pictures",
+        "caption_strategy": "textfile",
+        "resolution": 64,
+        "repeats": 1,
+    },
+    {"id": "text", "type": "local", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache/text"},
+]
+
+
+@dataclass
+class Workspace:
+    """One working directory."""
+
+    folder: Path
+
+    @classmethod
+    def create(cls, folder: Path, checkpoint: Path, *, pictures: int = 8, **settings: Any) -> Workspace:
+        """Write everything a run needs; `settings` replace or add keys of config.json."""
+        workspace = cls(folder)
+        (folder / "config").mkdir(parents=True)
+        workspace.write_config(pretrained_model_name_or_path=str(checkpoint), **settings)
+        workspace.write_datasets(DATASETS)
+        workspace.add_pictures("datasets/pictures", pictures)
+        return workspace
+
+    def write_config(self, **settings: Any) -> None:
+        """config.json: what is there (or the usual settings) with some keys replaced; None removes one."""
+        path = self.folder / "config" / "config.json"
+        content = json.loads(path.read_text()) if path.exists() else dict(CONFIG)
+        content.update(settings)
+        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    def write_datasets(self, entries: list[dict[str, Any]]) -> None:
+        (self.folder / "config" / "multidatabackend.json").write_text(json.dumps(entries))
+
+    def add_pictures(self, folder: str, count: int, *, seed: int = 0) -> None:
+        """Noise pictures in two aspect ratios, each with two captions of unequal length."""
+        target = self.folder / folder
+        target.mkdir(parents=True, exist_ok=True)
+        random = np.random.default_rng(seed)
+        for index in range(count):
+            shape = (64, 64, 3) if index % 2 else (64, 96, 3)
+            Image.fromarray(random.integers(0, 255, shape, dtype=np.uint8)).save(target / f"p{index}.png")
+            (target / f"p{index}.txt").write_text(f"picture {index}\n" + "noise of many colours " * (index % 3 + 1))
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Work in this folder."""
+        with contextlib.chdir(self.folder):
+            yield
+
+    def run(self, *arguments: str) -> int:
+        """`simpletuner <arguments>` in this process; returns the exit code."""
+        with self.inside():
+            return main(list(arguments))
+
+    def train(self, *settings: str) -> int:
+        """`simpletuner train <settings>` in this process; returns the exit code."""
+        return self.run("train", *settings)
+
+    def spawn(self, *arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
+        """`simpletuner <arguments>` as a process of its own."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "simpletuner", *arguments]
+        return subprocess.Popen(command, cwd=self.folder, env=environment, text=True, **kwargs)
+
+    def metrics(self, output: str = "output") -> list[dict[str, Any]]:
+        """The run record without what depends on the clock."""
+        lines = (self.folder / output / "training_metrics.jsonl").read_text().splitlines()
+        clock = ("time", "seconds", "data_seconds")
+        return [{key: value for key, value in json.loads(line).items() if key not in clock} for line in lines]
+
+    def path(self, relative: str) -> Path:
+        return self.folder / relative
