@@ -29,7 +29,10 @@ def check_amount(dataset: Dataset, context: DataContext, problems: list[Problem]
     """Report a dataset that cannot fill one optimizer step, or raise its repeats where that is allowed."""
     count = len(dataset.samples)
     if not count:
-        problems.append(Problem(dataset.id, _nothing_usable(dataset)))
+        # What is wrong with the entry itself explains it already.
+        own = (problem for problem in problems if problem.fatal)
+        if not any(problem.where == dataset.id or problem.where.startswith(f"{dataset.id}.") for problem in own):
+            problems.append(Problem(dataset.id, _nothing_usable(dataset)))
         return dataset
     if not dataset.config.is_trained:
         return dataset

@@ -15,7 +15,7 @@ from .cache_folders import latent_dir_of, text_entry_of
 from .caption_edits import read_filters, read_shuffle
 from .captions import CaptionError, CaptionSource, Edit, captions_for
 from .chance import order_key
-from .checks import check_caches, check_entry, check_folders, check_start, link_partners
+from .checks import check_caches, check_default_text_cache, check_entry, check_folders, check_start, link_partners
 from .context import DataContext
 from .dataset import Dataset
 from .folder import Folder, read_folder
@@ -44,14 +44,15 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
     for entry in entries:
         check_entry(entry, context, problems)
-    check_folders(entries, problems)
+    check_folders(entries, context, problems)
     check_caches(entries, context, problems)
     check_start(entries, problems)
+    check_default_text_cache(entries, problems)
     links = link_partners(entries, context, problems)
     builder = _Builder(entries, context, problems)
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
-        if entry.id in links and entry.instance_data_dir:
+        if entry.id in links and builder.folder(entry).is_there:
             builder.hint_at_caption_files(written, entry)
             dataset = builder.dataset(entry, links[entry.id])
             datasets += [] if dataset is None else [dataset]
@@ -88,18 +89,17 @@ class _Builder:
         """The dataset of one entry, or None when its rules cannot be worked with."""
         folder = self.folder(entry)
         rules = build_rules(entry, self.context.spec, self.problems)
-        partners = [self.partners_of(link) for link in links]
+        # A folder that is missing has been reported; without it there is nothing to be said about pairs.
+        partners = [self.partners_of(link) for link in links if self.folder(link).is_there]
         captions = self.caption_source(entry, folder)
         if rules is None or not self._can_place(entry, rules.aspects):
             return None
-        text_entry = text_entry_of(entry, self.entries)
         dataset = Dataset(
             config=entry,
             samples=(),
             rejected=(*folder.rejected, *_unused_captions(entry, folder)),
             repeats=entry.repeats or 0,
             latent_dir=Path(entry.cache_dir_vae or ""),
-            text_dir=Path((text_entry and text_entry.cache_dir) or self.context.text_root),
             rules=rules,
             seed=self.context.seed or 0,
             facts={**folder.facts, **folder.damaged},
@@ -252,7 +252,6 @@ def _conditioning_dataset(
         rejected=(*folder.rejected, *idle),
         repeats=0,
         latent_dir=Path(entry.cache_dir_vae or ""),
-        text_dir=context.text_root,
         rules=partners.rules,
         seed=context.seed or 0,
         facts=partners.facts,

@@ -10,6 +10,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.errors import Problem, did_you_mean
 
 from .context import DataContext
+from .inventory import load_index
 
 FILE_KINDS = ("image", "conditioning", "eval")
 CACHE_KINDS = ("text_embeds", "image_embeds")
@@ -94,13 +95,15 @@ def _check_window(config: DatasetConfig, problems: list[Problem]) -> None:
             problems.append(Problem(f"{config.id}.end_{unit}", message))
 
 
-def check_folders(configs: Sequence[DatasetConfig], problems: list[Problem]) -> None:
-    """One error for all folders that are missing."""
-    missing = [
-        f"{config.id}: {config.instance_data_dir!r}"
-        for config in configs
-        if holds_files(config) and config.instance_data_dir and not Path(config.instance_data_dir).is_dir()
-    ]
+def check_folders(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> None:
+    """One error for all folders that are missing, unless an index may stand in for them."""
+    missing = []
+    for config in configs:
+        folder = Path(config.instance_data_dir or "")
+        if not holds_files(config) or not config.instance_data_dir or folder.is_dir():
+            continue
+        if not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder)):
+            missing.append(f"{config.id}: {config.instance_data_dir!r}")
     if missing:
         message = f"these folders do not exist (paths count from the working directory): {'; '.join(missing)}."
         problems.append(Problem("instance_data_dir", message))
@@ -109,7 +112,7 @@ def check_folders(configs: Sequence[DatasetConfig], problems: list[Problem]) -> 
 def check_caches(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> None:
     """A latent folder belongs to one dataset; embeds never lie in it."""
     owners: dict[Path, list[str]] = defaultdict(list)
-    texts = {Path(config.cache_dir or context.text_root).resolve() for config in configs if config.is_text_embeds}
+    texts = {Path(config.cache_dir).resolve() for config in configs if config.is_text_embeds and config.cache_dir}
     for config in configs:
         if holds_files(config) and config.cache_dir_vae:
             owners[Path(config.cache_dir_vae).resolve()].append(config.id)
@@ -136,6 +139,14 @@ def check_start(configs: Sequence[DatasetConfig], problems: list[Problem]) -> No
     for config in trained:
         if config.probability == 0:
             problems.append(Problem(f"{config.id}.probability", "is 0: the dataset is not used.", fatal=False))
+
+
+def check_default_text_cache(configs: Sequence[DatasetConfig], problems: list[Problem]) -> None:
+    """Say which of several text caches is used where nobody chose one."""
+    texts = [config for config in configs if config.is_text_embeds]
+    if len(texts) > 1 and not any(config.default for config in texts):
+        message = f"no text_embeds entry is the default; the first, {texts[0].id}, is taken."
+        problems.append(Problem("default", message, fatal=False))
 
 
 def _is_active_at_start(config: DatasetConfig) -> bool:

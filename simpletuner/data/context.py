@@ -50,8 +50,8 @@ class DataContext:
             defaults=config.datasets,
             spec=spec,
             task=task,
-            latent_root=Path(run.cache_dir_vae or cache / "vae") / spec.name,
-            text_root=Path(run.cache_dir_text or cache / "text") / spec.name,
+            latent_root=Path(run.cache_dir_vae or cache / "vae").expanduser() / spec.name,
+            text_root=Path(run.cache_dir_text or cache / "text").expanduser() / spec.name,
             train_batch_size=config.schedule.train_batch_size,
             gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
             num_processes=config.launch.num_processes,
@@ -73,12 +73,21 @@ class DataContext:
             cache_dir_vae=str(self.latent_root / _folder_name(config.id)),
             vae_cache_clear_each_epoch=_has_random_crops(config) and config.dataset_type != "eval",
         )
-        family: dict[str, Any] = {
+        update: dict[str, Any] = {
+            key: str(Path(value).expanduser())
+            for key, value in (
+                ("instance_data_dir", filled.instance_data_dir),
+                ("cache_dir", filled.cache_dir),
+                ("cache_dir_vae", filled.cache_dir_vae),
+            )
+            if value
+        }
+        update |= {
             key: self.spec.defaults[key]
             for key in ("resolution", "aspect_bucket_alignment")
             if getattr(filled, key) is None and key in self.spec.defaults
         }
-        return filled.model_copy(update=family)
+        return filled.model_copy(update=update)
 
 
 def _folder_name(dataset_id: str) -> str:

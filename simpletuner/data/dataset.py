@@ -30,7 +30,7 @@ class Dataset:
         samples: sorted by name.
         rejected: every other file below the folder.
         repeats: extra passes; a sample is seen `repeats` + 1 times an epoch.
-        latent_dir, text_dir: folders of its caches.
+        latent_dir: folder of its latents and of its index.
         rules: how pictures are placed.
         seed: for random places.
         facts: what is known of every picture, by name.
@@ -43,7 +43,6 @@ class Dataset:
     rejected: tuple[Rejected, ...]
     repeats: int
     latent_dir: Path
-    text_dir: Path
     rules: BucketRules
     seed: int
     facts: Mapping[str, FileFacts]
@@ -53,6 +52,11 @@ class Dataset:
     @property
     def id(self) -> str:
         return self.config.id
+
+    @property
+    def root(self) -> Path:
+        """Its folder."""
+        return Path(self.config.instance_data_dir or "")
 
     @property
     def batch_size(self) -> int:
@@ -134,4 +138,4 @@ class Dataset:
         """
         captions = {sample.name: sample.captions for sample in self.samples}
         facts = {name: replace(fact, captions=captions.get(name, ())) for name, fact in self.facts.items()}
-        save_index(self.latent_dir, facts)
+        save_index(self.latent_dir, self.root, facts)

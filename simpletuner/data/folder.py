@@ -34,11 +34,16 @@ class Folder:
     gone: Mapping[str, tuple[str, ...]]
     rejected: tuple[Rejected, ...]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a folder, or an index to use in its place."""
+        return self.root.is_dir() or bool(self.facts)
+
 
 def read_folder(config: DatasetConfig, context: DataContext) -> Folder:
     """Look at every file of an entry; one that did not change since the last run is not read again."""
     root = Path(config.instance_data_dir or "")
-    known = load_index(Path(config.cache_dir_vae or ""))
+    known = load_index(Path(config.cache_dir_vae or ""), root)
     listing = scan(root) if root.is_dir() else Scan()
     rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
     names = list(listing.pictures)

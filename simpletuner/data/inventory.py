@@ -52,6 +52,7 @@ class FileFacts:
 @dataclass(frozen=True)
 class _Index:
     version: int
+    root: str
     files: dict[str, FileFacts]
 
 
@@ -92,20 +93,21 @@ def _inspect(path: Path, known: FileFacts | None) -> FileFacts:
     return replace(facts, width=width, height=height)
 
 
-def load_index(folder: Path) -> dict[str, FileFacts]:
-    """The index in a latent cache folder; empty when there is none or it is damaged."""
+def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
+    """The index in a latent cache folder; empty when there is none, it is damaged or of another dataset folder."""
     try:
         index = _INDEX.validate_json((folder / INDEX_NAME).read_bytes())
     except (OSError, ValidationError):
         return {}
-    return index.files if index.version == INDEX_VERSION else {}
+    return index.files if (index.version, index.root) == (INDEX_VERSION, str(root.absolute())) else {}
 
 
-def save_index(folder: Path, facts: Mapping[str, FileFacts]) -> None:
+def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None:
     """Write the index atomically; files that could not be read are left out, so that they are tried again.
 
     Raises:
         DiskFullError: no space left; the index that was there is kept.
     """
     files = {name: fact for name, fact in facts.items() if fact.content}
-    write_atomically(folder / INDEX_NAME, _INDEX.dump_json(_Index(INDEX_VERSION, files)), durable=False)
+    index = _Index(INDEX_VERSION, str(root.absolute()), files)
+    write_atomically(folder / INDEX_NAME, _INDEX.dump_json(index), durable=False)

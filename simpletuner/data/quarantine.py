@@ -47,9 +47,9 @@ def quarantine(root: Path, files: Iterable[Rejected], output_dir: Path) -> list[
     folder = output_dir / FOLDER_NAME
     moved = []
     for file in files:
-        for name in [file.name, *_own_caption(root, file.name)]:
-            if not (root / name).is_symlink() and not (root / name).exists():
-                continue
+        if not _exists(root / file.name):
+            continue
+        for name in [file.name, *_own_captions(root, file.name)]:
             target = _free_place(folder / PurePosixPath(name))
             target.parent.mkdir(parents=True, exist_ok=True)
             origin = (root / name).absolute()
@@ -59,7 +59,7 @@ def quarantine(root: Path, files: Iterable[Rejected], output_dir: Path) -> list[
     return moved
 
 
-def _own_caption(root: Path, name: str) -> list[str]:
+def _own_captions(root: Path, name: str) -> list[str]:
     """The caption file of a picture, unless another picture shares it."""
     folder = (root / name).parent
     key = pair_key(PurePosixPath(name).name)
@@ -75,10 +75,15 @@ def _free_place(target: Path) -> Path:
     """The path itself, or with a number where a file of another dataset or run took it."""
     number = 1
     place = target
-    while place.exists() or place.is_symlink():
+    while _exists(place):
         number += 1
         place = target.with_name(f"{target.stem} ({number}){target.suffix}")
     return place
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is a file of that name, be it a link to nowhere."""
+    return path.is_symlink() or path.exists()
 
 
 def _record(folder: Path, file: Rejected, origin: Path, target: Path) -> None:

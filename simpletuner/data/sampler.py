@@ -102,10 +102,13 @@ class Sampler:
         self.epoch, self.index = state["epoch"], state["index"]
 
     def batches_per_epoch(self, epoch: int) -> int:
-        """How many batches this process gets in an epoch."""
+        """How many batches this process gets in an epoch; 0 when no dataset takes part in it."""
         if epoch not in self._lengths:
-            # Without step windows and moving crops, counting needs no samples.
-            self._lengths[epoch] = len(self.batches(epoch))
+            active = self._active(epoch)
+            if any(_has_step_window(dataset) for dataset in active):
+                self._lengths[epoch] = len(self._plan(epoch))
+            else:
+                self._lengths[epoch] = sum(self._group_count(dataset, epoch) for dataset in active)
         return self._lengths[epoch]
 
     def batches(self, epoch: int) -> list[PlannedBatch]:
@@ -115,18 +118,17 @@ class Sampler:
             UserError: no dataset takes part in it.
         """
         if epoch not in self._batches:
-            self._batches = {epoch: self._plan(epoch)}  # only one epoch is kept: others are as quickly made again
-            self._lengths[epoch] = len(self._batches[epoch])
+            planned = self._plan(epoch)
+            if not planned:
+                raise UserError(f"no dataset takes part in epoch {epoch}: see start_epoch, end_epoch and their steps.")
+            self._batches = {epoch: planned}  # only one epoch is kept: others are as quickly made again
         return self._batches[epoch]
 
     def _plan(self, epoch: int) -> list[PlannedBatch]:
-        queues = [
-            _Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch))
-            for dataset in self.datasets
-            if dataset.config.start_epoch <= epoch <= (dataset.config.end_epoch or epoch)
-        ]
-        steps = any(queue.has_step_window for queue in queues)
-        before = sum(self.batches_per_epoch(earlier) for earlier in range(1, epoch)) if steps else 0
+        active = self._active(epoch)
+        queues = [_Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch)) for dataset in active]
+        windows = any(_has_step_window(dataset) for dataset in active)
+        before = sum(self.batches_per_epoch(earlier) for earlier in range(1, epoch)) if windows else 0
         random = generator(self.seed, epoch, "datasets")
         batches: list[PlannedBatch] = []
         while True:
@@ -136,9 +138,21 @@ class Sampler:
                 break
             queue = ready[0] if len(ready) == 1 else random.choices(ready, self._weights(ready))[0]
             batches.append(self._batch(queue.dataset.id, queue.groups.pop(), epoch, len(batches)))
-        if not batches:
-            raise UserError(f"no dataset takes part in epoch {epoch}: see start_epoch, end_epoch and their steps.")
         return batches
+
+    def _active(self, epoch: int) -> list[Dataset]:
+        return [
+            dataset
+            for dataset in self.datasets
+            if dataset.config.start_epoch <= epoch <= (dataset.config.end_epoch or epoch)
+        ]
+
+    def _group_count(self, dataset: Dataset, epoch: int) -> int:
+        """How many groups `_groups` will give; crops that move within their bucket do not change it."""
+        if dataset.config.crop_aspect == "random":
+            dataset = dataset.at_epoch(epoch)
+        size = dataset.batch_size * self.world
+        return sum(-(-len(samples) * (dataset.repeats + 1) // size) for samples in dataset.buckets().values())
 
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:
         if self.sampling == "uniform":
@@ -181,14 +195,14 @@ class _Queue:
         """Samples still to come."""
         return len(self.groups) * len(self.groups[0])
 
-    @property
-    def has_step_window(self) -> bool:
-        return self.dataset.config.start_step > 1 or self.dataset.config.end_step is not None
-
     def takes_part(self, step: int) -> bool:
         """Whether the dataset is drawn from in an optimizer step, counted from 1."""
         config = self.dataset.config
         return config.start_step <= step <= (config.end_step or step)
+
+
+def _has_step_window(dataset: Dataset) -> bool:
+    return dataset.config.start_step > 1 or dataset.config.end_step is not None
 
 
 def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) -> list[Sample]:

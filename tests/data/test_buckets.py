@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from simpletuner.data.buckets import (
+    Aspect,
+    BucketRules,
+    Geometry,
+    Grid,
+    OutsideLimitsError,
+    ResolutionType,
+    cover,
+    listed_aspects,
+    native_aspects,
+)
+from simpletuner.models.kandinsky5.spec import IMAGE_SIZES
+
+ALIGNMENTS = (16, 32, 64, 128)
+# The table of the dataset reference: setting, ratios, then one column per alignment.
+TABLE = [
+    (480, (1.0, 1.78, 0.56), "480×480 · 640×352 · 352×640", "480×480 · 640×352 · 352×640",
+     "512×512 · 704×384 · 384×704", "512×512 · 640×384 · 384×640"),
+    (512, (1.0, 1.33, 1.78), "512×512 · 592×448 · 688×384", "512×512 · 576×448 · 672×384",
+     "512×512 · 576×448 · 704×384", "512×512 · 640×384 · 640×384"),
+    (1024, (1.0, 1.5, 1.78), "1024×1024 · 1248×832 · 1360×768", "1024×1024 · 1248×832 · 1376×768",
+     "1024×1024 · 1280×832 · 1344×768", "1024×1024 · 1280×896 · 1408×768"),
+]  # fmt: skip
+PIXEL_TABLE = [
+    ((1920, 1080), "1824×1024", "1824×1024", "1792×1024", "1792×1024"),
+    ((1080, 1920), "1024×1824", "1024×1824", "1024×1856", "1024×1792"),
+]
+
+
+def sizes(cell: str) -> list[tuple[int, ...]]:
+    return [tuple(int(side) for side in size.split("×")) for size in cell.split(" · ")]
+
+
+def make_rules(
+    resolution: float = 1024, kind: ResolutionType = "pixel_area", alignment: int = 16, **more: object
+) -> BucketRules:
+    return BucketRules(Grid(resolution, kind, alignment), **{"largest_side": 2048, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("column", range(4))
+def test_pixel_area_vectors(row: tuple, column: int) -> None:
+    resolution, ratios, *cells = row
+    grid = Grid(resolution, "pixel_area", ALIGNMENTS[column])
+    assert [grid.size(ratio) for ratio in ratios] == sizes(cells[column])
+
+
+@pytest.mark.parametrize("row", PIXEL_TABLE)
+@pytest.mark.parametrize("column", range(4))
+def test_pixel_vectors(row: tuple, column: int) -> None:
+    picture, *cells = row
+    rules = make_rules(1024, "pixel", ALIGNMENTS[column])
+    assert [rules.place(picture).size] == sizes(cells[column])
+
+
+def test_area_counts_megapixels() -> None:
+    assert Grid(1.048576, "area", 16).size(1.5) == Grid(1024, "pixel_area", 16).size(1.5)
+    assert Grid(0.25, "area", 16).square == 496  # 500 / 16 = 31.25
+    assert Grid(1.0, "area", 16).square == 992  # 1000 / 16 = 62.5: half to even
+
+
+def test_rounding_is_half_to_even_and_at_least_one() -> None:
+    grid = Grid(1024, "pixel_area", 16)
+    assert [grid.snap(length) for length in (8, 24, 40, 56, 0.1)] == [16, 32, 32, 64, 16]
+
+
+def test_ratio_is_rounded_and_never_zero() -> None:
+    grid = Grid(1024, "pixel_area", 16)
+    assert grid.ratio((1920, 1080)) == 1.78
+    assert grid.ratio((1080, 1920)) == 0.56
+    assert grid.ratio((1, 5000)) == 0.01
+    assert Grid(1024, "pixel_area", 16, rounding=1).ratio((1920, 1080)) == 1.8
+
+
+@pytest.mark.parametrize("kind", ["pixel", "pixel_area"])
+def test_square_crop(kind: ResolutionType) -> None:
+    rules = make_rules(1000, kind, 64, crop=True)
+    assert rules.place((1920, 1080)) == Geometry("1.0", (1024, 1024), (1820, 1024), (398, 0))
+
+
+def test_without_crop_the_overhang_is_trimmed_from_the_centre() -> None:
+    # 1.5 on the grid of 16 is 1248 x 832; 451 x 300 covers it at 1251 x 832.
+    assert make_rules(crop_style="corner").place((451, 300)) == Geometry("1.5", (1248, 832), (1251, 832), (1, 0))
+
+
+def test_every_picture_covers_its_bucket() -> None:
+    modes = [
+        {},
+        {"crop": True},
+        {"crop": True, "crop_aspect": "preserve", "crop_style": "random"},
+        {"crop": True, "crop_aspect": "closest", "aspects": tuple(native_aspects(NATIVE_GRID, NATIVE))},
+    ]
+    for options, width, height in itertools.product(modes, range(600, 2100, 171), range(600, 2100, 173)):
+        geometry = make_rules(**options).place((width, height), "token", width, height)
+        (left, top), (w, h), (rw, rh) = geometry.crop, geometry.size, geometry.resized
+        assert w % 16 == h % 16 == 0
+        assert 0 <= left <= rw - w
+        assert 0 <= top <= rh - h
+        assert w == rw or h == rh
+        assert abs(rw / rh / (width / height) - 1) < 0.005
+
+
+def test_cover_touches_one_side() -> None:
+    assert cover((100, 50), (10, 10)) == (20, 10)
+    assert cover((50, 100), (10, 10)) == (10, 20)
+    assert cover((100, 100), (10, 10)) == (10, 10)
+    assert cover((3, 1000), (16, 16)) == (16, 5333)
+
+
+def test_crop_styles() -> None:
+    picture = (2048, 1024)
+    places = {
+        style: make_rules(crop=True, crop_style=style).place(picture, "name").crop
+        for style in ("center", "corner", "random")
+    }
+    assert places["center"] == (512, 0)
+    assert places["corner"] == (0, 0)
+    assert 0 <= places["random"][0] <= 1024
+
+
+def test_random_positions_depend_on_the_token_alone() -> None:
+    rules = make_rules(crop=True, crop_style="random")
+    positions = [rules.place((2048, 1024), "id", number).crop[0] for number in range(400)]
+    assert positions == [rules.place((2048, 1024), "id", number).crop[0] for number in range(400)]
+    assert len(set(positions)) > 250
+    assert abs(sum(positions) / 400 - 512) < 60
+    assert min(positions) < 30
+    assert max(positions) > 994
+
+
+NATIVE = {1024: IMAGE_SIZES}
+NATIVE_GRID = Grid(1024, "pixel_area", 16)
+
+
+def test_closest_uses_the_native_sizes_at_their_resolution() -> None:
+    aspects = native_aspects(NATIVE_GRID, NATIVE)
+    assert [aspect.size for aspect in aspects] == list(IMAGE_SIZES)
+    assert [aspect.bucket for aspect in aspects[:4]] == ["1.0", "0.45", "2.2", "0.6"]
+    rules = make_rules(crop=True, crop_aspect="closest", aspects=tuple(aspects))
+    found = {size: rules.place(size).size for size in [(1920, 1080), (1000, 1001), (3000, 4000), (5000, 1000)]}
+    assert found == {
+        (1920, 1080): (1280, 768),
+        (1000, 1001): (1024, 1024),
+        (3000, 4000): (896, 1152),
+        (5000, 1000): (1408, 640),
+    }
+
+
+def test_native_ratios_go_through_the_formula_elsewhere() -> None:
+    assert [aspect.size for aspect in native_aspects(Grid(512, "pixel_area", 16), NATIVE)][:2] == [
+        (512, 512),
+        Grid(512, "pixel_area", 16).size(0.45),
+    ]
+    assert native_aspects(Grid(1024, "pixel", 16), NATIVE)[1].size == Grid(1024, "pixel", 16).size(0.45)
+    assert native_aspects(Grid(1.048576, "area", 16), NATIVE)[1].size == (640, 1408)
+    assert native_aspects(NATIVE_GRID, {}) == []
+
+
+def test_random_aspects_follow_their_weights() -> None:
+    aspects = listed_aspects(NATIVE_GRID, [(1.0, 0.7), (1.5, 0.3), (0.5, 0.0)])
+    rules = make_rules(crop=True, crop_aspect="random", aspects=tuple(aspects))
+    drawn = [rules.place((1000, 1000), "id", number).bucket for number in range(1000)]
+    assert set(drawn) == {"1.0", "1.5"}
+    assert abs(drawn.count("1.0") / 1000 - 0.7) < 0.05
+
+
+def test_max_upscale_leaves_large_buckets_out() -> None:
+    aspects = (Aspect("1.0", (1024, 1024)), Aspect("0.5", (720, 1440)), Aspect("2.0", (1440, 720)))
+    rules = make_rules(crop=True, crop_aspect="closest", aspects=aspects, max_upscale=0.1)
+    assert rules.place((1000, 1000)).bucket == "1.0"
+    assert rules.place((1400, 1100)).bucket == "1.0"
+    with pytest.raises(OutsideLimitsError, match="max_upscale_threshold"):
+        rules.place((500, 500))
+
+
+@pytest.mark.parametrize(
+    ("kind", "minimum", "crop", "kept", "left_out"),
+    [
+        ("pixel", 480, False, (480, 480), (480, 479)),
+        ("pixel_area", 480, False, (960, 240), (960, 239)),
+        ("pixel_area", 480, True, (480, 480), (960, 479)),
+        ("area", 0.25, False, (1000, 250), (1000, 249)),
+        ("area", 0.25, True, (500, 500), (1000, 499)),
+        ("pixel_area", 0, True, (2, 2), None),
+    ],
+)
+def test_minimum_size(
+    kind: ResolutionType, minimum: float, crop: bool, kept: tuple[int, int], left_out: tuple[int, int] | None
+) -> None:
+    rules = make_rules(1 if kind == "area" else 512, kind, crop=crop, minimum_size=minimum)
+    rules.place(kept)
+    if left_out:
+        with pytest.raises(OutsideLimitsError, match="minimum_image_size"):
+            rules.place(left_out)
+
+
+def test_ratio_limits() -> None:
+    rules = make_rules(minimum_ratio=0.56, maximum_ratio=1.78)
+    rules.place((1920, 1080))
+    rules.place((1080, 1920))
+    for picture in ((2000, 1000), (1000, 2000)):
+        with pytest.raises(OutsideLimitsError, match="aspect_ratio"):
+            rules.place(picture)
+
+
+def test_a_side_beyond_the_model_is_left_out() -> None:
+    with pytest.raises(OutsideLimitsError, match="2048"):
+        make_rules().place((5000, 1000))
+
+
+@pytest.mark.parametrize(
+    ("kind", "resolution", "maximum", "target", "picture", "resized"),
+    [
+        ("pixel", 512, 2048, 768, (4096, 3072), (1024, 768)),
+        ("pixel", 512, 2048, 768, (2048, 1536), (683, 512)),  # not above the maximum: just covers
+        ("pixel_area", 512, 1024, 768, (2000, 2000), (768, 768)),
+        ("area", 0.262144, 1.0, 0.589824, (2000, 2000), (768, 768)),
+        ("pixel_area", 512, 1024, 256, (2000, 2000), (512, 512)),  # a target below the bucket still covers it
+    ],
+)
+def test_larger_pictures_are_resized_to_the_target_first(
+    kind: ResolutionType,
+    resolution: float,
+    maximum: float,
+    target: float,
+    picture: tuple[int, int],
+    resized: tuple[int, int],
+) -> None:
+    options = {"maximum_size": maximum, "target_size": target}
+    geometry = make_rules(resolution, kind, crop=True, **options).place(picture)
+    assert (geometry.size, geometry.resized) == ((512, 512), resized)
+    whole = make_rules(resolution, kind, crop=False, **options).place(picture)
+    assert whole.resized == cover(picture, whole.size)
+
+
+def test_partners_that_follow_have_the_size_of_their_source() -> None:
+    source = make_rules(crop=True).place((1000, 800))
+    geometry = make_rules().follow((300, 900), source)
+    assert (geometry.bucket, geometry.size, geometry.resized, geometry.crop) == (
+        "1.0", (1024, 1024), (1024, 3072), (0, 1024),
+    )  # fmt: skip
+
+
+def test_limits_are_off_by_default() -> None:
+    rules = make_rules()
+    assert rules.maximum_ratio == math.inf
+    assert rules.place((1, 1)).size == (1024, 1024)

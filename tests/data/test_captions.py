@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.config.datasets import DatasetConfig, ParquetConfig
+from simpletuner.data.caption_edits import read_filters, read_shuffle
+from simpletuner.data.captions import CaptionError, CaptionSource, captions_for, read_caption_file
+from simpletuner.data.table import match_rows, read_table
+from simpletuner.errors import Problem
+
+
+def captions(
+    name: str, root: Path, files: dict[str, str] | None = None, table: dict[str, Any] | None = None, **keys: Any
+) -> tuple[str, ...]:
+    config = DatasetConfig(id="set", **keys)
+    return captions_for(name, CaptionSource(config, root, files or {}, table or {}))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"a red house", ("a red house",)),
+        (b"first\nsecond\n\n  third  \n", ("first", "second", "third")),
+        (b"\xef\xbb\xbfwith a mark\r\nand windows lines\r\n", ("with a mark", "and windows lines")),
+        ("सुनहरी चाय\n红色的房子".encode(), ("सुनहरी चाय", "红色的房子")),
+        ("wide".encode("utf-16"), ("wide",)),
+        ("one\u2028line".encode(), ("one\u2028line",)),
+    ],
+)
+def test_each_line_of_a_text_file_is_an_alternative(content: bytes, expected: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert read_caption_file(tmp_path / "a.txt") == expected
+    assert captions("a.png", tmp_path, {"a": "a.txt"}, caption_strategy="textfile") == expected
+
+
+def test_the_whole_file_may_be_one_caption(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"first\r\n\r\nsecond \n")
+    assert captions("a.png", tmp_path, {"a": "a.txt"}, caption_strategy="textfile", disable_multiline_split=True) == (
+        "first\n\nsecond",
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"", "empty"), (b" \r\n\n", "empty"), (b"caf\xe9", "not UTF-8"), (None, "no caption file")]
+)
+def test_unusable_caption_files_say_why(content: bytes | None, words: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(CaptionError, match=words):
+        captions("a.png", tmp_path, {"a": "a.txt"} if content is not None else {}, caption_strategy="textfile")
+
+
+def test_file_names_are_captions(tmp_path: Path) -> None:
+    assert captions("sub/a_red__house.png", tmp_path, caption_strategy="filename") == ("a red house",)
+    name = unicodedata.normalize("NFD", "café.png")
+    assert captions(name, tmp_path, caption_strategy="filename") == ("café",)
+    with pytest.raises(CaptionError):
+        captions("__.png", tmp_path, caption_strategy="filename")
+
+
+def test_instance_prompts(tmp_path: Path) -> None:
+    prompts = ["sks, a dog", "a photo of sks"]
+    for strategy in ("instanceprompt", "instance_prompt"):
+        assert captions("x.png", tmp_path, caption_strategy=strategy, instance_prompt=prompts) == tuple(prompts)
+    only = {"caption_strategy": "textfile", "instance_prompt": prompts, "only_instance_prompt": True}
+    assert captions("x.png", tmp_path, **only) == tuple(prompts)
+    before = {"caption_strategy": "filename", "instance_prompt": prompts, "prepend_instance_prompt": True}
+    assert captions("run.png", tmp_path, **before) == ("sks, a dog run", "a photo of sks run")
+
+
+def test_one_instance_prompt_may_hold_commas() -> None:
+    assert DatasetConfig(id="a", instance_prompt="sks, a dog").instance_prompt == ["sks, a dog"]
+
+
+def shuffled(caption: str, **settings: Any) -> list[str]:
+    problems: list[Problem] = []
+    edit = read_shuffle({"enable": True, **settings}, "set.caption_shuffle", problems)
+    assert edit is not None
+    assert not problems
+    return list(edit(caption))
+
+
+def test_shuffling_keeps_parts_and_repeats() -> None:
+    caption = "a house, red, tall, old, wide"
+    forms = shuffled(caption, count=3, position_start=1)
+    assert forms == shuffled(caption, count=3, position_start=1)
+    assert forms[0] == caption
+    assert len(forms) > 2
+    for form in forms:
+        assert form.startswith("a house, ")
+        assert sorted(form.split(", ")) == sorted(caption.split(", "))
+    assert shuffled(caption, count=3, seed=1) != shuffled(caption, count=3)
+
+
+def test_shuffling_by_words_and_sentences() -> None:
+    assert sorted(shuffled("b a", split_on="space", count=8)) == ["a b", "b a"]
+    assert sorted(shuffled("B. A.", split_on="period", count=8)) == ["A. B.", "B. A."]
+    assert shuffled("one", include_original=False) == ["one"]
+
+
+def test_shuffling_reports_unknown_settings() -> None:
+    problems: list[Problem] = []
+    assert read_shuffle({"enable": True, "split": "comma"}, "set.caption_shuffle", problems) is None
+    assert "set.caption_shuffle.split" in str(problems[0])
+    assert read_shuffle({"enable": False}, "set.caption_shuffle", problems) is None
+    assert read_shuffle(["x"], "set.caption_shuffle", problems) is None
+    assert len(problems) == 2
+
+
+def filtered(caption: str, entries: Any) -> str:
+    problems: list[Problem] = []
+    edit = read_filters(entries, "text.caption_filter_list", problems)
+    assert not problems, problems
+    assert edit is not None
+    return edit(caption)[0]
+
+
+def test_filters_take_texts_expressions_and_replacements(tmp_path: Path) -> None:
+    assert filtered("a house, 4k, best quality", [", best quality", ", 4k"]) == "a house"
+    assert filtered("a house (large), image 12", [r",\s*image \d+"]) == "a house (large)"
+    assert filtered("a (b) c", ["(b)"]) == "a c"  # plain text where the caption holds it, though it is an expression
+    assert filtered("a grey car", ["s/grey/gray/"]) == "a gray car"
+    assert filtered("x/y 12", [r"s/(\d)(\d)/\2\1/", r"s/x\/y/z/"]) == "z 21"
+    (tmp_path / "list.txt").write_text("grey \n\ns/car/bus/\n", encoding="utf-8")
+    (tmp_path / "list.json").write_text('["grey ", "s/car/bus/"]', encoding="utf-8")
+    for name in ("list.txt", "list.json"):
+        assert filtered("a grey car", str(tmp_path / name)) == "a bus"
+
+
+@pytest.mark.parametrize("value", [["s/(/x/"], [r"s/a/\1/"], [1], {"a": 1}, "nowhere.txt"])
+def test_filters_that_cannot_be_read_are_problems(value: Any) -> None:
+    problems: list[Problem] = []
+    read_filters(value, "text.caption_filter_list", problems)
+    assert [problem.where for problem in problems] == ["text.caption_filter_list"]
+
+
+def test_a_caption_that_is_filtered_away_is_reported(tmp_path: Path) -> None:
+    edit = read_filters(["house"], "", [])
+    source = CaptionSource(
+        DatasetConfig(id="a", caption_strategy="filename"), tmp_path, {}, {}, (edit,) if edit else ()
+    )
+    with pytest.raises(CaptionError, match="caption_filter_list"):
+        captions_for("house.png", source)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> ParquetConfig:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {
+        "file": ["sub/a.png", "b.jpg", "gone.png", unicodedata.normalize("NFD", "é.png")],
+        "text": ["from a path", None, "x", ""],
+        "alt": ["unused", "from the fallback", "x", "accent"],
+        "many": [["one", "two"], [], [" "], None],
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    return ParquetConfig(
+        path=str(tmp_path / "t.parquet"), filename_column="file", caption_column="text", fallback_caption_column="alt"
+    )
+
+
+def test_tables_name_pictures_by_path_or_name(table: ParquetConfig) -> None:
+    problems: list[Problem] = []
+    rows = read_table(table, "set", problems)
+    matched, unused = match_rows(rows, ["sub/a.png", "deep/b.jpg", "é.png", "other.png"])
+    assert matched == {"sub/a.png": ("from a path",), "deep/b.jpg": ("from the fallback",), "é.png": ("accent",)}
+    assert (unused, problems) == (["gone.png"], [])
+
+
+def test_a_list_column_holds_alternatives(table: ParquetConfig) -> None:
+    rows = read_table(table.model_copy(update={"caption_column": "many"}), "set", [])
+    assert list(rows.values())[:2] == [("one", "two"), ("from the fallback",)]
+
+
+def test_names_without_extension_mean_png(table: ParquetConfig) -> None:
+    rows = read_table(table.model_copy(update={"identifier_includes_extension": False}), "set", [])
+    assert "b.jpg.png" in rows
+
+
+def test_a_missing_column_names_those_that_are_there(table: ParquetConfig) -> None:
+    problems: list[Problem] = []
+    assert read_table(table.model_copy(update={"caption_column": "texts", "width_column": "w"}), "set", problems) == {}
+    assert [problem.where for problem in problems] == ["set.parquet.caption_column", "set.parquet.width_column"]
+    assert "file, text, alt, many" in problems[0].message
+    assert "Did you mean 'text'?" in problems[0].message
+
+
+def test_a_missing_table_or_package_is_a_problem(
+    table: ParquetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[Problem] = []
+    read_table(table.model_copy(update={"path": str(tmp_path / "no.parquet")}), "set", problems)
+    (tmp_path / "bad.parquet").write_text("no table")
+    read_table(table.model_copy(update={"path": str(tmp_path / "bad.parquet")}), "set", problems)
+    assert [problem.where for problem in problems] == ["set.parquet.path"] * 2
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    read_table(table, "set", problems)
+    assert "simpletuner[parquet]" in problems[-1].message

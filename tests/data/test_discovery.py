@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import os
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from simpletuner.data.discovery import pair_key, scan
+
+HINDI, CHINESE = "सुनहरी चाय", "红色 的房子"
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+
+
+def test_pictures_are_sorted_and_found_in_sub_folders_in_any_letter_case(tmp_path: Path) -> None:
+    touch(tmp_path, "b.JPG", "a.jpeg", "sub/deep/c.PnG", "d.webp", "e.bmp", "f.tif", "g.TIFF", "a b/h i.png")
+    names = ["a b/h i.png", "a.jpeg", "b.JPG", "d.webp", "e.bmp", "f.tif", "g.TIFF", "sub/deep/c.PnG"]
+    assert list(scan(tmp_path).pictures) == names
+
+
+def test_captions_belong_to_pictures_of_their_stem(tmp_path: Path) -> None:
+    touch(tmp_path, "a.png", "a.txt", "a.jpg", "sub/a.png", "b.TXT", "b.png", "c.txt")
+    found = scan(tmp_path)
+    assert found.captions == {"a": "a.txt", "b": "b.TXT"}
+    assert found.ignored["c.txt"] == ("caption without a picture", "has no picture of the same name")
+
+
+@pytest.mark.parametrize("stem", [HINDI, CHINESE, "café au lait", "dots.in.name", "trailing space "])
+def test_names_in_any_writing_are_paired_in_either_unicode_form(stem: str, tmp_path: Path) -> None:
+    touch(tmp_path, unicodedata.normalize("NFD", stem) + ".png", unicodedata.normalize("NFC", stem) + ".txt")
+    found = scan(tmp_path)
+    assert list(found.captions) == [pair_key(found.pictures[0])]
+    assert not found.ignored
+
+
+def test_everything_else_is_listed_with_its_reason(tmp_path: Path) -> None:
+    touch(tmp_path, "a.png", "movie.mp4", "notes.md", ".hidden.png", ".git/config", "no_ending", "._a.png")
+    reasons = {name: reason for name, (reason, _) in scan(tmp_path).ignored.items()}
+    assert reasons == {
+        "movie.mp4": "not a picture",
+        "notes.md": "not a picture",
+        "no_ending": "not a picture",
+        ".hidden.png": "hidden",
+        "._a.png": "hidden",
+        ".git": "hidden",
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_names_that_are_not_utf8_are_listed(tmp_path: Path) -> None:
+    with open(os.fsencode(tmp_path) + b"/caf\xe9.png", "wb"):  # noqa: PTH123 - a name that no str can spell
+        pass
+    found = scan(tmp_path)
+    assert found.pictures == ()
+    assert [reason for reason, _ in found.ignored.values()] == ["unusable name"]
+    "".join(found.ignored).encode()
+
+
+def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
+    touch(tmp_path, "here/a.png", "elsewhere/b.png")
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "here" / "loop").symlink_to(tmp_path / "here")
+    (tmp_path / "here" / "c.png").symlink_to(tmp_path / "elsewhere" / "b.png")
+    (tmp_path / "here" / "itself").symlink_to("itself")
+    found = scan(tmp_path / "here")
+    assert list(found.pictures) == ["a.png", "c.png", "link/b.png"]
+    assert found.ignored["loop/"][0] == "unreadable"
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        scan(tmp_path / "nowhere")

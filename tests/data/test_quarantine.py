@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.schema import DatasetDefaults
+from simpletuner.data.build import build_datasets
+from simpletuner.data.context import DataContext
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.quarantine import quarantine, unwelcome
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from tests import pictures
+
+
+def make_dataset(root: Path, **switches: bool) -> Dataset:
+    pictures.photograph(root / "good.png", (64, 64))
+    pictures.photograph(root / "sub" / "small.png", (8, 8))
+    (root / "sub" / "bad.png").write_text("no picture")
+    (root / "sub" / "bad.txt").write_text("its caption")
+    (root / "both.png").write_text("no picture")
+    pictures.photograph(root / "both.jpg", (64, 64))
+    (root / "both.txt").write_text("shared")
+    context = DataContext(
+        DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", root / "../l", root / "../t", **switches
+    )
+    config = DatasetConfig(id="set", instance_data_dir=str(root), minimum_image_size=32, caption_strategy="filename")
+    (dataset,) = build_datasets([config], context, [])
+    return dataset
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_nothing_is_unwelcome_unless_asked(tmp_path: Path) -> None:
+    assert unwelcome(make_dataset(tmp_path / "set")) == []
+
+
+def test_damaged_files_move_with_their_captions(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
+    before = len(files(tmp_path / "set"))
+    moved = quarantine(dataset.root, unwelcome(dataset), tmp_path / "out")
+    folder = tmp_path / "out" / "quarantine"
+    assert files(folder) == ["both.png", "reasons.jsonl", "sub/bad.png", "sub/bad.txt"]
+    assert files(tmp_path / "set") == ["both.jpg", "both.txt", "good.png", "sub/small.png"]
+    assert len(moved) + len(files(tmp_path / "set")) == before
+    lines = [json.loads(line) for line in (folder / "reasons.jsonl").read_text().splitlines()]
+    assert {line["file"]: line["detail"] for line in lines}["sub/bad.png"] == "is not a picture"
+    assert {line["dataset"] for line in lines} == {"set"}
+    assert (folder / "sub" / "bad.txt").read_text() == "its caption"
+
+
+def test_files_outside_the_limits_move_on_request(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "set", delete_unwanted_images=True)
+    quarantine(dataset.root, unwelcome(dataset), tmp_path / "out")
+    assert files(tmp_path / "out" / "quarantine") == ["reasons.jsonl", "sub/small.png"]
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    for number in (1, 2):
+        dataset = make_dataset(tmp_path / f"set{number}", delete_problematic_images=True)
+        quarantine(dataset.root, unwelcome(dataset), tmp_path / "out")
+    names = files(tmp_path / "out" / "quarantine")
+    assert {"both.png", "both (2).png", "sub/bad.png", "sub/bad (2).png", "sub/bad (2).txt"} < set(names)
+
+
+def test_a_file_that_is_gone_is_skipped(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
+    (tmp_path / "set" / "both.png").unlink()
+    moved = quarantine(dataset.root, unwelcome(dataset), tmp_path / "out")
+    assert [path.name for path in moved] == ["bad.png", "bad.txt"]
+
+
+def test_the_next_start_does_not_miss_them(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
+    dataset.save_index()
+    quarantine(dataset.root, unwelcome(dataset), tmp_path / "out")
+    context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", tmp_path / "l", tmp_path / "t")
+    (again,) = build_datasets([dataset.config], context, [])
+    assert "gone" not in again.counts()
