@@ -69,11 +69,13 @@ def charts_of(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
     for key, title, note in (
         ("grad_norm", "Gradient norm", "before clipping"),
         ("grad_absmax", "Largest gradient", "before clipping"),
-        ("step_seconds", "Seconds per step", ""),
+        ("seconds", "Seconds per step", ""),
+        ("data_seconds", "Seconds waiting for data", "part of each step"),
     ):
         taken.add(key)
         if points := points_of(rows, key):
-            charts.append(Chart(title, [smoothed(key, points)], note, log=True))
+            minor = key == "data_seconds"
+            charts.append(Chart(title, [smoothed(title.lower(), points)], note, log=True, minor=minor))
     for key in _keys(rows):
         points = [] if key in taken else points_of(rows, key)
         if len(points) > 1:

@@ -84,7 +84,7 @@ def _facts(data: ReportData) -> Iterable[tuple[str, str]]:
         tenth = max(1, len(losses) // 10)
         first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
         yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
-    seconds = [value for _, value in points_of(data.metrics, "step_seconds")]
+    seconds = [value for _, value in points_of(data.metrics, "seconds")]
     if seconds:
         yield "Pace", pace_text(sum(seconds) / len(seconds))
         yield "Time in steps", clock(sum(seconds))

@@ -67,7 +67,7 @@ def picture(folder: Path, step: int, name: str = "glimmer", side: int = 32, nois
 
 def rows(count: int) -> list[dict[str, float]]:
     return [
-        {"step": step, "time": 0.0, "epoch": 1, "train_loss": 1 / step + step % 3, "learning_rate": 1e-4}
+        {"step": step, "epoch": 1, "train_loss": 1 / step + step % 3, "learning_rate": 1e-4, "seconds": 0.5}
         for step in range(1, count + 1)
     ]
 
@@ -96,7 +96,7 @@ def test_the_page_shows_every_part_and_asks_nobody_for_anything(tmp_path: Path) 
         LedgerRow("stars", "b.png", False, reason="is truncated"),
     ]
     page = render(data_of(tmp_path, previews=records, ledger=ledger, environment=describe_environment("cpu")))
-    for text in ("40 of 300", "running", "Loss", "Learning rate", "glimmer", "is truncated", "1 of 2", "python"):
+    for text in ("40 of 300", "0.50 s/step", "Loss", "Learning rate", "glimmer", "is truncated", "1 of 2", "python"):
         assert text in page.text
     assert page.tags.count("img") == 3
     assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
@@ -225,6 +225,7 @@ def test_charts_follow_what_was_recorded() -> None:
         ("Loss", False),
         ("Learning rate", False),
         ("Gradient norm", False),
+        ("Seconds per step", False),
         ("crepa_loss", True),
     ]
     assert [series.name for series in charts[0].series] == ["loss", "val/pooled"]
