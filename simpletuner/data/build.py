@@ -67,7 +67,7 @@ class _Builder:
     context: DataContext
     problems: list[Problem]
     folders: dict[str, Folder] = field(default_factory=dict)
-    partners: dict[str, Partners] = field(default_factory=dict)
+    partners: dict[str, Partners | None] = field(default_factory=dict)
     filters: dict[str, Edit | None] = field(default_factory=dict)
 
     def folder(self, entry: DatasetConfig) -> Folder:
@@ -183,23 +183,26 @@ class _Builder:
     def partners_of(self, entry: DatasetConfig) -> Partners | None:
         """The pictures of a conditioning entry, read once however many datasets are paired with it."""
         if entry.id not in self.partners:
-            folder = self.folder(entry)
-            rules = build_rules(entry, self.context.spec, self.problems)
-            if rules is None or entry.conditioning_type not in ("reference_strict", "reference_loose"):
-                return None
-            facts = {**folder.facts, **folder.damaged}
-            self.partners[entry.id] = Partners(
-                entry.id, entry.conditioning_type, folder.root, facts, rules, names_by_key(sorted(facts))
-            )
+            self.partners[entry.id] = self._read_partners(entry)
         return self.partners[entry.id]
+
+    def _read_partners(self, entry: DatasetConfig) -> Partners | None:
+        rules = build_rules(entry, self.context.spec, self.problems)
+        kind = entry.conditioning_type
+        if rules is None or (kind != "reference_strict" and kind != "reference_loose"):
+            return None
+        folder = self.folder(entry)
+        facts = {**folder.facts, **folder.damaged}
+        return Partners(entry.id, kind, folder.root, facts, rules, names_by_key(sorted(facts)))
 
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
         """A dataset of the partners in use for each conditioning entry, so that its files are accounted for too."""
         used = [sample.partner for dataset in datasets for sample in dataset.samples if sample.partner]
+        known = [(entry, self.partners.get(entry.id)) for entry in self.entries]
         return [
-            _conditioning_dataset(entry, self.folder(entry), self.partners[entry.id], used, self.context)
-            for entry in self.entries
-            if entry.id in self.partners
+            _conditioning_dataset(entry, self.folder(entry), partners, used, self.context)
+            for entry, partners in known
+            if partners is not None
         ]
 
 

@@ -10,6 +10,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.errors import Problem, did_you_mean
 
 from .context import DataContext
+from .discovery import is_readable
 from .inventory import load_index
 
 FILE_KINDS = ("image", "conditioning", "eval")
@@ -100,12 +101,13 @@ def check_folders(configs: Sequence[DatasetConfig], context: DataContext, proble
     missing = []
     for config in configs:
         folder = Path(config.instance_data_dir or "")
-        if not holds_files(config) or not config.instance_data_dir or folder.is_dir():
+        if not holds_files(config) or not config.instance_data_dir or is_readable(folder):
             continue
         if not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder)):
             missing.append(f"{config.id}: {config.instance_data_dir!r}")
     if missing:
-        message = f"these folders do not exist (paths count from the working directory): {'; '.join(missing)}."
+        hint = "paths count from the working directory"
+        message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
         problems.append(Problem("instance_data_dir", message))
 
 

@@ -37,6 +37,11 @@ def pair_key(name: str) -> str:
     return unicodedata.normalize("NFC", str(PurePosixPath(name).with_suffix("")))
 
 
+def is_readable(folder: Path) -> bool:
+    """Whether there is a folder that can be listed."""
+    return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+
+
 def scan(root: Path) -> Scan:
     """List a folder with its sub-folders, in an order that is the same everywhere.
 

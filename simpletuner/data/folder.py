@@ -9,7 +9,7 @@ from pathlib import Path
 from simpletuner.config.datasets import DatasetConfig
 
 from .context import DataContext
-from .discovery import Scan, scan
+from .discovery import Scan, is_readable, scan
 from .inventory import FileFacts, inspect_files, load_index
 from .sample import Rejected
 
@@ -37,14 +37,14 @@ class Folder:
     @property
     def is_there(self) -> bool:
         """Whether there is a folder, or an index to use in its place."""
-        return self.root.is_dir() or bool(self.facts)
+        return is_readable(self.root) or bool(self.facts)
 
 
 def read_folder(config: DatasetConfig, context: DataContext) -> Folder:
     """Look at every file of an entry; one that did not change since the last run is not read again."""
     root = Path(config.instance_data_dir or "")
     known = load_index(Path(config.cache_dir_vae or ""), root)
-    listing = scan(root) if root.is_dir() else Scan()
+    listing = scan(root) if is_readable(root) else Scan()
     rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
     names = list(listing.pictures)
     if known and _keeps_list(config):

@@ -75,6 +75,8 @@ def probe(path: Path) -> tuple[int, int]:
     with _opened(path) as (file, picture, kind):
         size = file.seek(0, 2)
         width, height = picture.size
+        if width < 1 or height < 1:
+            raise MediaError(f"is damaged: its size is {width}x{height}")
         if isinstance(picture, TiffImagePlugin.TiffImageFile):
             # Some versions of Pillow rotate the size of a TIFF on opening, others when it is decoded.
             width, height = picture.tag_v2[256], picture.tag_v2[257]

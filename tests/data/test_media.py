@@ -113,6 +113,15 @@ def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
                 pass
 
 
+def test_a_picture_without_pixels_is_damaged(tmp_path: Path) -> None:
+    scene().save(tmp_path / "a.bmp")
+    content = bytearray((tmp_path / "a.bmp").read_bytes())
+    content[18:22] = bytes(4)
+    (tmp_path / "a.bmp").write_bytes(bytes(content))
+    with pytest.raises(MediaError):
+        probe(tmp_path / "a.bmp")
+
+
 def test_foreign_formats_are_named(tmp_path: Path) -> None:
     BROKEN["phone.jpg"](tmp_path / "phone.jpg")
     with pytest.raises(MediaError, match="HEIC"):
