@@ -1,0 +1,80 @@
+"""Adapters of tiny checkpoints, and what the stock pipelines hand to their transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline
+from PIL import Image
+
+from simpletuner.config.load import Layer, RunConfig, resolve
+from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
+from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.models.source import ModelSource
+
+CPU = torch.device("cpu")
+
+
+def make_config(checkpoint: Path, task: str = "t2i", **settings: Any) -> RunConfig:
+    """The config of a run on a tiny checkpoint."""
+    values = {
+        "model_type": "lora",
+        "model_family": "kandinsky5-image",
+        "model_flavour": f"{task}-lite-sft",
+        "pretrained_model_name_or_path": str(checkpoint),
+        **settings,
+    }
+    problems: list[Any] = []
+    config = resolve([Layer("test", list(values.items()))], problems)
+    assert config is not None, problems
+    return config
+
+
+def make_adapter(checkpoint: Path, task: str = "t2i", **settings: Any) -> Kandinsky5ImageAdapter:
+    """The adapter of a tiny checkpoint."""
+    config = make_config(checkpoint, task, **settings)
+    flavour = KANDINSKY5_IMAGE.flavour(f"{task}-lite-sft")
+    source = ModelSource.from_config(KANDINSKY5_IMAGE, flavour, config.model)
+    return Kandinsky5ImageAdapter(flavour, source, config.model, config.text, config.caching)
+
+
+def stock_pipeline(checkpoint: Path, task: str, size: tuple[int, int], template: Any) -> Any:
+    """The stock pipeline of a checkpoint, at one size, with the template the trainer uses."""
+    pipeline_class = Kandinsky5I2IPipeline if task == "i2i" else Kandinsky5T2IPipeline
+    pipeline = pipeline_class.from_pretrained(checkpoint, tokenizer=load_processor(checkpoint))
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.resolutions = [size]
+    pipeline.prompt_template = template.text
+    pipeline.prompt_template_encode_start_idx = template.crop
+    return pipeline
+
+
+class Recorder:
+    """Stands in for a transformer's forward, keeps the inputs of every call and answers what it is told to."""
+
+    def __init__(self, transformer: Any, answer: Callable[[dict[str, Any]], torch.Tensor]) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.answer = answer
+        transformer.forward = self
+
+    def __call__(self, **inputs: Any) -> Any:
+        self.calls.append(inputs)
+        output = self.answer(inputs)
+        return SimpleNamespace(sample=output) if inputs.get("return_dict", True) else output
+
+
+def zeros(inputs: dict[str, Any]) -> torch.Tensor:
+    """A velocity of zero: the latents stay what they are."""
+    return torch.zeros_like(inputs["hidden_states"][..., :16])
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A picture of noise."""
+    values = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)

@@ -1,0 +1,143 @@
+"""What training hands to the transformer equals what the stock pipelines hand to it at inference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL.Image import Image
+
+from simpletuner.caching.fill import to_pixels
+from simpletuner.diffusion.batch import Batch
+from simpletuner.diffusion.flow import make_noisy
+from simpletuner.models.adapter import TextRequest
+from simpletuner.models.kandinsky5.text import select_template
+from tests.fidelity.family import CPU, Recorder, make_adapter, picture, stock_pipeline, zeros
+
+SIZE = (96, 64)  # width, height
+PROMPT = "a red star &amp; a  blue circle"
+SEED = 5
+
+
+@pytest.fixture(params=["t2i", "i2i"])
+def task(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def checkpoint(task: str, t2i_checkpoint: Path, i2i_checkpoint: Path) -> Path:
+    return {"t2i": t2i_checkpoint, "i2i": i2i_checkpoint}[task]
+
+
+def source_for(task: str) -> Image | None:
+    return picture(*SIZE) if task == "i2i" else None
+
+
+def pipeline_inputs(
+    checkpoint: Path, task: str, guidance: float = 1.0, words: Any = "official"
+) -> list[dict[str, Any]]:
+    """Everything the stock pipeline passes to the transformer in two sampling steps."""
+    template = select_template(words, "image_edit" if task == "i2i" else "image")
+    pipeline = stock_pipeline(checkpoint, task, SIZE, template)
+    recorder = Recorder(pipeline.transformer, zeros)
+    extra = {"image": source_for(task)} if task == "i2i" else {}
+    pipeline(
+        prompt=PROMPT,
+        negative_prompt="",
+        width=SIZE[0],
+        height=SIZE[1],
+        num_inference_steps=2,
+        guidance_scale=guidance,
+        generator=torch.Generator().manual_seed(SEED),
+        output_type="latent",
+        **extra,
+    )
+    return recorder.calls
+
+
+def trainer_inputs(checkpoint: Path, task: str, theirs: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """What the adapter passes to the transformer for the same caption, noise, noise level and source picture."""
+    adapter = make_adapter(checkpoint, task, **settings)
+    encoder = adapter.load_text_encoder(CPU, torch.float32)
+    embeds = encoder.encode([TextRequest(PROMPT, source_for(task))])
+    transformer = adapter.load_transformer(torch.float32)
+    recorder = Recorder(transformer, zeros)
+    noise = theirs["hidden_states"][..., :16].permute(0, 4, 1, 2, 3)
+    condition = theirs["hidden_states"][..., 16:32].permute(0, 4, 1, 2, 3) if task == "i2i" else None
+    batch = Batch(latents=torch.zeros_like(noise), embeds=embeds, names=["x"], condition=condition)
+    adapter.predict(transformer, make_noisy(batch, theirs["timestep"] / 1000, noise))
+    return recorder.calls[0]
+
+
+def assert_same_inputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for name in ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "text_rope_pos"):
+        assert ours[name].shape == theirs[name].shape, name
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-6)
+    for mine, other in zip(ours["visual_rope_pos"], theirs["visual_rope_pos"], strict=True):
+        assert torch.equal(mine, other)
+    assert tuple(ours["scale_factor"]) == tuple(theirs["scale_factor"]) == (1.0, 1.0, 1.0)
+    assert theirs["sparse_params"] is None
+    assert ours.get("sparse_params") is None
+
+
+def test_first_sampling_step_is_what_is_trained(checkpoint: Path, task: str) -> None:
+    theirs = pipeline_inputs(checkpoint, task)[0]
+    ours = trainer_inputs(checkpoint, task, theirs)
+    assert theirs["timestep"].item() == 1000.0
+    assert ours["hidden_states"].shape[-1] == (33 if task == "i2i" else 16)
+    assert_same_inputs(ours, theirs)
+
+
+def test_a_later_noise_level_has_its_own_timestep(checkpoint: Path, task: str) -> None:
+    calls = pipeline_inputs(checkpoint, task)
+    assert calls[1]["timestep"].item() < 1000.0
+    ours = trainer_inputs(checkpoint, task, calls[1])
+    assert torch.equal(ours["timestep"], calls[1]["timestep"])
+    assert ours["timestep"].dtype == torch.float32
+
+
+def test_unconditional_input_is_the_empty_caption(checkpoint: Path, task: str) -> None:
+    unconditional = pipeline_inputs(checkpoint, task, guidance=3.0)[1]
+    encoder = make_adapter(checkpoint, task).load_text_encoder(CPU, torch.float32)
+    ours = encoder.encode([TextRequest("", source_for(task))])[0]
+    torch.testing.assert_close(ours["prompt_embeds"], unconditional["encoder_hidden_states"][0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours["pooled_prompt_embeds"], unconditional["pooled_projections"][0], rtol=0, atol=1e-6)
+
+
+def test_diffusers_template_is_the_pipelines_own(checkpoint: Path, task: str) -> None:
+    theirs = pipeline_inputs(checkpoint, task, words="diffusers")[0]
+    ours = trainer_inputs(checkpoint, task, theirs, text_template="diffusers")
+    assert_same_inputs(ours, theirs)
+    official = trainer_inputs(checkpoint, task, theirs)["encoder_hidden_states"]
+    assert not torch.allclose(official, ours["encoder_hidden_states"], atol=1e-3)
+
+
+def test_source_latents_of_i2i_are_scaled_and_not_shifted(i2i_checkpoint: Path) -> None:
+    channels = pipeline_inputs(i2i_checkpoint, "i2i")[0]["hidden_states"]
+    source, mask = channels[..., 16:32], channels[..., 32:]
+    assert torch.equal(mask, torch.ones_like(mask))
+    adapter = make_adapter(i2i_checkpoint, "i2i")
+    encoder = adapter.load_latent_encoder(CPU, torch.float32)
+    pixels = to_pixels(np.array(picture(*SIZE)))[None]
+    # The pipeline draws the starting noise first and the posterior sample from the same generator after it.
+    generator = torch.Generator().manual_seed(SEED)
+    torch.randn((1, 1, SIZE[1] // 8, SIZE[0] // 8, 16), generator=generator)
+    with torch.no_grad():
+        posterior = encoder.vae.encode(pixels[:, :, 0]).latent_dist
+    expected = (posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=generator)) * 0.3611
+    # Two loads of one VAE may differ in the last bit of a convolution, by the alignment of their weights.
+    torch.testing.assert_close(source[:, 0].permute(0, 3, 1, 2), expected, rtol=1e-5, atol=1e-6)
+    ours = encoder.encode(pixels, [11])
+    noise = torch.randn(posterior.mean.shape[1:], generator=torch.Generator().manual_seed(11))
+    torch.testing.assert_close(ours[0, :, 0], (posterior.mean[0] + posterior.std[0] * noise) * 0.3611)
+
+
+def test_latents_do_not_depend_on_their_batch(t2i_checkpoint: Path) -> None:
+    encoder = make_adapter(t2i_checkpoint).load_latent_encoder(CPU, torch.float32)
+    pixels = torch.stack([to_pixels(np.array(picture(64, 64, seed))) for seed in range(3)])
+    together = encoder.encode(pixels, [1, 2, 3])
+    alone = torch.cat([encoder.encode(pixels[index : index + 1], [index + 1]) for index in range(3)])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)

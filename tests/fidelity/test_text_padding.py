@@ -1,0 +1,97 @@
+"""Captions of unequal length in one batch: no token ever attends to padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import Kandinsky5Transformer3DModel
+
+from simpletuner.diffusion.batch import Batch, TextEmbeds
+from simpletuner.diffusion.flow import make_noisy
+from simpletuner.models.adapter import TextRequest
+from simpletuner.models.kandinsky5 import attention
+from simpletuner.models.kandinsky5.denoiser import channels_last, collate_text
+from simpletuner.training.activation_checkpointing import enable_checkpointing
+from tests.fidelity.family import CPU, make_adapter, make_config
+
+CAPTIONS = ("a star", "two blue circles on a white ground, seen from far away", "तारा 你好")
+
+
+def make_batch(embeds: list[TextEmbeds]) -> Batch:
+    latents = torch.randn(len(embeds), 16, 1, 4, 6, generator=torch.Generator().manual_seed(0))
+    return Batch(latents, embeds, [str(index) for index in range(len(embeds))])
+
+
+def noise_like(latents: torch.Tensor) -> torch.Tensor:
+    return torch.randn(latents.shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def embeds(t2i_checkpoint: Path) -> list[TextEmbeds]:
+    encoder = make_adapter(t2i_checkpoint).load_text_encoder(CPU, torch.float32)
+    found = encoder.encode([TextRequest(caption) for caption in CAPTIONS])
+    assert len({len(one["prompt_embeds"]) for one in found}) == 3
+    return found
+
+
+def test_masked_batch_equals_single_runs(t2i_checkpoint: Path, embeds: list[TextEmbeds]) -> None:
+    adapter = make_adapter(t2i_checkpoint)
+    transformer = adapter.load_transformer(torch.float32)
+    batch = make_batch(embeds)
+    noise, sigmas = noise_like(batch.latents), torch.tensor([0.3, 0.6, 0.9])
+    together = adapter.predict(transformer, make_noisy(batch, sigmas, noise))
+    for index, one in enumerate(embeds):
+        single = Batch(batch.latents[index : index + 1], [one], ["x"])
+        noisy = make_noisy(single, sigmas[index : index + 1], noise[index : index + 1])
+        alone = adapter.predict(transformer, noisy)
+        torch.testing.assert_close(together[index : index + 1], alone, rtol=0, atol=1e-5)
+
+
+def test_stock_attention_would_be_off(t2i_checkpoint: Path, embeds: list[TextEmbeds]) -> None:
+    """The measure of what the mask is for: without it the same batch differs by far more than rounding."""
+    adapter = make_adapter(t2i_checkpoint)
+    transformer = adapter.load_transformer(torch.float32)
+    noisy = make_noisy(make_batch(embeds), torch.tensor([0.3, 0.6, 0.9]), noise_like(make_batch(embeds).latents))
+    masked = adapter.predict(transformer, noisy)
+    stock = Kandinsky5Transformer3DModel.from_pretrained(t2i_checkpoint / "transformer")
+    text, pooled, _ = collate_text(embeds, torch.float32)
+    inputs = channels_last(noisy.noisy_latents)
+    positions = [torch.arange(1), torch.arange(2), torch.arange(3)]
+    unmasked = stock(
+        inputs, text, noisy.timesteps, pooled, positions, torch.arange(text.shape[1]), return_dict=False
+    )  # fmt: skip
+    assert (unmasked.permute(0, 4, 1, 2, 3) - masked).abs().max() > 1e-3
+
+
+def test_checkpointed_backward_sees_the_same_mask(t2i_checkpoint: Path, embeds: list[TextEmbeds]) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        adapter = make_adapter(t2i_checkpoint)
+        transformer = adapter.load_transformer(torch.float32)
+        config = make_config(t2i_checkpoint, gradient_checkpointing=checkpointing)
+        layout = adapter.block_layout(transformer)
+        enable_checkpointing(transformer, layout, config.precision, dropout=False)
+        transformer.train()
+        batch = make_batch(embeds)
+        noisy = make_noisy(batch, torch.tensor([0.3, 0.6, 0.9]), noise_like(batch.latents))
+        adapter.predict(transformer, noisy).square().mean().backward()
+        gradients.append({name: p.grad for name, p in transformer.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-6)
+
+
+def test_sampling_is_left_alone_after_training(t2i_checkpoint: Path, embeds: list[TextEmbeds]) -> None:
+    """A mask that training left behind must not reach a pipeline, which runs without gradients."""
+    adapter = make_adapter(t2i_checkpoint)
+    transformer = adapter.load_transformer(torch.float32)
+    batch = make_batch(embeds)
+    adapter.predict(transformer, make_noisy(batch, torch.tensor([0.3, 0.6, 0.9]), noise_like(batch.latents)))
+    padding = attention.TextPadding()
+    with padding.hidden(torch.ones(1, 2, dtype=torch.bool)):
+        assert padding.mask is not None
+    assert padding.mask is not None, "the recomputation in backward still needs it"
+    with torch.no_grad():
+        assert padding.mask is None
