@@ -140,4 +140,4 @@ def test_latents_do_not_depend_on_their_batch(t2i_checkpoint: Path) -> None:
     pixels = torch.stack([to_pixels(np.array(picture(64, 64, seed))) for seed in range(3)])
     together = encoder.encode(pixels, [1, 2, 3])
     alone = torch.cat([encoder.encode(pixels[index : index + 1], [index + 1]) for index in range(3)])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
