@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from .inventory import FileFacts, save_index
 from .pairing import Partners
 from .sample import LedgerEntry, Reason, Rejected, Sample
 
-__all__ = ["Dataset", "LedgerEntry", "Rejected", "Sample"]
+__all__ = ["Dataset", "LedgerEntry", "Rejected", "Sample", "without_damaged"]
 
 
 @dataclass(frozen=True)
@@ -139,3 +139,22 @@ class Dataset:
         captions = {sample.name: sample.captions for sample in self.samples}
         facts = {name: replace(fact, captions=captions.get(name, ())) for name, fact in self.facts.items()}
         save_index(self.latent_dir, self.root, facts)
+
+
+def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str], str]) -> list[Dataset]:
+    """Datasets after some files proved to be damaged when they were decoded; a pair goes with either of its halves.
+
+    Args:
+        damaged: what is wrong with each file, by dataset id and name.
+    """
+    reduced = []
+    for dataset in datasets:
+        own = {name: problem for (owner, name), problem in damaged.items() if owner == dataset.id}
+        halves = {
+            sample.name: f"its partner {sample.partner.name} {damaged[sample.partner.dataset_id, sample.partner.name]}"
+            for sample in dataset.samples
+            if sample.partner and (sample.partner.dataset_id, sample.partner.name) in damaged
+        }
+        single = {name: problem for name, problem in halves.items() if name not in own}
+        reduced.append(dataset.without(own).without(single, "partner unusable"))
+    return reduced

@@ -10,7 +10,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
 from simpletuner.data.context import DataContext
-from simpletuner.data.dataset import Dataset
+from simpletuner.data.dataset import Dataset, without_damaged
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.spec import Task
@@ -158,3 +158,11 @@ def test_what_is_not_built_is_an_error(roots: tuple[Path, Path]) -> None:
 def test_a_missing_partner_folder_is_said_once(roots: tuple[Path, Path]) -> None:
     _, problems = build((roots[0], roots[1] / "nowhere"))
     assert [problem.where for problem in problems if problem.fatal] == ["instance_data_dir"]
+
+
+def test_damage_found_by_decoding_takes_the_pair_out(roots: tuple[Path, Path]) -> None:
+    datasets, _ = build(roots)
+    after, before = without_damaged(datasets, {("before", "a.jpg"): "is damaged", ("after", "sub/b.png"): "is damaged"})
+    assert len(after.samples) == 2
+    assert after.counts() == {"damaged": 1, "partner unusable": 1}
+    assert before.counts() == {"damaged": 1}
