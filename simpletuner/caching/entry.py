@@ -7,7 +7,6 @@ another's name are noticed on reading.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import zstandard
 
 from simpletuner.errors import SimpleTunerError
+from simpletuner.headers import METADATA, header_end, join_header, split_header
 
 from .keys import canonical_json
 
@@ -25,12 +25,11 @@ COMPRESSED = ".safetensors.zst"
 ZSTD_LEVEL = 3
 # What is read at first for the header alone, and the longest header that is believed.
 HEAD_BYTES = 1 << 14
-LONGEST_HEADER = 1 << 24
 
 # What parsing arbitrary bytes can raise. Running out of memory is not among it: that is no fault of the file.
 UNREADABLE = (zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError)
 
-METADATA, KEY, CHECKSUM = "__metadata__", "key", "checksum"
+KEY, CHECKSUM = "key", "checksum"
 
 
 class DamagedEntryError(SimpleTunerError):
@@ -74,13 +73,11 @@ def list_keys(folder: Path) -> Iterator[str]:
 
 def seal(blob: bytes, key: str, provenance: dict[str, str]) -> bytes:
     """A safetensors file with key, provenance and checksum in its metadata."""
-    start, header = _split(blob)
+    start, header = split_header(blob)
     header[METADATA] = {**provenance, KEY: key}
     data = memoryview(blob)[start:]
     header[METADATA][CHECKSUM] = _checksum(header, data)
-    text = canonical_json(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
-    return b"".join((len(text).to_bytes(8, "little"), text, data))
+    return join_header(header, data)
 
 
 def compress(blob: bytes) -> bytes:
@@ -100,7 +97,7 @@ def read_entry(path: Path, key: str) -> Entry:
         if path.name.endswith(COMPRESSED):
             # Not decompress(): it believes the size that a damaged frame claims and allocates it.
             blob = zstandard.ZstdDecompressor().decompressobj().decompress(blob)
-        start, header = _split(blob)
+        start, header = split_header(blob)
         provenance = header[METADATA]
         checksum = provenance.pop(CHECKSUM)
         sound = checksum == _checksum(header, memoryview(blob)[start:]) and provenance.pop(KEY) == key
@@ -121,24 +118,11 @@ def read_provenance(path: Path) -> dict[str, str]:
         with path.open("rb") as file:
             source = zstandard.ZstdDecompressor().stream_reader(file) if path.name.endswith(COMPRESSED) else file
             head = source.read(HEAD_BYTES)
-            head += source.read(max(_header_end(head) - len(head), 0))
-        metadata = _split(head)[1][METADATA]
+            head += source.read(max(header_end(head) - len(head), 0))
+        metadata = split_header(head)[1][METADATA]
         return {name: text for name, text in metadata.items() if name not in (KEY, CHECKSUM)}
     except UNREADABLE as error:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
-
-
-def _split(blob: bytes) -> tuple[int, dict[str, Any]]:
-    """Where the data of a safetensors file starts, and its header."""
-    start = _header_end(blob)
-    return start, json.loads(blob[8:start])
-
-
-def _header_end(blob: bytes) -> int:
-    length = int.from_bytes(blob[:8], "little")
-    if length > LONGEST_HEADER:
-        raise ValueError("it has no header")
-    return 8 + length
 
 
 def _checksum(header: dict[str, Any], data: memoryview) -> str:

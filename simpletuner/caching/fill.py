@@ -93,7 +93,7 @@ def fill_latents(
 
 def to_pixels(picture: np.ndarray) -> Tensor:
     """A picture `H W 3` of 0..255 as one frame `3 1 H W` in [-1, 1], float32, rounded as the pipelines do."""
-    return (2.0 * (torch.from_numpy(picture).float() / 255.0) - 1.0).permute(2, 0, 1).unsqueeze(1)
+    return (2.0 * (torch.tensor(picture).float() / 255.0) - 1.0).permute(2, 0, 1).unsqueeze(1)
 
 
 def prepared_picture(sample: Sample) -> Image.Image:

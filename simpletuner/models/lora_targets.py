@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import Problem, did_you_mean
+from simpletuner.headers import METADATA, read_header
 from simpletuner.models.spec import FamilySpec
 
 KEY = "peft_lora_target_modules"
@@ -67,11 +68,8 @@ def linear_modules(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a safetensors file: an 8-byte length, then JSON (the safetensors format)."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    """Names and shapes of the tensors in a safetensors file."""
+    return {name: tuple(entry["shape"]) for name, entry in read_header(path).items() if name != METADATA}
 
 
 def _read_list(value: str, spec: FamilySpec, problems: list[Problem]) -> Any:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import safe_open
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from simpletuner.atomic import write_atomically
 from simpletuner.config.schema import LoraConfig
 from simpletuner.errors import UserError
+from simpletuner.headers import METADATA, read_header, with_metadata
 from simpletuner.models.lora_targets import Targets
 
 ADAPTER = "default"
@@ -111,7 +111,7 @@ class LoraAdapter:
         header = {"format": "pt", METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True), **note}
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE_NAME
-        write_atomically(path, to_safetensors(self.file_weights(weights), metadata=header))
+        write_atomically(path, with_metadata(to_safetensors(self.file_weights(weights)), header))
         return path
 
     def _with_initial(self, name: str, tensor: Tensor) -> Tensor:
@@ -239,8 +239,7 @@ def _file_settings(path: Path) -> dict[str, Any]:
 
 
 def _raw_settings(path: Path) -> dict[str, Any] | None:
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
+    metadata = read_header(path).get(METADATA, {})
     return json.loads(metadata[METADATA_KEY]) if METADATA_KEY in metadata else None
 
 
