@@ -1,0 +1,108 @@
+"""docs/OPTIONS.md out of the option schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .option import Option
+from .schema import all_options
+from .variables import VARIABLES, Variable
+
+INTRODUCTION = """\
+# Options
+
+Every key of `config.json`, generated from the option schema by `scripts/docs`; do not edit this page by hand.
+
+A key may be written with or without `--`, with `-` or `_`. On the command line `key=value`, `--key=value`,
+`--key value` and a bare `--flag` (true) are the same. What is stronger wins: command line, config.json, config.env,
+default of the model family, default on this page. `null` and `""` mean unset. `{env:NAME}` in a text stands for the
+environment variable NAME.
+
+⏳ marks keys whose subject is not available yet: they are known and checked, and refused when they switch it on.
+"""
+VARIABLES_TITLE = "Environment configuration variables"
+FAMILIES_TITLE = "Defaults of the model families"
+
+
+def render_options(family_defaults: Mapping[str, Mapping[str, Any]]) -> str:
+    """The whole page as Markdown.
+
+    Args:
+        family_defaults: defaults by key, by `model_family`.
+    """
+    sections = _sections()
+    titles = [*sections, FAMILIES_TITLE, VARIABLES_TITLE]
+    parts = [INTRODUCTION, "\n".join(f"- [{title}](#{_anchor(title)})" for title in titles) + "\n"]
+    parts += ["\n".join([f"## {title}\n", *_table(options), ""]) for title, options in sections.items()]
+    parts += ["\n".join([f"## {FAMILIES_TITLE}\n", *_family_table(family_defaults), ""])]
+    parts += ["\n".join([f"## {VARIABLES_TITLE}\n", *_variable_table(), ""])]
+    return "\n".join(parts)
+
+
+def _sections() -> dict[str, list[Option]]:
+    sections: dict[str, list[Option]] = {}
+    for option in all_options().values():
+        sections.setdefault(option.section, []).append(option)
+    return sections
+
+
+def _table(options: list[Option]) -> Iterator[str]:
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for option in options:
+        mark = " ⏳" if option.planned else ""
+        kind = " ".join(filter(None, (option.type_name, option.limit_text)))
+        yield f"| `{option.name}`{mark} | {kind} | {_default(option)} | {_meaning(option)} |"
+
+
+def _default(option: Option) -> str:
+    if option.required:
+        return "required"
+    if option.default_note:
+        return _cell(option.default_note)
+    return _value(option.default)
+
+
+def _meaning(option: Option) -> str:
+    aliases = ", ".join(f"`{alias}`" for alias in option.aliases)
+    return _cell(f"{option.help} Also written {aliases}." if aliases else option.help)
+
+
+def _family_table(family_defaults: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    yield f"| key | {' | '.join(family_defaults)} |"
+    yield "|---|" + "---|" * len(family_defaults)
+    keys = {key for defaults in family_defaults.values() for key in defaults}
+    for key in (key for key in all_options() if key in keys):
+        values = (_value(defaults[key]) if key in defaults else "" for defaults in family_defaults.values())
+        yield f"| `{key}` | {' | '.join(values)} |"
+
+
+def _variable_table() -> Iterator[str]:
+    yield "| variable | default | meaning |"
+    yield "|---|---|---|"
+    for variable in VARIABLES:
+        names = ", ".join(f"`{name}`" for name in variable.names)
+        yield f"| {names} | {variable.default} | {_cell(_variable_meaning(variable))} |"
+
+
+def _variable_meaning(variable: Variable) -> str:
+    return f"{variable.meaning} (Read by {variable.reader}.)" if variable.reader else variable.meaning
+
+
+def _value(value: Any) -> str:
+    """A default as one writes it in JSON; unset stays empty."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"`{_cell(f'{value:g}' if isinstance(value, float) else str(value))}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _anchor(title: str) -> str:
+    """The anchor that GitHub gives to a heading."""
+    return title.lower().replace(" ", "-")

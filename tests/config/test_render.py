@@ -1,0 +1,72 @@
+"""docs/OPTIONS.md is what the option schema says, and its list of environment variables is what the code reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from simpletuner.config.render import render_options
+from simpletuner.config.schema import all_options
+from simpletuner.config.variables import VARIABLES
+from simpletuner.models.registry import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "simpletuner").rglob("*.py")))
+READ = re.compile(r"""os\.environ(?:\.get\(|\[)["']([A-Z][A-Z_]+)["']""")
+# Looked at to find out what another program would do; nobody sets them for a run.
+OF_OTHERS = {"TERM", "NETRC", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "WANDB_DIR", "WANDB_DISABLED",
+             "WANDB_IDENTITY_TOKEN_FILE"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render_options({name: spec.defaults for name, spec in FAMILIES.items()})
+
+
+def test_the_page_in_the_repository_is_not_stale(page: str) -> None:
+    committed = (ROOT / "docs" / "OPTIONS.md").read_text(encoding="utf-8")
+    assert committed == page, "./scripts/docs writes it anew"
+
+
+def test_every_key_and_alias_is_on_the_page_once(page: str) -> None:
+    rows = re.findall(r"^\| `(\w+)`(?: ⏳)? \|(.*)$", page.split("## Defaults of the model families")[0], re.MULTILINE)
+    assert [name for name, _ in rows] == list(all_options())
+    meanings = dict(rows)
+    for option in all_options().values():
+        assert option.help in meanings[option.name].replace("\\|", "|")
+        for alias in option.aliases:
+            assert f"`{alias}`" in meanings[option.name]
+
+
+def test_planned_keys_are_marked(page: str) -> None:
+    marked = set(re.findall(r"^\| `(\w+)` ⏳ \|", page, re.MULTILINE))
+    assert marked == {option.name for option in all_options().values() if option.planned}
+
+
+def test_rows_have_as_many_cells_as_their_table(page: str) -> None:
+    width = 0
+    for line in page.splitlines():
+        cells = len(re.findall(r"(?<!\\)\|", line)) - 1
+        if line.startswith("|---"):
+            width = cells
+        elif line.startswith("| `"):
+            assert cells == width, line
+
+
+def test_the_anchor_that_the_guides_link_to(page: str) -> None:
+    assert "## Environment configuration variables\n" in page
+    assert "(#environment-configuration-variables)" in page
+
+
+def test_every_listed_variable_is_read() -> None:
+    own = [name for variable in VARIABLES if not variable.reader for name in variable.names]
+    assert own
+    for name in own:
+        assert f'"{name}"' in SOURCES.replace((ROOT / "simpletuner/config/variables.py").read_text("utf-8"), "")
+
+
+def test_every_read_variable_is_listed() -> None:
+    listed = {name for variable in VARIABLES for name in variable.names}
+    assert set(READ.findall(SOURCES)) - OF_OTHERS <= listed
