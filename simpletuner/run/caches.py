@@ -14,7 +14,7 @@ from simpletuner.caching.fill import fill_latents, fill_texts
 from simpletuner.config.precision import text_encoder_dtype, vae_dtype
 from simpletuner.data.amounts import check_amount
 from simpletuner.data.context import DataContext
-from simpletuner.data.dataset import Dataset
+from simpletuner.data.dataset import without_damaged
 from simpletuner.data.quarantine import quarantine, unwelcome
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.precision import DTYPES
@@ -152,7 +152,9 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str]) -> Plan:
     """
     for (dataset_id, name), reason in failures.items():
         logger.warning("%s/%s is left out: %s", dataset_id, name, reason)
-    datasets = [_reduced(dataset, failures) for dataset in plan.datasets]
+    datasets = without_damaged(plan.datasets, failures)
+    for dataset in datasets:
+        dataset.save_index()
     problems: list[Problem] = []
     context = DataContext.of(plan.config, plan.spec, plan.flavour.task)
     reduced = replace(plan, datasets=[check_amount(dataset, context, problems) for dataset in datasets])
@@ -161,11 +163,3 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str]) -> Plan:
     quarantine_rejected(reduced)
     sampler = make_sampler(reduced.trained, plan.config, plan.seed)
     return replace(reduced, length=plan_length(plan.config, sampler))
-
-
-def _reduced(dataset: Dataset, failures: dict[tuple[str, str], str]) -> Dataset:
-    own = {name: reason for (dataset_id, name), reason in failures.items() if dataset_id == dataset.id}
-    reduced = dataset.without(own) if own else dataset
-    if own:
-        reduced.save_index()
-    return reduced

@@ -65,7 +65,7 @@ def run_plan(plan: Plan, progress: Progress) -> None:
     loader = BatchLoader(
         plan.sampler(), reader, plan.config.caching, lambda epoch: _complete(workshop, epoch), pin=True
     )
-    state = load_checkpoint(plan.resume, assembly, loader, ema) if plan.resume else TrainState()
+    state = load_checkpoint(plan.resume, assembly, loader, ema) if plan.resume else first_state(plan)
     if plan.resume:
         progress.say(f"Continuing from {plan.resume.path.name}")
 
@@ -75,8 +75,9 @@ def run_plan(plan: Plan, progress: Progress) -> None:
     )
     for tracker in trackers:
         tracker.start(plan.config.flat())
+    media = MediaFile(plan.output_dir / MEDIA_FILE, state.global_step)
     try:
-        callbacks = build_callbacks(plan, workshop, reader, loader, ema, state, trackers, report, progress)
+        callbacks = build_callbacks(plan, workshop, reader, loader, ema, state, trackers, report, progress, media)
         with stop_on_interrupt() as stop:
             train(assembly, loader, state, callbacks, stop)
         published = publish(plan, assembly, ema, weight_note(plan, state))
@@ -89,6 +90,7 @@ def run_plan(plan: Plan, progress: Progress) -> None:
         raise
     finally:
         loader.close()
+        media.close()
     _finish(trackers, 0)
 
 
@@ -102,9 +104,9 @@ def build_callbacks(
     trackers: list[GuardedTracker],
     report: RunReport,
     progress: Progress,
+    media: MediaFile,
 ) -> list[Callback]:
     """Who watches the run, in the order in which they are called."""
-    media = MediaFile(plan.output_dir / MEDIA_FILE, state.global_step)
     metrics = MetricsFile(plan.output_dir / METRICS_FILE, state.global_step)
     config = plan.config
 
@@ -155,6 +157,12 @@ def choose_techniques(plan: Plan) -> list[Technique]:
     """The techniques that the configuration switches on, in the order in which their doors are passed."""
     regularised = frozenset(each.id for each in plan.trained if each.config.is_regularisation_data)
     return [Regularisation(regularised)] if regularised else []
+
+
+def first_state(plan: Plan) -> TrainState:
+    """Where a fresh run starts: at 0, or at the step that the LoRA it starts from counts as."""
+    lora = plan.config.lora
+    return TrainState(global_step=lora.init_lora_step if lora.init_lora else 0)
 
 
 def intent_of(plan: Plan) -> Intent:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +22,7 @@ from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.lora_targets import Targets
 from simpletuner.techniques.base import Technique
 from simpletuner.training.activation_checkpointing import enable_checkpointing
-from simpletuner.training.lora import LoraAdapter, add_lora
+from simpletuner.training.lora import LoraAdapter, add_lora, start_from
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.schedules import scaled_learning_rate
 from simpletuner.training.state import Assembly, StepSettings
@@ -123,4 +124,7 @@ def _trained_dtype(config: RunConfig, base_dtype: torch.dtype) -> torch.dtype:
 
 def _add_lora(transformer: nn.Module, config: RunConfig, intent: Intent, dtype: torch.dtype) -> LoraAdapter:
     seed = step_seed(intent.seed, 0, 0, 0, "lora")
-    return add_lora(transformer, config.lora, intent.lora_targets, seed=seed, dtype=dtype)
+    lora = add_lora(transformer, config.lora, intent.lora_targets, seed=seed, dtype=dtype)
+    if config.lora.init_lora is not None:
+        start_from(lora, Path(config.lora.init_lora).expanduser())
+    return lora

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.load import read_json
+from simpletuner.config.json_files import json_kind, read_json
 from simpletuner.config.schema import ValidationConfig
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
@@ -79,8 +80,9 @@ def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str]]:
 
 
 def file_safe(name: str) -> str:
-    """A nickname as part of a file name: letters of any script, digits, dot, dash and underscore stay."""
-    return re.sub(r"[^\w.-]+", "_", name, flags=re.UNICODE).strip("._") or "prompt"
+    """A nickname as part of a file name: letters and signs of any script, digits, dot, dash and underscore stay."""
+    kept = "".join(each if each in "._-" or unicodedata.category(each)[0] in "LMN" else " " for each in name)
+    return re.sub(r"\s+", "_", kept.strip()).strip("._") or "prompt"
 
 
 def parse_resolutions(value: str, spec: FamilySpec, *, lenient: bool, problems: list[Problem]) -> list[tuple[int, int]]:

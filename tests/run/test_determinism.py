@@ -1,0 +1,66 @@
+"""Two cold runs with one seed agree, and whatever only watches changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workspace import DATASETS, Workspace
+
+LORA = "output/pytorch_lora_weights.safetensors"
+
+
+def cache_files(workspace: Workspace) -> dict[str, bytes]:
+    """Every cache entry by its path; the index holds times of files and is left out."""
+    roots = [workspace.path("cache"), workspace.path("output/cache")]
+    paths = [path for root in roots for path in sorted(root.rglob("*.safetensors*"))]
+    return {str(path.relative_to(workspace.folder)): path.read_bytes() for path in paths}
+
+
+def test_two_cold_runs_agree(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    runs = [Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("one", "two")]
+    for run in runs:
+        assert run.train() == 0
+    one, two = runs
+    assert cache_files(one) == cache_files(two)
+    assert len(cache_files(one)) > 8
+    assert one.metrics() == two.metrics()
+    assert one.path(LORA).read_bytes() == two.path(LORA).read_bytes()
+
+
+def test_another_seed_is_another_run(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    one = Workspace.create(tmp_path / "one", t2i_checkpoint)
+    two = Workspace.create(tmp_path / "two", t2i_checkpoint, seed=8)
+    assert (one.train(), two.train()) == (0, 0)
+    assert one.metrics() != two.metrics()
+
+
+@pytest.mark.parametrize(
+    "watching",
+    [
+        {"validation_disable": False, "validation_step_interval": 1, "use_ema": True},
+        {"report_to": "tensorboard", "checkpoint_step_interval": 1},
+        {"dataloader_prefetch": False, "compress_disk_cache": False, "max_workers": 1},
+        {"gradient_checkpointing": False},
+    ],
+)
+def test_watching_changes_nothing(tmp_path: Path, t2i_checkpoint: Path, watching: dict[str, Any]) -> None:
+    plain = Workspace.create(tmp_path / "plain", t2i_checkpoint)
+    watched = Workspace.create(tmp_path / "watched", t2i_checkpoint, **watching)
+    assert (plain.train(), watched.train()) == (0, 0)
+    losses = [[line["train_loss"] for line in run.metrics()] for run in (plain, watched)]
+    assert losses[0] == losses[1]
+    assert plain.path(LORA).read_bytes() == watched.path(LORA).read_bytes()
+
+
+def test_random_crops_differ_by_epoch_and_repeat_by_seed(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    entry = {**DATASETS[0], "crop": True, "crop_style": "random", "resolution": 32, "repeats": 0}
+    runs = [Workspace.create(tmp_path / name, t2i_checkpoint, max_train_steps=9) for name in ("one", "two")]
+    for run in runs:
+        run.write_datasets([entry, DATASETS[1]])
+        assert run.train() == 0
+    assert runs[0].metrics() == runs[1].metrics()
+    latents = [path for path in cache_files(runs[0]) if path.startswith("output/cache/vae")]
+    assert len(latents) > 8, "the second and third epoch have crops of their own"

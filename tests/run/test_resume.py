@@ -1,0 +1,175 @@
+"""n steps, a stop and m more steps equal n + m steps bit for bit, however the run was stopped."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.workspace import DATASETS, Workspace
+
+STEPS = 6
+SETTINGS: dict[str, Any] = {
+    "max_train_steps": STEPS,
+    "checkpoint_step_interval": 3,
+    "use_ema": True,
+    "lora_dropout": 0.1,
+    "caption_dropout_probability": 0.3,
+    "gradient_accumulation_steps": 2,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 2,
+}
+
+
+def training_state(folder: Path, step: int) -> dict[str, Any]:
+    """Everything a checkpoint holds that training depends on."""
+    checkpoint = folder / "output" / f"checkpoint-{step}"
+    state: dict[str, Any] = torch.load(checkpoint / "training_state" / "state.pt", weights_only=True)
+    weights = sorted(checkpoint.rglob("*.safetensors"))
+    state["files"] = {str(path.relative_to(checkpoint)): load_file(path) for path in weights}
+    return state
+
+
+def assert_equal(one: Any, other: Any, where: str = "state") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_equal(left, right, f"{where}[{index}]")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    else:
+        assert one == other, where
+
+
+def assert_same_run(one: Workspace, other: Workspace) -> None:
+    assert one.metrics() == other.metrics()
+    left, right = (training_state(each.folder, STEPS) for each in (one, other))
+    for state in (left, right):
+        state.pop("random")  # Python's own generator may be drawn from by libraries; training does not use it
+    assert_equal(left, right)
+    name = "output/pytorch_lora_weights.safetensors"
+    if one.path(name).exists():
+        assert one.path(name).read_bytes() == other.path(name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("optimizer", ["adamw", "optimi-adamw"])
+def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path, kind: str, optimizer: str) -> None:
+    settings = {**SETTINGS, "model_type": kind, "optimizer": optimizer, "learning_rate": 1e-4}
+    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **settings)
+    assert straight.train() == 0
+    broken = Workspace.create(tmp_path / "broken", t2i_checkpoint, **settings)
+    assert broken.train("max_train_steps=3", "lr_scheduler=cosine") == 0
+    # A cosine over 3 steps is another schedule than over 6, so the first half is trained again under the right one.
+    broken.path("output/checkpoint-3").rename(broken.path("aside"))
+    assert broken.train("resume_from_checkpoint=latest") == 0
+    assert_same_run(straight, broken)
+
+
+def test_resume_from_the_middle(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS)
+    assert straight.train() == 0
+    resumed = Workspace.create(tmp_path / "resumed", t2i_checkpoint, **SETTINGS)
+    assert resumed.train() == 0
+    resumed.path("output/pytorch_lora_weights.safetensors").unlink()
+    assert resumed.train("resume_from_checkpoint=checkpoint-3") == 0
+    assert_same_run(straight, resumed)
+
+
+def test_ctrl_c_saves_and_the_run_continues(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS)
+    assert straight.train() == 0
+    stopped = Workspace.create(tmp_path / "stopped", t2i_checkpoint, **SETTINGS)
+    process = stopped.spawn("train")
+    metrics = stopped.path("output/training_metrics.jsonl")
+    while process.poll() is None and (not metrics.exists() or not metrics.read_text()):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    code = process.wait(timeout=60)
+    assert code in (0, 130), "0 when the last step was done before the signal came"
+    if code == 130:
+        assert list(stopped.path("output").glob("checkpoint-*")), "the step under way was saved"
+        assert stopped.train() == 0
+    assert_same_run(straight, stopped)
+
+
+@pytest.mark.slow
+def test_kill_at_any_moment(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS, checkpoints_total_limit=0)
+    assert straight.train() == 0
+    killed = Workspace.create(tmp_path / "killed", t2i_checkpoint, **SETTINGS, checkpoints_total_limit=0)
+    killed.write_config(checkpoint_step_interval=1)
+    straight_again = random.Random(0)
+    for _ in range(4):
+        process = killed.spawn("train")
+        seen = killed.path("output")
+        deadline = time.monotonic() + 60
+        while process.poll() is None and not seen.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(straight_again.uniform(0.0, 4.0))
+        process.kill()
+        process.wait()
+    assert killed.train("--checkpoint_step_interval=3") == 0
+    assert_same_run(straight, killed)
+
+
+def test_a_finished_run_trains_nothing(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert workspace.train() == 0
+    before = workspace.path("output/pytorch_lora_weights.safetensors").read_bytes()
+    record = workspace.metrics()
+    assert workspace.train() == 0
+    assert "finished" in capsys.readouterr().out
+    assert workspace.metrics() == record
+    assert workspace.path("output/pytorch_lora_weights.safetensors").read_bytes() == before
+
+
+def test_a_longer_run_continues(workspace: Workspace) -> None:
+    assert workspace.train() == 0
+    assert workspace.train("max_train_steps=6") == 0
+    assert [line["step"] for line in workspace.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_incomplete_and_damaged_checkpoints(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert workspace.train() == 0
+    workspace.path("output/checkpoint-4/manifest.json").unlink()
+    workspace.path("output/pytorch_lora_weights.safetensors").unlink()
+    assert workspace.train() == 0, "the incomplete one is skipped"
+    assert "checkpoint-4 is not complete" in capsys.readouterr().out
+    state = workspace.path("output/checkpoint-4/training_state/state.pt")
+    state.write_bytes(state.read_bytes()[:-1] + b"!")
+    workspace.path("output/pytorch_lora_weights.safetensors").unlink()
+    assert workspace.train() == 2
+    assert "damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "full", "learning_rate": 1e-4}, "model_type lora"),
+        ({"train_batch_size": 1}, "train_batch_size 2"),
+        ({"lora_rank": 4}, "lora_rank"),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    assert workspace.train() == 0
+    workspace.write_config(**change, max_train_steps=6)
+    assert workspace.train() == 2
+    assert words in capsys.readouterr().err
+
+
+def test_datasets_file_is_untouched(workspace: Workspace) -> None:
+    assert workspace.train() == 0
+    assert workspace.path("config/multidatabackend.json").read_text().startswith("[{")
+    assert len(DATASETS) == 2

@@ -1,0 +1,233 @@
+"""Whole runs, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Kandinsky5T2IPipeline
+from PIL import Image
+from safetensors.torch import load_file
+
+from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
+from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.training import step
+from tests.tiny import make_checkpoint
+from tests.workspace import DATASETS, Workspace
+
+LORA = "output/pytorch_lora_weights.safetensors"
+
+
+def test_previews_have_true_sizes_and_names(workspace: Workspace) -> None:
+    library = workspace.path("config/library.json")
+    library.write_text(json.dumps({"anime_<token>": "a drawing", "नमस्ते": {"prompt": "hello"}}))
+    workspace.write_config(
+        validation_disable=False,
+        user_prompt_library="config/library.json",
+        validation_resolution="128x160,144",
+        use_ema=True,
+        ema_validation="comparison",
+    )
+    assert workspace.train() == 0
+    found = sorted(path.name for path in workspace.path("output/validation_images").iterdir())
+    names = ("unconditional", "anime__token", "नमस्ते", "validation")
+    for name in names:
+        for size in ("128x160", "144x144"):
+            for suffix in ("", "_ema"):
+                assert f"step_4_{name}_0_{size}{suffix}.png" in found
+    for path in workspace.path("output/validation_images").iterdir():
+        width, height = Image.open(path).size
+        assert f"{width}x{height}" in path.name
+    base = sorted(path.name for path in workspace.path("output/benchmarks/base_model").iterdir())
+    assert "unconditional_144x144.png" in base
+    assert "<script" in workspace.path("output/training_report.html").read_text()
+
+
+def test_lora_of_any_strength_draws_the_same_in_the_stock_pipeline(workspace: Workspace, t2i_checkpoint: Path) -> None:
+    workspace.write_config(lora_rank=4, lora_alpha=7, learning_rate=0.05, use_ema=True)
+    assert workspace.train() == 0
+    final = load_file(workspace.path(LORA))
+    trained = load_file(workspace.path("output/checkpoint-4/training_state/trainable.safetensors"))
+    name = "visual_transformer_blocks.0.self_attention.to_query.lora_{}"
+    up = trained[name.format("B.default.weight")]
+    assert torch.equal(final[f"transformer.{name.format('B.weight')}"], up * (7 / 4))
+    assert up.abs().max() > 1e-3, "something was learned"
+    pipeline = Kandinsky5T2IPipeline.from_pretrained(t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint))
+    pipeline.load_lora_weights(workspace.path("output"))
+    module = pipeline.transformer.get_submodule("visual_transformer_blocks.0.self_attention.to_query")
+    assert list(module.scaling.values()) == [1.0]
+    assert workspace.path("output/ema/pytorch_lora_weights.safetensors").exists()
+
+
+@pytest.mark.parametrize("targets", ["all-linear", '["to_query", "feed_forward.in_layer"]'])
+@pytest.mark.parametrize("init", ["default", "gaussian", "pissa", "olora"])
+def test_lora_targets_and_inits(workspace: Workspace, targets: str, init: str) -> None:
+    workspace.write_config(peft_lora_target_modules=targets, lora_init_type=init, lora_rank=4, max_train_steps=2)
+    assert workspace.train() == 0, "publishing verifies every tensor through the stock loader"
+    modules = {name.rpartition(".lora_")[0] for name in load_file(workspace.path(LORA))}
+    assert not any("modulation" in name or "time_embeddings" in name for name in modules)
+    assert any("feed_forward.in_layer" in name for name in modules)
+    assert any(name.endswith("out_layer") for name in modules) == (targets == "all-linear")
+    assert "transformer.out_layer.out_layer" not in modules
+
+
+def test_init_that_changes_the_base_is_saved_as_a_difference(workspace: Workspace, t2i_checkpoint: Path) -> None:
+    """With a learning rate of almost 0 the trained pissa model is the base model, and so must its file be."""
+    workspace.write_config(lora_init_type="pissa", lora_rank=4, learning_rate=1e-12, lr_end=0, max_train_steps=1)
+    assert workspace.train() == 0
+    weights = load_file(workspace.path(LORA))
+    for name in [name for name in weights if ".lora_A." in name]:
+        update = weights[name.replace(".lora_A.", ".lora_B.")] @ weights[name]
+        assert update.abs().max() < 1e-5
+
+
+def test_init_lora_starts_from_a_file(workspace: Workspace) -> None:
+    workspace.write_config(learning_rate=0.05)
+    assert workspace.train() == 0
+    first = workspace.path(LORA)
+    trained = load_file(first)
+    for form in ("transformer.", "base_model.model.", "diffusion_model."):
+        renamed = {form + name.removeprefix("transformer."): tensor for name, tensor in trained.items()}
+        torch_file = workspace.path(f"{form}safetensors")
+        from safetensors.torch import save_file
+
+        save_file(renamed, torch_file)
+        output = f"out-{form.strip('.')}"
+        settings = (f"output_dir={output}", f"init_lora={torch_file}", "learning_rate=1e-12", "lr_end=0")
+        assert workspace.train(*settings) == 0
+        again = load_file(workspace.path(f"{output}/pytorch_lora_weights.safetensors"))
+        for name, tensor in trained.items():
+            torch.testing.assert_close(again[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_full_fine_tune_gives_a_pipeline(workspace: Workspace) -> None:
+    workspace.write_config(model_type="full", use_ema=True, learning_rate=1e-3)
+    assert workspace.train() == 0
+    folder = workspace.path("output/pipeline")
+    pipeline = Kandinsky5T2IPipeline.from_pretrained(folder, tokenizer=load_processor(folder))
+    averaged = load_file(workspace.path("output/checkpoint-4/transformer_ema/diffusion_pytorch_model.safetensors"))
+    name = "visual_transformer_blocks.0.feed_forward.in_layer.weight"
+    assert torch.equal(pipeline.transformer.get_parameter(name), averaged[name])
+    trained = load_file(workspace.path("output/checkpoint-4/transformer/diffusion_pytorch_model.safetensors"))
+    assert not torch.equal(trained[name], averaged[name])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision(workspace: Workspace, precision: str) -> None:
+    workspace.write_config(mixed_precision=precision)
+    assert workspace.train() == 0
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float32}[precision]
+    weights = load_file(workspace.path("output/checkpoint-4/training_state/trainable.safetensors"))
+    assert {tensor.dtype for tensor in weights.values()} == {dtype}
+    assert all(line["train_loss"] < 10 for line in workspace.metrics())
+
+
+def test_second_run_loads_no_encoder(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert workspace.train() == 0
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("an encoder was loaded although everything is cached")
+
+    monkeypatch.setattr(Kandinsky5ImageAdapter, "load_text_encoder", refuse)
+    monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", refuse)
+    assert workspace.train("max_train_steps=6") == 0
+    assert workspace.train("--output_dir=other", "cache_dir_vae=output/cache/vae") == 0
+
+
+def test_only_what_is_new_is_encoded(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert workspace.train() == 0
+    shutil.copy(workspace.path("datasets/pictures/p0.png"), workspace.path("datasets/pictures/copy.png"))
+    workspace.path("datasets/pictures/copy.txt").write_text("a new caption")
+    Image.new("RGB", (64, 64), "red").save(workspace.path("datasets/pictures/red.png"))
+    workspace.path("datasets/pictures/red.txt").write_text("red")
+    capsys.readouterr()
+    assert workspace.train("max_train_steps=6") == 0
+    output = capsys.readouterr().out
+    assert "Encoding pictures: 1 pictures" in output or "Encoding pictures: 1 picture" in output
+    assert "Encoding captions: 2 captions" in output
+
+
+def test_a_damaged_entry_is_made_anew(workspace: Workspace) -> None:
+    assert workspace.train() == 0
+    before = workspace.metrics()
+    entries = list(workspace.path("output/cache/vae").rglob("*.safetensors.zst"))
+    originals = {path: path.read_bytes() for path in entries}
+    for path in entries[:3]:
+        path.write_bytes(path.read_bytes()[:-3] + b"xyz")
+    shutil.move(workspace.path("output"), workspace.path("aside"))
+    shutil.copytree(workspace.path("aside/cache"), workspace.path("output/cache"))
+    assert workspace.train() == 0
+    # Encoded in another batch than before, an entry may differ in the last bits.
+    losses = [[line["train_loss"] for line in record] for record in (before, workspace.metrics())]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert [path for path in originals if path.read_bytes() == originals[path]] == entries[3:]
+    assert workspace.run("cache", "verify") == 0
+
+
+def test_regularisation_holds_the_base_model(workspace: Workspace) -> None:
+    """On regularisation data alone the untrained LoRA is already right: the loss is 0 and stays 0."""
+    workspace.write_datasets([{**DATASETS[0], "is_regularisation_data": True}, DATASETS[1]])
+    assert workspace.train() == 0
+    assert [line["train_loss"] for line in workspace.metrics()] == [0.0] * 4
+
+
+def test_loss_that_is_not_finite_stops_before_the_update(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = step.diffusion_loss
+
+    def broken(prediction: torch.Tensor, noisy: Any, config: Any) -> torch.Tensor:
+        loss = original(prediction, noisy, config)
+        return loss * float("nan") if broken_from() else loss
+
+    calls = iter(range(100))
+
+    def broken_from() -> bool:
+        return next(calls) == 2
+
+    monkeypatch.setattr(step, "diffusion_loss", broken)
+    workspace.write_config(checkpoint_step_interval=1)
+    assert workspace.train() == 1
+    message = capsys.readouterr().err
+    assert "pictures/p" in message
+    assert "weights were not touched" in message
+    assert [line["step"] for line in workspace.metrics()] == [1, 2]
+    assert "stopped" in workspace.path("output/training_report.html").read_text()
+    monkeypatch.undo()
+    assert workspace.train() == 0, "it goes on from the checkpoint before"
+
+
+def test_i2i_trains_and_previews_from_its_sources(tmp_path: Path, i2i_checkpoint: Path) -> None:
+    workspace = Workspace.create(tmp_path / "run", i2i_checkpoint, model_flavour="i2i-lite-sft")
+    workspace.add_pictures("datasets/sources", 8, seed=5)
+    source = {**DATASETS[0], "id": "sources", "instance_data_dir": "datasets/sources"}
+    source.update(dataset_type="conditioning", conditioning_type="reference_strict")
+    workspace.write_datasets([{**DATASETS[0], "conditioning_data": ["sources"]}, source, DATASETS[1]])
+    workspace.write_config(validation_disable=False, num_eval_images=2, caption_dropout_probability=0.5)
+    assert workspace.train() == 0
+    names = [path.name for path in workspace.path("output/validation_images").iterdir()]
+    assert any("validation-1_0_128x128" in name for name in names)
+    texts = list(workspace.path("cache/text").rglob("*.safetensors*"))
+    # Every caption and the empty one with each of eight sources, and three prompts with two of them.
+    assert len(texts) >= 8 * 3
+
+
+def test_photographs_as_people_have_them(tmp_path: Path) -> None:
+    """Real pictures, mixed ratios and names, another checkpoint, all the way to previews and report."""
+    skimage_data = pytest.importorskip("skimage.data")
+    checkpoint = make_checkpoint(tmp_path / "model with spaces")
+    workspace = Workspace.create(tmp_path / "मेरा काम 我的", checkpoint, pictures=0, max_train_steps=3)
+    folder = workspace.path("datasets/pictures/sub folder")
+    folder.mkdir(parents=True)
+    for name in ("astronaut", "coffee", "cat", "rocket", "camera", "page"):
+        Image.fromarray(getattr(skimage_data, name)()).save(folder / f"{name} तस्वीर.jpg")
+        (folder / f"{name} तस्वीर.txt").write_text(f"a photograph: {name}\n照片 {name}\n", encoding="utf-8")
+    workspace.write_config(validation_disable=False, train_batch_size=1)
+    assert workspace.train() == 0
+    assert workspace.path(LORA).exists()
+    report = workspace.path("output/training_report.html").read_text(encoding="utf-8")
+    assert "astronaut तस्वीर.jpg" in report
