@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from simpletuner.errors import Problem
 
 from .load import Layer
+from .schema import option_names
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
 # Words that choose the config and are no settings themselves, by the name they are kept under.
@@ -41,13 +42,13 @@ def parse_arguments(tokens: Sequence[str], problems: list[Problem]) -> Arguments
         token = everything[position]
         position += 1
         key, equals, value = token.partition("=")
-        if not equals and not token.startswith("--"):
+        if not key.lstrip("-") or (not equals and not token.startswith("--")):
             problems.append(Problem(token, "is not a setting; write key=value, --key value or --flag."))
             continue
         following = everything[position] if position < len(everything) else None
         if equals:
             found: object = value
-        elif following is not None and _is_value(following):
+        elif following is not None and _is_value(following, key):
             found = following
             position += 1
         else:
@@ -57,7 +58,7 @@ def parse_arguments(tokens: Sequence[str], problems: list[Problem]) -> Arguments
 
 
 def _keep(arguments: Arguments, key: str, value: object, problems: list[Problem]) -> None:
-    name = key.removeprefix("--").replace("-", "_")
+    name = _plain(key)
     if name not in SELECTORS:
         arguments.settings.append((key, value))
     elif value is True:
@@ -66,12 +67,21 @@ def _keep(arguments: Arguments, key: str, value: object, problems: list[Problem]
         arguments.selectors[SELECTORS[name]] = str(value)
 
 
-def _is_value(token: str) -> bool:
-    """Whether a token belongs to the `--key` before it: not another option, and no `key=value` either.
+def _is_value(token: str, key: str) -> bool:
+    """Whether a token belongs to the `--key` before it: not another option, and no setting of its own.
 
-    A negative number is a value; so is text with an equals sign in it that does not start like a key.
+    A negative number is a value; so is text with an equals sign in it, unless a known key stands before the sign or
+    `key` is a flag, which needs no value.
     """
     if token.startswith("--"):
         return False
-    key, equals, _ = token.partition("=")
-    return not (equals and key.replace("-", "_").isidentifier())
+    word, equals, _ = token.partition("=")
+    if not equals:
+        return True
+    names = option_names()
+    option = names.get(_plain(key))
+    return _plain(word) not in {*names, *SELECTORS} and not (option is not None and option.is_flag)
+
+
+def _plain(key: str) -> str:
+    return key.removeprefix("--").replace("-", "_")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .option import Flag, Group, Integer, Json, Number, Text, TextList, Texts, option
-from .schema import DatasetDefaults
+from .option import Flag, Group, Integer, Json, Number, PathText, Text, TextList, Texts, option
+from .schema import Alignment, DatasetDefaults
 
 CaptionStrategy = Literal[
     "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
@@ -20,7 +20,7 @@ ConditioningType = Literal["mask", "segmentation", "reference_strict", "referenc
 class ParquetConfig(Group):
     """Where a parquet table keeps file names, captions and sizes."""
 
-    path: Text = option(..., "The parquet file.")
+    path: PathText = option(..., "The parquet file.")
     filename_column: Text = option("filename", "Column of file names.")
     caption_column: Text = option("caption", "Column of captions.")
     fallback_caption_column: Text | None = option(None, "Used where the caption is empty.")
@@ -51,9 +51,9 @@ class DatasetConfig(Group):
     ] = option("image", "What the entry holds.")  # fmt: skip
     disabled: Flag = option(False, "Skip this entry without looking at its paths.", aliases=("disable",))
     default: Flag = option(False, "The text_embeds entry for datasets that name none.")
-    cache_dir: Text | None = option(None, "Folder for text embeds.")
-    cache_dir_vae: Text | None = option(None, "Folder for latents.")
-    instance_data_dir: Text | None = option(None, "Folder of the pictures or clips, sub-folders included.")
+    cache_dir: PathText | None = option(None, "Folder for text embeds.")
+    cache_dir_vae: PathText | None = option(None, "Folder for latents.")
+    instance_data_dir: PathText | None = option(None, "Folder of the pictures or clips, sub-folders included.")
     caption_strategy: CaptionStrategy | None = option(None, "Where captions come from.")
     disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
     instance_prompt: Texts | None = option(None, "Text put before captions or used instead of them.")
@@ -66,7 +66,7 @@ class DatasetConfig(Group):
     resolution: Number | None = option(None, "Size that buckets aim for.", gt=0)
     resolution_type: Literal["pixel", "area", "pixel_area"] | None = option(None, "What resolution measures.")
     aspect_bucket_rounding: Integer | None = option(None, "Decimals of a bucket's ratio.", ge=1, le=9)
-    aspect_bucket_alignment: Literal["8", "16", "24", "32", "64", "128"] | None = option(None, "Pixel grid.")
+    aspect_bucket_alignment: Alignment | None = option(None, "Pixel grid.")
     crop: Flag = option(False, "Crop to a ratio; false keeps the picture's own.")
     crop_aspect: Literal["square", "preserve", "closest", "random"] = option("square", "Which ratio to crop to.")
     crop_aspect_buckets: Json | None = option(None, "Ratios, or {aspect, weight} with weights summing to 1.")
@@ -117,8 +117,8 @@ class DatasetConfig(Group):
     caption_column: Text = option("caption", "Column (huggingface).")
     fallback_caption_column: Text | None = option(None, "Column (huggingface).")
     huggingface: Json | None = option(None, "The same keys inside an object.")
-    csv_file: Text | None = option(None, "Table (csv).")
-    csv_cache_dir: Text | None = option(None, "Folder for downloads (csv).")
+    csv_file: PathText | None = option(None, "Table (csv).")
+    csv_cache_dir: PathText | None = option(None, "Folder for downloads (csv).")
     csv_caption_column: Text | None = option(None, "Column (csv).")
     csv_url_column: Text | None = option(None, "Column (csv).")
     aws_bucket_name: Text | None = option(None, "Bucket (aws).")

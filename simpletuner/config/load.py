@@ -6,25 +6,25 @@ over each other, remembers which one decided each key, and collects every proble
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
 from simpletuner.errors import ConfigError, Problem
 
 from . import schema
-from .messages import problems_of, unknown_key
-from .option import Option
+from .json_files import json_kind, read_json, same_value
+from .messages import problems_of, unknown_key, with_stand_ins
+from .option import Group
 
+GroupType = TypeVar("GroupType", bound=Group)
+FAMILY_DEFAULT = "family default"
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
-# A comma before a closing bracket, and every string (so that commas inside strings are left alone).
-TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 
 
 @dataclass(frozen=True)
@@ -70,97 +70,96 @@ class RunConfig:
 
     def is_explicit(self, key: str) -> bool:
         """Whether the user set the key, in a file or on the command line."""
-        return self.origins.get(key, "default") not in ("default", "family default")
+        return self.origins.get(key, "default") not in ("default", FAMILY_DEFAULT)
 
     def flat(self) -> dict[str, Any]:
         """Every key and its value, for snapshots and the plan."""
         return {name: value for group in schema.GROUPS for name, value in getattr(self, group).model_dump().items()}
 
 
-class DuplicateKeysError(ValueError):
-    """A JSON object says the same key twice with different values."""
-
-
-def read_json(path: Path, problems: list[Problem]) -> Any:
-    """The JSON value in a file, or None with the problem (file, line, column) added to the list.
-
-    A comma before a closing bracket is accepted with a warning: published examples contain one.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        problems.append(Problem(str(path), f"is not UTF-8 text (byte {error.start})."))
-        return None
-    except OSError as error:
-        problems.append(Problem(str(path), f"cannot be read: {error.strerror}."))
-        return None
-    mended = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
-    if mended != text:
-        problems.append(Problem(str(path), "has a comma before a closing bracket; it was ignored.", fatal=False))
-    try:
-        return json.loads(mended, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        message = f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        problems.append(Problem(str(path), message))
-    except DuplicateKeysError as error:
-        problems.append(Problem(str(path), str(error)))
-    return None
-
-
-def read_json_layer(path: Path, problems: list[Problem]) -> Layer:
-    """config.json as a layer; `{"_metadata": ..., "config": {...}}` is unwrapped."""
+def read_json_layer(path: Path, problems: list[Problem]) -> Layer | None:
+    """config.json as a layer, None when it cannot be read; `{"_metadata": ..., "config": {...}}` is unwrapped."""
+    known = len(problems)
     content = read_json(path, problems)
     if isinstance(content, dict) and "_metadata" in content and isinstance(content.get("config"), dict):
         content = content["config"]
-    if content is not None and not isinstance(content, dict):
-        problems.append(Problem(str(path), f"must hold one JSON object, not a {type(content).__name__}."))
-    return Layer(str(path), list(content.items()) if isinstance(content, dict) else [])
+    if isinstance(content, dict):
+        return Layer(str(path), list(content.items()))
+    if not any(problem.fatal for problem in problems[known:]):
+        problems.append(Problem(str(path), f"must hold one JSON object, not {json_kind(content)}."))
+    return None
 
 
-def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig | None:
+def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
     """Lay the layers over each other (the last is the strongest) and build the config.
 
-    Problems are added to the list. None is returned when a group could not be built.
+    Problems are added to the list. With a fatal one among them the config is only good for finding more of them.
     """
     options = schema.all_options()
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for layer in layers:
-        for name, value in canonical(layer, options, problems).items():
+        for name, value in canonical(layer, problems).items():
             values[name], origins[name] = value, layer.label
+            if value is None:
+                _forget(name, layers[0], values, origins)
     groups = {}
     for attribute, group in schema.GROUPS.items():
         own = {name: values[name] for name in group.model_fields if name in values}
-        try:
-            groups[attribute] = group.model_validate(own)
-        except ValidationError as error:
-            problems.extend(problems_of(error, group))
-    if len(groups) < len(schema.GROUPS):
-        return None
+        found: list[Problem] = []
+        groups[attribute] = build_group(group, own, found)
+        problems.extend(_with_origin(problem, origins) for problem in found)
     return RunConfig(**cast(Any, groups), origins={name: origins.get(name, "default") for name in options})
 
 
-def canonical(layer: Layer, options: Mapping[str, Option], problems: list[Problem]) -> dict[str, Any]:
-    """The set values of a layer by canonical key: `--` stripped, aliases resolved, variables expanded."""
-    names = {alias: option.name for option in options.values() for alias in (option.name, *option.aliases)}
+def build_group(
+    group: type[GroupType], values: Mapping[str, Any], problems: list[Problem], prefix: str = ""
+) -> GroupType:
+    """The group of these values. A wrong one is reported and left out, so that everything else can be checked too."""
+    try:
+        return group.model_validate(values)
+    except ValidationError as error:
+        problems.extend(problems_of(error, group, prefix))
+        return group.model_validate(with_stand_ins(values, error, group))
+
+
+def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
+    """The values of a layer by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset."""
+    names = schema.option_names()
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for written, raw in layer.values:
         key = written.removeprefix("--").replace("-", "_")
-        name = names.get(key)
-        if name is None:
+        if key not in names:
             problems.append(Problem(written, f"{unknown_key(key, list(names))} ({layer.label})"))
             continue
-        value = "none" if name == "resume_from_checkpoint" and raw == "" else raw
-        if value is None or value == "":
+        name = names[key].name
+        value = expand_environment(raw, name, problems)
+        if value == "":
+            value = "none" if name == "resume_from_checkpoint" else None
+        if value is None:
+            values.setdefault(name, None)
             continue
-        value = expand_environment(value, name, problems)
-        if name in values and values[name] != value:
+        if values.get(name) is not None and not same_value(values[name], value):
             message = f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r} ({layer.label})."
             note = " The last one is used." if layer.last_wins else ""
             problems.append(Problem(name, message + note, fatal=not layer.last_wins))
         values[name], spelled[name] = value, written
     return values
+
+
+def _forget(name: str, first: Layer, values: dict[str, Any], origins: dict[str, str]) -> None:
+    """An unset key falls back to what its family says, whatever weaker layers of the user said."""
+    del values[name], origins[name]
+    family = dict(first.values) if first.label == FAMILY_DEFAULT else {}
+    if name in family:
+        values[name], origins[name] = family[name], FAMILY_DEFAULT
+
+
+def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
+    """The problem of a value, with the file or variable that the value comes from."""
+    origin = origins.get(re.split(r"[.\[]", problem.where)[0])
+    return replace(problem, message=f"{problem.message} ({origin})") if origin else problem
 
 
 def expand_environment(value: Any, where: str, problems: list[Problem]) -> Any:
@@ -185,12 +184,3 @@ def raise_if_fatal(problems: Sequence[Problem]) -> None:
     """Stop with all problems in one message, if any of them forbids the run."""
     if any(problem.fatal for problem in problems):
         raise ConfigError(problems)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result and result[key] != value:
-            raise DuplicateKeysError(f"says {key!r} twice: {result[key]!r} and {value!r}.")
-        result[key] = value
-    return result

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from simpletuner.errors import Problem, did_you_mean
 
 from .datasets import DatasetConfig, ParquetConfig, VideoConfig
-from .load import expand_environment, read_json
-from .messages import problems_of, unknown_key
+from .json_files import json_kind, read_json, same_value
+from .load import build_group, expand_environment
+from .locate import resolve_alias
+from .messages import unknown_key
+from .option import parse_flag
 
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
 PATH_KEYS = ("cache_dir", "cache_dir_vae", "instance_data_dir", "csv_file", "csv_cache_dir")
@@ -35,11 +36,11 @@ def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str
     if not path.is_file():
         problems.append(Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist."))
         return []
+    known = len(problems)
     content = read_json(path, problems)
-    if content is None:
-        return []
     if not isinstance(content, list):
-        problems.append(Problem(str(path), f"must hold a JSON list of datasets, not a {type(content).__name__}."))
+        if not any(problem.fatal for problem in problems[known:]):
+            problems.append(Problem(str(path), f"must hold a JSON list of datasets, not {json_kind(content)}."))
         return []
     if not content:
         problems.append(Problem(str(path), "holds no datasets."))
@@ -84,25 +85,33 @@ def _read_entry(
 ) -> DatasetConfig | None:
     where = f"{path.name}[{index}]"
     if not isinstance(entry, dict):
-        problems.append(Problem(where, f"must be an object, not a {type(entry).__name__}."))
+        problems.append(Problem(where, f"must be an object, not {json_kind(entry)}."))
         return None
-    where = f"{path.name}: {entry['id']}" if entry.get("id") else where
-    keys = _canonical_keys(entry, DatasetConfig, where, problems)
-    if keys.get("disabled") in (True, "true", "True", "1", 1):
-        return DatasetConfig(id=str(keys.get("id", where)), disabled=True)
-    for name, group in (("video", VideoConfig), ("parquet", ParquetConfig)):
-        if isinstance(keys.get(name), dict):
-            keys[name] = _canonical_keys(keys[name], group, f"{where}.{name}", problems)
+    name = entry.get("id") or entry.get("--id")
+    where = f"{path.name}: {name}" if isinstance(name, str | int) and name else where
+    found: list[Problem] = []
+    keys = _canonical_keys(entry, DatasetConfig, where, found)
+    if _is_disabled(keys):
+        return DatasetConfig(id=where, disabled=True)
+    problems.extend(found)
+    for part, group in (("video", VideoConfig), ("parquet", ParquetConfig)):
+        if isinstance(keys.get(part), dict):
+            keys[part] = _canonical_keys(keys[part], group, f"{where}.{part}", problems)
     keys = {key: expand_environment(value, f"{where}.{key}", problems) for key, value in keys.items()}
     values = {**placeholders, "id": str(keys.get("id", ""))}
-    for key in PATH_KEYS:
-        if isinstance(keys.get(key), str):
-            keys[key] = PLACEHOLDER.sub(lambda match: values[match.group(1)], keys[key])
+    for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
+        if isinstance(folder, dict) and isinstance(folder.get(key), str):
+            text = PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key])
+            folder[key] = resolve_alias(text)
+    config = build_group(DatasetConfig, keys, problems, prefix=f"{where}.")
+    return config if config.id else config.model_copy(update={"id": where})
+
+
+def _is_disabled(keys: dict[str, Any]) -> bool:
     try:
-        return DatasetConfig.model_validate(keys)
-    except ValidationError as error:
-        problems.extend(problems_of(error, DatasetConfig, prefix=f"{where}."))
-        return None
+        return bool(parse_flag(keys.get("disabled", False)))
+    except ValueError:
+        return False  # reported with the other wrong values
 
 
 def _canonical_keys(entry: dict[str, Any], group: Any, where: str, problems: list[Problem]) -> dict[str, Any]:
@@ -122,7 +131,7 @@ def _canonical_keys(entry: dict[str, Any], group: Any, where: str, problems: lis
         if value is None or value == "":
             continue
         name = names[key]
-        if name in result and result[name] != value:
+        if name in result and not same_value(result[name], value):
             problems.append(Problem(f"{where}.{name}", f"is given twice: {result[name]!r} and {value!r}."))
         result[name] = value
     return result

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,20 @@ from typing import Any
 from simpletuner.errors import ConfigError, Problem, did_you_mean
 
 from .load import Layer, read_json_layer
-from .schema import all_options
+from .schema import option_names
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Paths in packaged examples are written as if they lay here, and are led into the package.
 EXAMPLES_ALIAS = "config/examples/"
 BACKENDS = ("json", "toml", "env")
 DATASET_FILE = "multidatabackend.json"
+# Settings of the launch that may come from the environment, under the keys they stand for.
+LAUNCH_VARIABLES = {
+    "TRAINING_NUM_PROCESSES": "num_processes",
+    "TRAINING_NUM_MACHINES": "num_machines",
+    "MIXED_PRECISION": "mixed_precision",
+    "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
+}
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 
@@ -36,68 +44,109 @@ def example_names() -> list[str]:
     return sorted(path.parent.name for path in EXAMPLES.glob("*/config.json"))
 
 
-def example_file(name: str) -> Path:
+def example_file(name: str, problems: Sequence[Problem] = ()) -> Path:
     """config.json of a packaged example.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name; `problems` are what was found before.
     """
-    path = EXAMPLES / name / "config.json"
-    if path.parent.parent != EXAMPLES or not path.is_file():
-        names = example_names()
+    names = example_names()
+    if name not in names:
         message = f"{name!r} is not a packaged example. There are: {', '.join(names)}.{did_you_mean(name, names)}"
-        raise ConfigError([Problem("example", message)])
-    return path
+        raise ConfigError([*problems, Problem("example", message)])
+    return EXAMPLES / name / "config.json"
 
 
 def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
     """The configuration that was asked for.
 
     In this order: `example=`; `env=`, `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json here, then in config/.
-    config/config.env is read as a weaker layer where it is present.
+    Launch variables of the environment and a config.env beside the file are read as weaker layers.
 
     Raises:
-        ConfigError: it does not exist; the message lists every path that was tried.
+        ConfigError: it does not exist (the message lists every path that was tried) or cannot be read.
     """
-    if "example" in selectors:
-        return _packaged(selectors["example"], problems)
+    if "example" in selectors and "env" in selectors:
+        problems.append(Problem("example", "and env both choose a configuration; give one of them."))
     name = selectors.get("env") or _environment_name()
-    if name and name.startswith("examples/"):
-        return _packaged(name.removeprefix("examples/"), problems)
-    path = _first_file(_candidates(name, selectors), name)
-    layers = [read_config_file(path, problems)]
-    settings = path.parent / "config.env"
+    name = None if name == "default" else name
+    if "example" in selectors:
+        path = example_file(selectors["example"], problems)
+    elif name and name.startswith("examples/"):
+        path = example_file(name.removeprefix("examples/"), problems)
+    else:
+        path = _first_file(_candidates(name, selectors, problems), name, problems)
+    layers = [launch_layer()]
+    settings = path.with_name("config.env")
     if path.suffix != ".env" and settings.is_file():
-        layers.insert(0, read_env_layer(settings))
+        layers.append(read_env_layer(settings, problems))
+    layers.append(read_config_file(path, problems))
     return Located(layers, path.parent)
 
 
+def launch_layer() -> Layer:
+    """The launch variables of the environment, each a key of its own name."""
+    given = {name: os.environ[name] for name in LAUNCH_VARIABLES if os.environ.get(name)}
+    return Layer("environment", [(LAUNCH_VARIABLES[name], value) for name, value in given.items()])
+
+
 def read_config_file(path: Path, problems: list[Problem]) -> Layer:
-    """A config file as a layer, by its ending."""
+    """A config file as a layer, by its ending; paths below config/examples/ are led into the package.
+
+    Raises:
+        ConfigError: it cannot be read; nothing else can be said about the run then.
+    """
+    known = sum(problem.fatal for problem in problems)
     if path.suffix == ".env":
-        return read_env_layer(path)
-    if path.suffix == ".toml":
-        try:
-            return Layer(str(path), list(tomllib.loads(path.read_text(encoding="utf-8")).items()))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            problems.append(Problem(str(path), f"is not valid TOML: {error}."))
-            return Layer(str(path), [])
-    return read_json_layer(path, problems)
+        layer: Layer | None = read_env_layer(path, problems)
+    elif path.suffix == ".toml":
+        layer = _read_toml_layer(path, problems)
+    else:
+        layer = read_json_layer(path, problems)
+    if layer is None or (path.suffix == ".env" and sum(problem.fatal for problem in problems) > known):
+        raise ConfigError(problems)
+    return Layer(layer.label, [(key, resolve_alias(value)) for key, value in layer.values])
 
 
-def read_env_layer(path: Path) -> Layer:
+def _read_toml_layer(path: Path, problems: list[Problem]) -> Layer | None:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        problems.append(Problem(str(path), f"is not valid TOML: {error}."))
+        return None
+    except (OSError, ValueError) as error:
+        problems.append(Problem(str(path), f"cannot be read: {error}."))
+        return None
+    return Layer(str(path), list(values.items()))
+
+
+def read_env_layer(path: Path, problems: list[Problem]) -> Layer:
     """`KEY=VALUE` lines (`export` and `+=` are understood); lines that name no setting are for the shell."""
     values: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        key, equals, value = line.strip().removeprefix("export ").partition("=")
+    for number, line in enumerate(_lines(path, problems), start=1):
+        key, equals, value = re.sub(r"^export\s+", "", line.strip()).partition("=")
         if not equals or key.startswith("#"):
             continue
-        text = " ".join(shlex.split(value, comments=True))
-        name = key.rstrip("+").strip().lower()
+        try:
+            text = " ".join(shlex.split(value, comments=True))
+        except ValueError as error:
+            problems.append(Problem(str(path), f"line {number} cannot be read: {str(error).lower()}."))
+            continue
+        name = key.rstrip("+").strip()
+        name = LAUNCH_VARIABLES.get(name, name.lower())
         values[name] = f"{values[name]} {text}" if key.endswith("+") and name in values else text
-    options = all_options()
-    known = {alias for option in options.values() for alias in (option.name, *option.aliases)}
+    known = option_names()
     return Layer(str(path), [(name, value) for name, value in values.items() if name in known])
+
+
+def _lines(path: Path, problems: list[Problem]) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        problems.append(Problem(str(path), f"is not UTF-8 text (byte {error.start})."))
+    except OSError as error:
+        problems.append(Problem(str(path), f"cannot be read: {error.strerror}."))
+    return []
 
 
 def dataset_file(configured: str | None, folder: Path, problems: list[Problem]) -> Path:
@@ -111,46 +160,39 @@ def dataset_file(configured: str | None, folder: Path, problems: list[Problem]) 
 
 def resolve_alias(value: Any) -> Any:
     """Lead a path below config/examples/ into the package, unless such a file exists where the user is."""
-    if isinstance(value, str) and value.startswith(EXAMPLES_ALIAS) and not Path(value).exists():
+    if isinstance(value, str) and value.startswith(EXAMPLES_ALIAS) and not os.path.lexists(value):
         return str(EXAMPLES / value.removeprefix(EXAMPLES_ALIAS))
     return value
 
 
-def _packaged(name: str, problems: list[Problem]) -> Located:
-    path = example_file(name)
-    layer = read_json_layer(path, problems)
-    return Located(
-        [Layer(f"example {name}", [(key, resolve_alias(value)) for key, value in layer.values])], path.parent
-    )
-
-
 def _environment_name() -> str | None:
-    name = next((os.environ[variable] for variable in ENV_VARIABLES if os.environ.get(variable)), None)
-    return None if name == "default" else name
+    return next((os.environ[variable] for variable in ENV_VARIABLES if os.environ.get(variable)), None)
 
 
-def _candidates(name: str | None, selectors: Mapping[str, str]) -> list[Path]:
+def _candidates(name: str | None, selectors: Mapping[str, str], problems: Sequence[Problem]) -> list[Path]:
+    wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
+    if wanted and wanted not in BACKENDS:
+        message = f"{wanted!r} is not one of: {', '.join(BACKENDS)}.{did_you_mean(wanted, BACKENDS)}"
+        raise ConfigError([*problems, Problem("CONFIG_BACKEND", message)])
+    backends = (wanted,) if wanted else BACKENDS
     given = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
     if given and not name:
-        path = Path(given).expanduser()
-        return [path, *(path.with_name(f"{path.name}.{backend}") for backend in BACKENDS)]
-    wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
-    backends = (wanted,) if wanted else BACKENDS
-    if wanted and wanted not in BACKENDS:
-        raise ConfigError([Problem("CONFIG_BACKEND", f"{wanted!r} is not one of: {', '.join(BACKENDS)}.")])
+        path = Path(os.path.expanduser(given))  # noqa: PTH111 - unlike Path's, never raises
+        return [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends if path.name)]
     files = [f"config.{backend}" for backend in backends]
     if name:
         extra = os.environ.get("SIMPLETUNER_CONFIG_DIR")
         folders = [Path("config") / name, Path(name), *([Path(extra) / name] if extra else [])]
-        return [folder / file for folder in folders for file in files]
+        itself = [Path(name)] if Path(name).suffix.removeprefix(".") in BACKENDS else []
+        return [*(folder / file for folder in folders for file in files), *itself]
     return [folder / file for folder in (Path(), Path("config")) for file in files]
 
 
-def _first_file(candidates: list[Path], name: str | None) -> Path:
+def _first_file(candidates: list[Path], name: str | None, problems: Sequence[Problem]) -> Path:
     for path in candidates:
-        if path.is_file():
+        if os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
             return path
     tried = ", ".join(str(path) for path in candidates)
-    what = f"the environment {name!r}" if name else "no configuration"
-    message = f"{what} was not found; tried {tried}." if name else f"{what} was found; tried {tried}."
-    raise ConfigError([Problem("config", f"{message} Write one with `simpletuner configure`.")])
+    what = f"the environment {name!r} was not found" if name else "no configuration was found"
+    message = f"{what}; tried {tried}. Write one with `simpletuner configure`."
+    raise ConfigError([*problems, Problem("config", message)])

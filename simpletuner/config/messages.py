@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, did_you_mean, nearest
+
+LONGEST_SHOWN = 120
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[Problem]:
@@ -17,6 +20,27 @@ def problems_of(error: ValidationError, model: type[BaseModel], prefix: str = ""
         path = _key_path(details)
         problems.setdefault(path, Problem(prefix + path, _sentence(details, path, model)))
     return list(problems.values())
+
+
+def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: type[BaseModel]) -> dict[str, Any]:
+    """The values without the wrong ones, so that the model can be built and everything else be checked.
+
+    A misspelt word becomes the nearest one that is allowed, a required key that is missing or wrong gets the first
+    allowed word or an empty text; every other wrong key falls back to its default.
+    """
+    result = dict(values)
+    for details in error.errors():
+        name = str(details["loc"][0])
+        result.pop(name, None)
+        field = model.model_fields.get(name)
+        if field is None:
+            continue
+        guess = nearest(str(details["input"]), _allowed(details)) if details["type"] == "literal_error" else None
+        if guess is not None and len(details["loc"]) == 1:
+            result[name] = guess
+        elif field.is_required():
+            result[name] = next(iter(get_args(field.annotation)), "")
+    return result
 
 
 def unknown_key(key: str, known: list[str]) -> str:
@@ -36,22 +60,34 @@ def _key_path(details: ErrorDetails) -> str:
 
 def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
-    shown = repr(value)
+    shown = _shown(value)
     if kind == "missing":
         return f"is required. {_help(model, path)}".strip()
     if kind == "extra_forbidden":
         return unknown_key(path.rpartition(".")[2], _known_keys(model, path))
     if kind == "literal_error":
-        allowed = [word.strip("' ") for word in str(context["expected"]).replace(" or ", ", ").split(",")]
+        allowed = _allowed(details)
         return f"{shown} is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
     if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
         sign = {"greater_than_equal": "≥", "greater_than": ">", "less_than_equal": "≤", "less_than": "<"}[kind]
         bound = next(iter(context.values()))
-        return f"{value!r} is out of range; it must be {sign} {bound:g}."
-    if kind == "value_error":
-        return f"{shown} {context['error']}."
+        return f"{shown} is out of range; it must be {sign} {bound:g}."
+    if kind in ("value_error", "too_large"):
+        return f"{shown} {context['error'] if kind == 'value_error' else details['msg']}."
     expected = {"list_type": "a list", "dict_type": "an object", "model_type": "an object"}.get(kind)
     return f"{shown} is not {expected}." if expected else f"{shown}: {details['msg']}."
+
+
+def _allowed(details: ErrorDetails) -> list[str]:
+    """The words of a `literal_error`."""
+    expected = str(details.get("ctx", {})["expected"])
+    return [word.strip("' ") for word in expected.replace(" or ", ", ").split(",")]
+
+
+def _shown(value: object) -> str:
+    """The value as it would be written in Python, long ones cut."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _help(model: type[BaseModel], path: str) -> str:

@@ -6,14 +6,18 @@ section. The command line, `--help`, the wizard, the reference page and the load
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticCustomError, PydanticUndefined
+
+from .json_files import UnusableJsonError, parse_json
 
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
@@ -34,11 +38,23 @@ def parse_flag(value: object) -> object:
 
 
 def parse_integer(value: object) -> object:
-    """A whole number from a number or numeric text; 1.5 and True are refused."""
+    """A whole number of at most 64 bits from a number or numeric text; 1.5 and True are refused."""
+    if not isinstance(value, bool) and isinstance(value, int | str):
+        try:
+            return _within_64_bits(int(value))
+        except ValueError:
+            pass  # "1e3" and "20.0" are whole numbers, too
     number = parse_number(value, "is not a whole number")
-    if not float(number).is_integer():
+    if not number.is_integer():
         raise ValueError("is not a whole number")
-    return value if isinstance(value, int) else int(number)
+    return _within_64_bits(int(number))
+
+
+def _within_64_bits(number: int) -> int:
+    """The number itself; PydanticCustomError, unlike ValueError, is not mistaken for text that is no number."""
+    if not -(2**63) <= number < 2**63:
+        raise PydanticCustomError("too_large", "is too large for a 64-bit number")
+    return number
 
 
 def parse_number(value: object, complaint: str = "is not a number") -> float:
@@ -47,7 +63,7 @@ def parse_number(value: object, complaint: str = "is not a number") -> float:
         raise ValueError(complaint)
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(complaint) from None
     if not math.isfinite(number):
         raise ValueError(complaint)
@@ -61,13 +77,30 @@ def parse_text(value: object) -> object:
     return str(value)
 
 
+def parse_path(value: object) -> object:
+    """Text that can be a path: whoever looks for it later finds it or does not, without a surprise."""
+    text = parse_text(value)
+    try:
+        Path(str(text)).expanduser().stat()
+    except RuntimeError:
+        raise ValueError("begins with the home folder of a user who is not known here") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise ValueError(f"cannot be looked at: {error.strerror}") from None
+    except ValueError:
+        raise ValueError("holds a character that no path can have") from None
+    return text
+
+
 def parse_json_text(value: object) -> object:
     """A list or object, given as such or as JSON text (the only way to write one on the command line)."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
-            return json.loads(value)
+            return parse_json(value)
         except json.JSONDecodeError as error:
             raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos + 1})") from None
+        except UnusableJsonError as error:
+            raise ValueError(str(error)) from None
     return value
 
 
@@ -89,6 +122,7 @@ Flag = Annotated[bool, BeforeValidator(parse_flag)]
 Integer = Annotated[int, BeforeValidator(parse_integer)]
 Number = Annotated[float, BeforeValidator(parse_number)]
 Text = Annotated[str, BeforeValidator(parse_text)]
+PathText = Annotated[str, BeforeValidator(parse_path)]
 TextList = Annotated[list[Text], BeforeValidator(parse_list)]
 Texts = Annotated[list[Text], BeforeValidator(parse_texts)]
 NumberList = Annotated[list[Number], BeforeValidator(parse_list)]

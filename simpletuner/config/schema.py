@@ -7,9 +7,30 @@ and are laid over these.
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from typing import Annotated, Literal
 
-from .option import Flag, Group, Integer, Json, Number, Option, Text, TextList, Texts, describe, option
+from pydantic import BeforeValidator
+
+from .option import (
+    Flag,
+    Group,
+    Integer,
+    Json,
+    Number,
+    Option,
+    PathText,
+    Text,
+    TextList,
+    Texts,
+    describe,
+    option,
+    parse_text,
+)
+
+# Words that look like numbers may be written as numbers.
+Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
+FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]
 
 Precision = Literal[
     "no_change", "bf16", "fp32",
@@ -18,6 +39,7 @@ Precision = Literal[
     "int8-torchao", "int8dq-torchao", "int4-torchao", "fp8-torchao",
     "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
 ]  # fmt: skip
+DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 
 OptimizerName = Literal[
@@ -42,22 +64,22 @@ class ModelConfig(Group):
     model_flavour: Text | None = option(
         None, "Which checkpoint of the family.", aliases=("model_flavor",), default_note="the family's first"
     )
-    pretrained_model_name_or_path: Text | None = option(
+    pretrained_model_name_or_path: PathText | None = option(
         None,
         "Hub id or folder of a diffusers checkpoint; wins over the flavour.",
         default_note="of the flavour",
     )
-    pretrained_vae_model_name_or_path: Text | None = option(
+    pretrained_vae_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the VAE from.", default_note="the model path"
     )
-    pretrained_transformer_model_name_or_path: Text | None = option(
+    pretrained_transformer_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the transformer from.", default_note="the model path"
     )
     pretrained_transformer_subfolder: Text = option("transformer", "Folder of the transformer inside that path.")
-    qwen_text_encoder_model_name_or_path: Text | None = option(
+    qwen_text_encoder_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the Qwen2.5-VL text encoder from (Kandinsky)."
     )
-    pretrained_gemma_model_name_or_path: Text | None = option(
+    pretrained_gemma_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the Gemma text encoder from (Sana Video)."
     )
     revision: Text | None = option(None, "Branch, tag or commit of the hub repository.")
@@ -68,12 +90,12 @@ class ModelConfig(Group):
 class RunOptions(Group):
     """Run and paths"""
 
-    output_dir: Text = option("simpletuner-results", "Everything a run writes goes here; created when missing.")
-    logging_dir: Text = option("logs", "Folder for tracker files.")
-    cache_dir: Text | None = option(None, "Folder for all caches.", default_note="`<output_dir>/cache`")
-    cache_dir_text: Text | None = option(None, "Folder for text embeds.", default_note="`<cache_dir>/text`")
-    cache_dir_vae: Text | None = option(None, "Folder for latents.", default_note="`<cache_dir>/vae`")
-    data_backend_config: Text | None = option(
+    output_dir: PathText = option("simpletuner-results", "Everything a run writes goes here; created when missing.")
+    logging_dir: PathText = option("logs", "Folder for tracker files.")
+    cache_dir: PathText | None = option(None, "Folder for all caches.", default_note="`<output_dir>/cache`")
+    cache_dir_text: PathText | None = option(None, "Folder for text embeds.", default_note="`<cache_dir>/text`")
+    cache_dir_vae: PathText | None = option(None, "Folder for latents.", default_note="`<cache_dir>/vae`")
+    data_backend_config: PathText | None = option(
         None, "The dataset file.", default_note="multidatabackend.json beside the config"
     )
     seed: Integer | None = option(
@@ -83,7 +105,7 @@ class RunOptions(Group):
         ge=-1,
     )
     seed_for_each_device: Flag = option(True, "false: every process uses the same noise.")
-    resume_from_checkpoint: Text = option(
+    resume_from_checkpoint: PathText = option(
         "latest",
         "`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts afresh; none "
         "starts at step 0 and never writes over an existing checkpoint.",
@@ -115,7 +137,7 @@ class PublishConfig(Group):
     model_card_private: Flag = option(True, "Create the repository as private.", planned="detail")
     model_card_safe_for_work: Flag = option(False, "Safe-for-work flag of the model card.", planned="detail")
     model_card_note: Text | None = option(None, "A note on top of the model card.", planned="detail")
-    modelspec_comment: Json | None = option(
+    modelspec_comment: Texts | None = option(
         None,
         "Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, "
         "`{current_epoch}` and `{timestamp}` expand.",
@@ -247,7 +269,7 @@ class LaunchConfig(Group):
     dynamo_dynamic: Flag = option(False, "torch.compile dynamic shapes.", planned="detail")
     dynamo_use_regional_compilation: Flag = option(False, "Compile the repeated blocks only.", planned="detail")
     fsdp_enable: Flag = option(False, "Sharded training (FSDP2).", planned="switch")
-    fsdp_version: Literal["2", "1"] = option("2", "FSDP version; 1 is deprecated.", planned="detail")
+    fsdp_version: FsdpVersion = option("2", "FSDP version; 1 is deprecated.", planned="detail")
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = option(
         "SHARDED_STATE_DICT", "Form of sharded checkpoints.", planned="detail"
     )
@@ -292,7 +314,7 @@ class LoraConfig(Group):
     lora_type: Literal["standard", "lycoris"] = option(
         "standard", "lycoris trains through the LyCORIS package.", planned="switch"
     )
-    lycoris_config: Text | None = option(None, "Settings file of LyCORIS.", planned="detail")
+    lycoris_config: PathText | None = option(None, "Settings file of LyCORIS.", planned="detail")
     peft_lora_target_modules: Json | None = option(
         None,
         "Which layers get a LoRA: a JSON list of names, a file with one, or `all-linear`.",
@@ -300,7 +322,7 @@ class LoraConfig(Group):
     )
     use_dora: Flag = option(False, "Split weights into size and direction (DoRA).")
     lora_format: Literal["diffusers", "comfyui"] = option("diffusers", "Key names in the saved file.", planned="switch")
-    init_lora: Text | None = option(None, "File or folder of a LoRA to start from.")
+    init_lora: PathText | None = option(None, "File or folder of a LoRA to start from.")
     init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
 
 
@@ -315,7 +337,7 @@ class OffloadConfig(Group):
     )
     group_offload_blocks_per_group: Integer = option(1, "Blocks that come together.", ge=1, planned="detail")
     group_offload_use_stream: Flag = option(False, "Copies run beside the compute (CUDA).", planned="detail")
-    group_offload_to_disk_path: Text | None = option(None, "Parked weights lie on disk.", planned="detail")
+    group_offload_to_disk_path: PathText | None = option(None, "Parked weights lie on disk.", planned="detail")
     group_offload_text_encoder: Flag = option(False, "The same for text encoders.", planned="switch")
     group_offload_vae: Flag = option(False, "The same for the VAE.", planned="switch")
     enable_model_cpu_offload: Flag = option(False, "Validation pipelines bring one component at a time to the device.")
@@ -492,7 +514,7 @@ class ValidationConfig(Group):
     )
     validation_epoch_interval: Integer | None = option(None, "Render also after every n-th epoch.", ge=1)
     validation_prompt: Text | None = option(None, "The primary prompt; its files are named `validation`.")
-    user_prompt_library: Text | None = option(None, "JSON file of nickname to prompt.")
+    user_prompt_library: PathText | None = option(None, "JSON file of nickname to prompt.")
     validation_prompt_library: Flag = option(False, "Render a built-in list of prompts, too.")
     validation_negative_prompt: Text | None = option(
         None, "What guidance steers away from.", default_note="of the family"
@@ -524,8 +546,12 @@ class ValidationConfig(Group):
     num_validation_images: Integer = option(1, "Samples per prompt.", ge=1)
     num_eval_images: Integer = option(4, "Pictures taken from a dataset per validation.", ge=1)
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png", "File format of previews.")
-    validation_noise_scheduler: Text | None = option(
-        None, "euler, unipc or dpm++.", planned="switch", off=("euler",), default_note="the pipeline's"
+    validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
+        None,
+        "Sampler of previews; only those for flow models.",
+        planned="switch",
+        off=("euler",),
+        default_note="the pipeline's",
     )
     validation_torch_compile: Flag = option(False, "Compile for validation.", planned="switch")
 
@@ -556,7 +582,7 @@ class DatasetDefaults(Group):
     )
     target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0)
     aspect_bucket_rounding: Integer = option(2, "Decimals of a bucket's ratio.", ge=1, le=9)
-    aspect_bucket_alignment: Literal["8", "16", "24", "32", "64", "128"] | None = option(
+    aspect_bucket_alignment: Alignment | None = option(
         None, "Pixel grid of bucket sizes.", default_note="of the family"
     )
     caption_strategy: Literal[
@@ -611,6 +637,7 @@ GROUPS: dict[str, type[Group]] = {
 }
 
 
+@functools.cache
 def all_options() -> dict[str, Option]:
     """Every key of config.json by its name, in the order of this page."""
     return {
@@ -618,3 +645,9 @@ def all_options() -> dict[str, Option]:
         for attribute, group in GROUPS.items()
         for name, field in group.model_fields.items()
     }
+
+
+@functools.cache
+def option_names() -> dict[str, Option]:
+    """Every key of config.json by its name and by its aliases."""
+    return {name: option for option in all_options().values() for name in (option.name, *option.aliases)}

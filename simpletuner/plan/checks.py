@@ -8,11 +8,12 @@ from pathlib import Path
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer
-from simpletuner.config.schema import PLAIN_PRECISIONS, all_options
+from simpletuner.config.schema import DEFAULT_LEARNING_RATES, PLAIN_PRECISIONS, all_options
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
 from simpletuner.reporting.trackers import check_trackers
 
+VIDEO_VAE_KEYS = ("vae_enable_patch_conv", "vae_enable_temporal_roll")
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 
@@ -63,8 +64,8 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
 def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
     """End below start, where the rate falls."""
     optimizer = config.optimizer
-    rate = optimizer.learning_rate
-    if optimizer.lr_scheduler in DECAYING_SCHEDULERS and rate is not None and optimizer.lr_end >= rate:
+    rate = optimizer.learning_rate or DEFAULT_LEARNING_RATES[config.model.model_type]
+    if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
         message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
         yield Problem("lr_end", message)
     if optimizer.lr_scale and optimizer.lr_scale_sqrt:
@@ -128,8 +129,8 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         message = f"{length} is more than {spec.title} takes; {spec.text_length_cap} is used."
         yield Problem("tokenizer_max_length", message, fatal=False)
     if spec.media == "image":
-        for key in ("vae_enable_patch_conv", "vae_enable_temporal_roll"):
-            if getattr(config.caching, key):
+        for key in VIDEO_VAE_KEYS:
+            if config.flat()[key]:
                 yield Problem(key, f"has no effect: {spec.title} has no video VAE.", fatal=False)
     if config.model.pretrained_gemma_model_name_or_path and "gemma" not in str(spec.components):
         message = f"has no effect: {spec.title} has no Gemma text encoder."

@@ -16,6 +16,7 @@ from simpletuner.models.spec import FamilySpec
 UNCONDITIONAL = "unconditional"
 PRIMARY = "validation"
 SMALLEST_SIDE = 128
+LONGEST_NAME = 120  # bytes
 
 # A short list of our own for `validation_prompt_library`: a subject, a place, a style, writing, a crowd.
 BUILT_IN = {
@@ -40,20 +41,19 @@ def collect_prompts(config: ValidationConfig, problems: list[Problem]) -> list[V
     """All prompts of the run: unconditional, libraries, then the primary one; names are unique."""
     if config.validation_disable:
         return []
-    named: list[tuple[str, str]] = []
-    if not config.validation_disable_unconditional:
-        named.append((UNCONDITIONAL, ""))
+    library: list[tuple[str, str]] = []
     if config.validation_prompt_library:
-        named.extend(BUILT_IN.items())
+        library.extend(BUILT_IN.items())
     if config.user_prompt_library:
-        named.extend(read_library(Path(config.user_prompt_library).expanduser(), problems))
-    if config.validation_prompt:
-        named.append((PRIMARY, config.validation_prompt))
+        library.extend(read_library(Path(config.user_prompt_library).expanduser(), problems))
     prompts: list[ValidationPrompt] = []
-    taken: set[str] = set()
-    for nickname, prompt in named:
-        short_name = _unique(file_safe(nickname), taken)
-        prompts.append(ValidationPrompt(short_name, nickname, prompt))
+    if not config.validation_disable_unconditional:
+        prompts.append(ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, ""))
+    taken = {UNCONDITIONAL, PRIMARY}  # our own names, which a library cannot take away
+    for nickname, prompt in library:
+        prompts.append(ValidationPrompt(_unique(file_safe(nickname), taken), nickname, prompt))
+    if config.validation_prompt:
+        prompts.append(ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt))
     return prompts
 
 
@@ -63,11 +63,12 @@ def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str]]:
     if not path.is_file():
         problems.append(Problem(key, f"the file {str(path)!r} does not exist."))
         return []
+    known = len(problems)
     content = read_json(path, problems)
-    if content is None:
-        return []
     if not isinstance(content, dict):
-        problems.append(Problem(key, f"{path} must hold one object of nickname to prompt."))
+        if not any(problem.fatal for problem in problems[known:]):
+            message = f"{path} must hold one object of nickname to prompt, not {json_kind(content)}."
+            problems.append(Problem(key, message))
         return []
     prompts = []
     for nickname, value in content.items():
@@ -82,7 +83,7 @@ def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str]]:
 def file_safe(name: str) -> str:
     """A nickname as part of a file name: letters and signs of any script, digits, dot, dash and underscore stay."""
     kept = "".join(each if each in "._-" or unicodedata.category(each)[0] in "LMN" else " " for each in name)
-    return re.sub(r"\s+", "_", kept.strip()).strip("._") or "prompt"
+    return _cut(re.sub(r"\s+", "_", kept.strip())).strip("._") or "prompt"
 
 
 def parse_resolutions(value: str, spec: FamilySpec, *, lenient: bool, problems: list[Problem]) -> list[tuple[int, int]]:
@@ -95,7 +96,7 @@ def parse_resolutions(value: str, spec: FamilySpec, *, lenient: bool, problems: 
     sizes = []
     for part in filter(None, (part.strip().lower() for part in value.split(","))):
         numbers = part.split("x")
-        if len(numbers) > 2 or not all(re.fullmatch(r"\d+(\.0*)?", number) for number in numbers):
+        if len(numbers) > 2 or not all(re.fullmatch(r"[0-9]{1,6}(\.0*)?", number) for number in numbers):
             problems.append(Problem(key, f"{part!r} is not a size such as 1024 or 1280x768."))
             continue
         width, height = (int(float(number)) for number in (numbers[0], numbers[-1]))
@@ -117,6 +118,11 @@ def parse_resolutions(value: str, spec: FamilySpec, *, lenient: bool, problems: 
 
 def _snap(length: int, multiple: int) -> int:
     return max(multiple, round(length / multiple) * multiple)
+
+
+def _cut(name: str) -> str:
+    """The name, short enough to leave room for step and size in a file name of 255 bytes."""
+    return name.encode()[:LONGEST_NAME].decode(errors="ignore")
 
 
 def _unique(name: str, taken: set[str]) -> str:

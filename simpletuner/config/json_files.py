@@ -1,0 +1,113 @@
+"""JSON as people write it: a comma too many is forgiven, everything else is reported with its place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from simpletuner.errors import Problem
+
+# A comma before a closing bracket, and every string (so that commas inside strings are left alone).
+TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
+DEEPEST_NESTING = 100
+Pairs = list[tuple[str, Any]]
+
+
+class UnusableJsonError(ValueError):
+    """JSON by its grammar, but with a value that nothing here could work with."""
+
+
+def read_json(path: Path, problems: list[Problem]) -> Any:
+    """The JSON value in a file, or None with the problem (file, line, column) added to the list.
+
+    A comma before a closing bracket is accepted with a warning: published examples contain one. A key that an object
+    gives twice with different values is a problem, and the last value is returned so that the rest can be checked.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        problems.append(Problem(str(path), f"is not UTF-8 text (byte {error.start})."))
+        return None
+    except OSError as error:
+        problems.append(Problem(str(path), f"cannot be read: {error.strerror}."))
+        return None
+    mended = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
+    if mended != text:
+        line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if mended[i] != old))
+        message = f"has a comma before a closing bracket (line {line}); it was ignored."
+        problems.append(Problem(str(path), message, fatal=False))
+
+    def keep_last(pairs: Pairs) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result and not same_value(result[key], value):
+                problems.append(Problem(str(path), f"says {key!r} twice: {result[key]!r} and {value!r}."))
+            result[key] = value
+        return result
+
+    try:
+        return parse_json(mended, keep_last)
+    except json.JSONDecodeError as error:
+        message = f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        problems.append(Problem(str(path), message))
+    except UnusableJsonError as error:
+        problems.append(Problem(str(path), f"{error}."))
+    return None
+
+
+def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        json.JSONDecodeError: it is not JSON.
+        UnusableJsonError: numbers of thousands of digits, hundreds of nested brackets, or characters that are none.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=object_of)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise UnusableJsonError("holds too many brackets inside brackets") from None
+    except ValueError:
+        raise UnusableJsonError("holds a number with thousands of digits") from None
+    _check_usable(value)
+    return value
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two spellings mean the same: 20 and "20", true and "True", 1e-4 and 0.0001."""
+    if one == other:
+        return True
+    if isinstance(one, dict | list) or isinstance(other, dict | list):
+        return False
+    texts = str(one).strip().lower(), str(other).strip().lower()
+    try:
+        return texts[0] == texts[1] or float(texts[0]) == float(texts[1])
+    except ValueError:
+        return False
+
+
+def json_kind(value: Any) -> str:
+    """What a value is called in JSON, with its article."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
+    return kinds.get(type(value), "a number")
+
+
+def _check_usable(value: Any) -> None:
+    """Refuse what would surprise later: a NUL or half a character in a text, bottomless nesting."""
+    waiting = [(value, 1)]
+    while waiting:
+        inner, depth = waiting.pop()
+        if depth > DEEPEST_NESTING:
+            raise UnusableJsonError("holds too many brackets inside brackets")
+        if isinstance(inner, dict):
+            waiting += [(part, depth + 1) for pair in inner.items() for part in pair]
+        elif isinstance(inner, list):
+            waiting += [(part, depth + 1) for part in inner]
+        elif isinstance(inner, str) and ("\0" in inner or any("\ud800" <= letter <= "\udfff" for letter in inner)):
+            raise UnusableJsonError(f"holds a character that is none, in {inner!a:.80}")
