@@ -12,7 +12,8 @@ from simpletuner.caching.entry import find_entry
 from simpletuner.caching.inspect import Garbage, explain, explain_miss, find_damaged, find_garbage, remove_garbage
 from simpletuner.cli.train import PASS_THROUGH, parse_settings
 from simpletuner.errors import UserError
-from simpletuner.plan.build import Plan, make_catalogue, make_plan, text_folder, wanted_entries
+from simpletuner.plan.build import Plan, make_plan
+from simpletuner.plan.entries import make_catalogue, text_folder, wanted_entries
 
 app = typer.Typer(help="Fill, verify, explain and clean the caches of a configuration.", no_args_is_help=True)
 

@@ -70,6 +70,12 @@ class BatchLoader:
                 return batch
             self.epoch, self._position, self._supply = self.epoch + 1, 0, None
 
+    @property
+    def epochs_done(self) -> int:
+        """Epochs of which every batch was handed out."""
+        complete = self._position >= self.sampler.batches_per_epoch(self.epoch)
+        return self.epoch if complete else self.epoch - 1
+
     def state_dict(self) -> dict[str, Any]:
         """Where the run is in the data."""
         return {"epoch": self.epoch, "position": self._position}

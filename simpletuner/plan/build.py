@@ -5,25 +5,17 @@ Nothing here loads a weight, imports torch or writes a file. Every problem is co
 
 from __future__ import annotations
 
-import os
-import secrets
-import time
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, TextEntry
-from simpletuner.caching.checkpoint import checkpoint_identity
-from simpletuner.caching.keys import EncoderIdentity
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import Layer, RunConfig, raise_if_fatal, resolve
+from simpletuner.config.load import FAMILY_DEFAULT, Layer, RunConfig, canonical, raise_if_fatal, resolve
 from simpletuner.config.load_datasets import read_datasets
 from simpletuner.config.locate import dataset_file, locate
-from simpletuner.config.precision import text_encoder_dtype, vae_dtype
 from simpletuner.data.build import build_datasets
-from simpletuner.data.cache_folders import text_entry_of
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sampler import Sampler
@@ -33,11 +25,10 @@ from simpletuner.models.registry import FAMILIES, PLANNED_FAMILIES, canonical_fa
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.checks import check_config, check_family, check_total
-from simpletuner.training.manifest import Checkpoint, select_checkpoint
+from simpletuner.plan.environment import check_environment
+from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
+from simpletuner.training.manifest import Checkpoint
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, parse_resolutions
-
-FAMILY_DEFAULT = "family default"
-TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
 @dataclass(frozen=True)
@@ -57,6 +48,7 @@ class Plan:
         seed: decided, also where the user left it open.
         text_caches: the text_embeds entries of the dataset file.
         resume: the checkpoint to continue from, None for a fresh run.
+        same_data: its datasets and batch size are those of this plan, so the order of samples continues, too.
         warnings: what the user should know and need not mend.
     """
 
@@ -73,6 +65,7 @@ class Plan:
     sizes: list[tuple[int, int]]
     length: Length
     resume: Checkpoint | None
+    same_data: bool
     warnings: list[Problem]
 
     @property
@@ -107,9 +100,7 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
     spec = find_family(layers, problems)
     family_layer = Layer(FAMILY_DEFAULT, list(spec.defaults.items()) if spec else [])
     config = resolve([family_layer, *layers], problems)
-    if config is None:
-        raise_if_fatal(problems)
-        raise RuntimeError("a config that cannot be built has a fatal problem")
+    problems.extend(check_environment())
     problems.extend(check_config(config))
     path = dataset_file(config.run.data_backend_config, located.folder, problems)
     placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
@@ -122,7 +113,8 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
 
 def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec | None:
     """The family that the strongest layer names."""
-    named = [value for layer in layers for key, value in layer.values if _plain(key) == "model_family" and value]
+    found = [canonical(layer, []).get("model_family") for layer in layers]  # resolve() reports the problems
+    named = [value for value in found if value is not None]
     if not named:
         return None  # resolve() says that the key is required
     name = canonical_family_name(str(named[-1]))
@@ -132,7 +124,7 @@ def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec 
     if name in PLANNED_FAMILIES:
         message = f"{name!r} is not available yet; available: {', '.join(FAMILIES)}."
     else:
-        message = f"{named[-1]!r} is not one of: {', '.join(known)}.{did_you_mean(name, known)}"
+        message = f"{str(named[-1])!r} is not one of: {', '.join(known)}.{did_you_mean(name, known)}"
     problems.append(Problem("model_family", message))
     return None
 
@@ -149,69 +141,6 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, rank:
     )
 
 
-def make_catalogue(plan: Plan) -> Catalogue | None:
-    """The cache entries of a plan, or None while a part of the checkpoint is not on this machine."""
-    folders = {role: plan.source[role].local_folder() for role in ("vae", *TEXT_ROLES) if role in plan.source.parts}
-    present = {role: folder for role, folder in folders.items() if folder is not None}
-    if len(present) < len(folders):
-        return None
-    config, family = plan.config, plan.spec.name
-    text_folders = [present[role] for role in TEXT_ROLES if role in present]
-    encoders = Encoders(
-        vae=EncoderIdentity(
-            family,
-            checkpoint_identity(present["vae"]),
-            vae_dtype(config.precision, config.caching),
-            tiling=config.caching.vae_enable_tiling,
-        ),
-        text=EncoderIdentity(family, checkpoint_identity(*text_folders), text_encoder_dtype(config.precision)),
-        template=plan.spec.text_fingerprint(config.text, plan.flavour),
-        max_length=min(config.text.tokenizer_max_length or plan.spec.text_length_cap, plan.spec.text_length_cap),
-        clean=plan.spec.clean_caption,
-        prompt_holds_picture=plan.flavour.task in plan.spec.prompt_holds_picture,
-    )
-    return Catalogue(
-        encoders,
-        latent_folders={dataset.id: dataset.latent_dir for dataset in plan.datasets},
-        text_folders={dataset.id: text_folder(plan, dataset) for dataset in plan.datasets},
-        default_text_folder=text_folder(plan),
-    )
-
-
-def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
-    """The text cache of a dataset, or of prompts that belong to none: its entry's folder, else the family's own."""
-    entry = text_entry_of(dataset.config if dataset else DatasetConfig(id="prompts"), plan.text_caches)
-    if entry is not None and entry.cache_dir:
-        return Path(entry.cache_dir).expanduser()
-    return DataContext.of(plan.config, plan.spec, plan.flavour.task).text_root
-
-
-def wanted_entries(plan: Plan, catalogue: Catalogue, epoch: int) -> tuple[list[TextEntry], list[LatentEntry]]:
-    """Every entry that the run reads in an epoch: captions, prompts, latents."""
-    dropout = plan.config.text.caption_dropout_probability > 0
-    texts = catalogue.texts_of(plan.trained, epoch, with_empty=dropout)
-    return texts + prompt_entries(plan, catalogue), catalogue.latents_of(plan.trained, epoch)
-
-
-def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
-    """The embeddings that validation needs, the negative prompt among them."""
-    negative = plan.config.validation.validation_negative_prompt or ""
-    pictures: Sequence[Any] = preview_sources(plan) if catalogue.encoders.prompt_holds_picture else [None]
-    texts = [*(prompt.prompt for prompt in plan.prompts), negative] if plan.prompts else []
-    return [
-        catalogue.text(None, text, picture, f"validation prompt {text!r}") for text in texts for picture in pictures
-    ]
-
-
-def preview_sources(plan: Plan) -> list[Any]:
-    """The source pictures of i2i previews: of `eval_dataset_id`, else of the first trained dataset."""
-    chosen = plan.config.validation.eval_dataset_id
-    datasets = [each for each in plan.datasets if chosen is None or each.config.id in chosen]
-    samples = [sample for each in datasets for sample in each.samples if not each.config.disable_validation]
-    sources = [sample.partner or sample for sample in samples if sample.partner is not None or chosen is not None]
-    return sources[: plan.config.validation.num_eval_images]
-
-
 def _plan_family(
     config: RunConfig, spec: FamilySpec, path: Path, entries: list[DatasetConfig], problems: list[Problem]
 ) -> Plan:
@@ -224,15 +153,18 @@ def _plan_family(
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
     sizes = _sizes(config, spec, problems)
-    seed = decide_seed(config.run.seed)
+    resume = check_resume(config, spec, flavour, problems)
+    seed = decide_seed(config.run.seed, resume)
     context = DataContext.of(config, spec, flavour.task)
     datasets = build_datasets(entries, context, problems) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     _check_datasets(config, datasets, trained, problems)
-    resume = _check_resume(config, spec, flavour, problems)
     raise_if_fatal(problems)
+    same_data = has_same_data(config, resume, trained, problems)
     length = plan_length(config, make_sampler(trained, config, seed))
     problems.extend(check_total(config, length.total_steps))
+    _check_last_epoch(config, trained, length, problems)
+    raise_if_fatal(problems)
     return Plan(
         config=config,
         spec=spec,
@@ -247,6 +179,7 @@ def _plan_family(
         sizes=sizes,
         length=length,
         resume=resume,
+        same_data=same_data,
         warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)),
     )
 
@@ -259,15 +192,18 @@ def plan_length(config: RunConfig, sampler: Sampler) -> Length:
     if steps > 0:
         return Length(steps, per_epoch, -(-steps * accumulation // max(per_epoch, 1)))
     epochs = config.schedule.num_train_epochs or 1
-    batches = sum(sampler.batches_per_epoch(epoch) for epoch in range(1, epochs + 1))
-    return Length(-(-batches // accumulation), per_epoch, epochs)
+    return Length(-(-count_batches(sampler, epochs) // accumulation), per_epoch, epochs)
 
 
-def decide_seed(configured: int | None) -> int:
-    """The seed of a run: 0 comes from the clock, -1 and None from the system's random source."""
-    if configured is None or configured == -1:
-        return secrets.randbelow(2**31)
-    return int(time.time()) if configured == 0 else configured
+def count_batches(sampler: Sampler, epochs: int) -> int:
+    """Batches in the first so many epochs."""
+    configs = [dataset.config for dataset in sampler.datasets]
+    if any(each.crop_aspect == "random" or each.start_step > 1 or each.end_step is not None for each in configs):
+        return sum(sampler.batches_per_epoch(epoch) for epoch in range(1, epochs + 1))
+    # Between the epochs in which datasets come and go, one is as long as the next.
+    changes = {each.start_epoch for each in configs} | {each.end_epoch + 1 for each in configs if each.end_epoch}
+    edges = [1, *sorted(epoch for epoch in changes if 1 < epoch <= epochs), epochs + 1]
+    return sum((last - first) * sampler.batches_per_epoch(first) for first, last in itertools.pairwise(edges))
 
 
 def _find_flavour(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> Flavour:
@@ -321,33 +257,16 @@ def _check_datasets(
             problems.append(Problem("eval_dataset_id", message))
 
 
-def _check_resume(config: RunConfig, spec: FamilySpec, flavour: Flavour, problems: list[Problem]) -> Checkpoint | None:
-    output_dir = Path(config.run.output_dir).expanduser()
-    checkpoint = select_checkpoint(config.run.resume_from_checkpoint, output_dir, problems)
-    if checkpoint is None:
-        return None
-    manifest, key = checkpoint.manifest, "resume_from_checkpoint"
-    for what, old, new in (
-        ("model_family", manifest.model_family, spec.name),
-        ("model_flavour", manifest.model_flavour, flavour.name),
-        ("model_type", manifest.model_type, config.model.model_type),
-    ):
-        if old != new:
-            message = f"{checkpoint.path} was trained with {what} {old}, not {new}; choose another output_dir."
-            problems.append(Problem(key, message))
-    size = config.schedule.train_batch_size
-    if manifest.train_batch_size != size:
-        allowed = config.run.i_know_what_i_am_doing or _allows_other_batch_size()
-        message = f"{checkpoint.path} was trained with train_batch_size {manifest.train_batch_size}, not {size}."
-        hint = "" if allowed else " i_know_what_i_am_doing allows it; data order then starts anew."
-        problems.append(Problem(key, message + hint, fatal=not allowed))
-    return checkpoint
-
-
-def _allows_other_batch_size() -> bool:
-
-    return os.environ.get("SIMPLETUNER_ALLOW_MODIFYING_BSZ", "0") == "1"
-
-
-def _plain(key: str) -> str:
-    return key.removeprefix("--").replace("-", "_")
+def _check_last_epoch(config: RunConfig, trained: Sequence[Dataset], length: Length, problems: list[Problem]) -> None:
+    """A run by steps needs samples up to its last step."""
+    ends = [each.config.end_epoch for each in trained if each.config.probability > 0]
+    last = max((end for end in ends if end is not None), default=0)
+    if None in ends or last == 0 or not config.schedule.max_train_steps:
+        return
+    there = count_batches(make_sampler(trained, config, seed=0), last)
+    needed = length.total_steps * config.schedule.gradient_accumulation_steps
+    if there < needed:
+        message = (
+            f"{last} is the last epoch of any dataset: {there} batches, and {length.total_steps} steps need {needed}."
+        )
+        problems.append(Problem("end_epoch", message))

@@ -8,7 +8,8 @@ from typing import TextIO
 from simpletuner.caching.catalogue import missing
 from simpletuner.config.schema import all_options
 from simpletuner.data.sample import LedgerEntry
-from simpletuner.plan.build import Plan, make_catalogue, wanted_entries
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import make_catalogue, wanted_entries
 from simpletuner.reporting.redaction import redact_settings
 
 # A ledger longer than this is shown by its counts and its rejected files alone.

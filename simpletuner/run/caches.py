@@ -20,7 +20,8 @@ from simpletuner.errors import Problem, UserError
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.registry import load_adapter
-from simpletuner.plan.build import Plan, make_catalogue, make_sampler, plan_length, wanted_entries
+from simpletuner.plan.build import Plan, make_sampler, plan_length
+from simpletuner.plan.entries import make_catalogue, wanted_entries
 from simpletuner.reporting.progress import Progress
 from simpletuner.training.assemble import make_accelerator
 

@@ -7,7 +7,8 @@ from functools import partial
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
-from simpletuner.plan.build import Plan, preview_sources
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import preview_sources
 from simpletuner.validation.prompts import ValidationPrompt
 from simpletuner.validation.runner import Subject
 

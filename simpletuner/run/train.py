@@ -18,6 +18,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan
+from simpletuner.plan.resume import fingerprint
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaFile, MediaRecord, MetricsFile
 from simpletuner.reporting.progress import Progress
@@ -35,7 +36,7 @@ from simpletuner.training.checkpoints import CheckpointWriter, Identity, load_ch
 from simpletuner.training.ema import Ema
 from simpletuner.training.loop import stop_on_interrupt, train
 from simpletuner.training.recorder import EmaUpdater, Recorder, ReportWriter
-from simpletuner.training.state import TrainState
+from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import ValidationRunner
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def run_plan(plan: Plan, progress: Progress) -> None:
     loader = BatchLoader(
         plan.sampler(), reader, plan.config.caching, lambda epoch: _complete(workshop, epoch), pin=True
     )
-    state = load_checkpoint(plan.resume, assembly, loader, ema) if plan.resume else first_state(plan)
+    state = begin(plan, assembly, loader, ema)
     if plan.resume:
         progress.say(f"Continuing from {plan.resume.path.name}")
 
@@ -126,7 +127,7 @@ def build_callbacks(
         ema=ema,
         identity=Identity(
             plan.spec.name, plan.flavour.name, config.model.model_type, config.schedule.train_batch_size,
-            package_versions(),
+            plan.seed, fingerprint(plan.trained), package_versions(),
         ),
         settings=redact_settings(config.flat()),
         say=progress.say,
@@ -159,8 +160,10 @@ def choose_techniques(plan: Plan) -> list[Technique]:
     return [Regularisation(regularised)] if regularised else []
 
 
-def first_state(plan: Plan) -> TrainState:
-    """Where a fresh run starts: at 0, or at the step that the LoRA it starts from counts as."""
+def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:
+    """Where this session starts: at a checkpoint, at 0, or at the step that the LoRA it starts from counts as."""
+    if plan.resume is not None:
+        return load_checkpoint(plan.resume, assembly, loader, ema, same_data=plan.same_data)
     lora = plan.config.lora
     return TrainState(global_step=lora.init_lora_step if lora.init_lora else 0)
 

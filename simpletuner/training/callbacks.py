@@ -16,7 +16,7 @@ class Callback(Protocol):
         ...
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        """After the update; `state.global_step` counts the step just done."""
+        """After the update; `state.global_step` counts the step just done, `state.epochs_done` is from before it."""
         ...
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:

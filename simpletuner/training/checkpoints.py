@@ -46,6 +46,8 @@ class Identity:
     model_flavour: str
     model_type: str
     train_batch_size: int
+    seed: int
+    datasets: str
     versions: dict[str, str]
 
 
@@ -93,14 +95,21 @@ def save_checkpoint(
             model_flavour=identity.model_flavour,
             model_type=identity.model_type,
             train_batch_size=identity.train_batch_size,
+            seed=identity.seed,
+            datasets=identity.datasets,
             versions=identity.versions,
             files=describe_files(folder),
         )
         write_manifest(folder, manifest)
 
 
-def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:
+def load_checkpoint(
+    checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, ema: Ema | None, *, same_data: bool
+) -> TrainState:
     """Take up a run where a checkpoint left it.
+
+    Args:
+        same_data: datasets and batch size are what they were; otherwise the epoch is begun anew.
 
     Raises:
         UserError: the checkpoint is damaged, or was made with other trained layers or another optimizer.
@@ -120,9 +129,10 @@ def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoa
         technique.load_state_dict(saved)
     if ema is not None and content["ema"] is not None:
         ema.load_state_dict(content["ema"])
-    loader.load_state_dict(content["loader"])
+    position = content["loader"] if same_data else {**content["loader"], "position": 0}
+    loader.load_state_dict(position)
     restore_random_states(content["random"])
-    return TrainState(global_step=content["global_step"], epoch=content["epoch"])
+    return TrainState(content["global_step"], content["epoch"], loader.epochs_done)
 
 
 def _load_trained(path: Path, assembly: Assembly) -> None:
@@ -173,20 +183,19 @@ class CheckpointWriter:
     say: Callable[[str], None]
     note: Callable[[TrainState], Mapping[str, str]]
     saved_step: int | None = field(default=None, init=False)
-    _epoch: int = field(default=0, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         # A run that is resumed need not save again what it has just loaded.
-        self.saved_step, self._epoch = state.global_step, state.epoch
+        self.saved_step = state.global_step
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        if state.global_step % self.config.checkpoint_step_interval == 0 or self._epoch_is_due(state):
+        by_epoch = state.passed(self.config.checkpoint_epoch_interval, report.epochs_done)
+        if state.global_step % self.config.checkpoint_step_interval == 0 or by_epoch:
             self.save(assembly, state)
         elif (
             self.config.checkpointing_rolling_steps and state.global_step % self.config.checkpointing_rolling_steps == 0
         ):
             self.save(assembly, state, rolling=True)
-        self._epoch = state.epoch
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         if self.saved_step != state.global_step:
@@ -204,8 +213,3 @@ class CheckpointWriter:
         removed = prune(self.output_dir, limit, rolling=rolling)
         gone = f" (removed {', '.join(path.name for path in removed)})" if removed else ""
         self.say(f"Saved {name}{gone}")
-
-    def _epoch_is_due(self, state: TrainState) -> bool:
-        """Whether the step just done was the first one after a multiple of the epoch interval."""
-        interval = self.config.checkpoint_epoch_interval
-        return interval is not None and state.epoch > self._epoch > 0 and self._epoch % interval == 0

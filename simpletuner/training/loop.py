@@ -42,6 +42,7 @@ def train(
         state.global_step, state.epoch = report.step, report.epoch
         for callback in callbacks:
             callback.on_step_end(assembly, state, report)
+        state.epochs_done = report.epochs_done
     for callback in callbacks:
         callback.on_train_end(assembly, state)
     if stop.requested:

@@ -7,11 +7,12 @@ after that.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
 from simpletuner.errors import Problem
@@ -25,6 +26,8 @@ class Manifest:
     """What a checkpoint holds and what it belongs to.
 
     Attributes:
+        seed: of the run, so that one that was drawn is kept when the run continues.
+        datasets: fingerprint of the samples.
         files: relative path of every file, with its size in bytes and its SHA-256.
     """
 
@@ -34,8 +37,13 @@ class Manifest:
     model_flavour: str
     model_type: str
     train_batch_size: int
+    seed: int
+    datasets: str
     versions: dict[str, str]
     files: dict[str, tuple[int, str]]
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder whose files are all there in their right sizes, else None."""
     try:
-        content = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-        content["files"] = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
-        manifest = Manifest(**content)
-    except (OSError, ValueError, TypeError, KeyError):
+        manifest = _MANIFEST.validate_json((folder / FILE_NAME).read_bytes())
+    except (OSError, ValidationError):
         return None
     whole = all(_size(folder / name) == size for name, (size, _) in manifest.files.items())
     return manifest if whole else None

@@ -20,10 +20,21 @@ from simpletuner.training.lora import LoraAdapter
 
 @dataclass
 class TrainState:
-    """How far the run is: optimizer steps done, and the epoch the last sample came from (counted from 1)."""
+    """How far the run is.
+
+    Attributes:
+        global_step: optimizer steps done.
+        epoch: where the last sample came from, counted from 1.
+        epochs_done: epochs that are complete.
+    """
 
     global_step: int = 0
     epoch: int = 1
+    epochs_done: int = 0
+
+    def passed(self, interval: int | None, report_epochs_done: int) -> bool:
+        """Whether a step completed an epoch that is a multiple of `interval`."""
+        return interval is not None and self.epochs_done // interval < report_epochs_done // interval
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ class StepReport:
 
     Attributes:
         step: number of this step, counted from 1.
+        epoch: the epoch of its last sample, counted from 1.
+        epochs_done: epochs that are complete after this step.
         metrics: losses, learning rate and gradient size by their logged names.
         samples: (timestep, loss) of each sample.
         seconds, data_seconds: duration of the step, and how much of it was waiting for data.
@@ -40,6 +42,7 @@ class StepReport:
 
     step: int
     epoch: int
+    epochs_done: int
     metrics: dict[str, float]
     samples: list[tuple[float, float]]
     seconds: float
@@ -92,6 +95,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     return StepReport(
         step=global_step + 1,
         epoch=loader.epoch,
+        epochs_done=loader.epochs_done,
         metrics={**_means(losses), **gradient, "learning_rate": learning_rate, "epoch": loader.epoch},
         samples=_samples(losses),
         seconds=time.perf_counter() - started,

@@ -67,10 +67,8 @@ class ValidationRunner:
     listener: Listener
     _pipeline: PreviewPipeline | None = field(default=None, init=False)
     _rendered_at: int | None = field(default=None, init=False)
-    _epoch: int = field(default=0, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        self._epoch = state.epoch
         if state.global_step == 0 and not self.config.validation.disable_benchmark:
             self.render(assembly, state, benchmark=True)
         elif self.config.validation.validation_on_startup:
@@ -81,10 +79,8 @@ class ValidationRunner:
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         validation = self.config.validation
-        by_epoch = validation.validation_epoch_interval
-        epoch_is_due = by_epoch is not None and state.epoch > self._epoch > 0 and self._epoch % by_epoch == 0
-        due = state.global_step % validation.validation_step_interval == 0 or epoch_is_due
-        self._epoch = state.epoch
+        by_epoch = state.passed(validation.validation_epoch_interval, report.epochs_done)
+        due = state.global_step % validation.validation_step_interval == 0 or by_epoch
         if due and state.global_step >= validation.validate_after_step:
             self.render(assembly, state)
 

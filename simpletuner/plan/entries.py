@@ -1,0 +1,82 @@
+"""Which cache entries a plan needs, and which source pictures its previews start from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, TextEntry
+from simpletuner.caching.checkpoint import checkpoint_identity
+from simpletuner.caching.keys import EncoderIdentity
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.precision import text_encoder_dtype, vae_dtype
+from simpletuner.data.cache_folders import text_entry_of
+from simpletuner.data.context import DataContext
+from simpletuner.data.dataset import Dataset
+from simpletuner.plan.build import Plan
+
+TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+
+
+def make_catalogue(plan: Plan) -> Catalogue | None:
+    """The cache entries of a plan, or None while a part of the checkpoint is not on this machine."""
+    folders = {role: plan.source[role].local_folder() for role in ("vae", *TEXT_ROLES) if role in plan.source.parts}
+    present = {role: folder for role, folder in folders.items() if folder is not None}
+    if len(present) < len(folders):
+        return None
+    config, family = plan.config, plan.spec.name
+    text_folders = [present[role] for role in TEXT_ROLES if role in present]
+    encoders = Encoders(
+        vae=EncoderIdentity(
+            family,
+            checkpoint_identity(present["vae"]),
+            vae_dtype(config.precision, config.caching),
+            tiling=config.caching.vae_enable_tiling,
+        ),
+        text=EncoderIdentity(family, checkpoint_identity(*text_folders), text_encoder_dtype(config.precision)),
+        template=plan.spec.text_fingerprint(config.text, plan.flavour),
+        max_length=min(config.text.tokenizer_max_length or plan.spec.text_length_cap, plan.spec.text_length_cap),
+        clean=plan.spec.clean_caption,
+        prompt_holds_picture=plan.flavour.task in plan.spec.prompt_holds_picture,
+    )
+    return Catalogue(
+        encoders,
+        latent_folders={dataset.id: dataset.latent_dir for dataset in plan.datasets},
+        text_folders={dataset.id: text_folder(plan, dataset) for dataset in plan.datasets},
+        default_text_folder=text_folder(plan),
+    )
+
+
+def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
+    """The text cache of a dataset, or of prompts that belong to none: its entry's folder, else the family's own."""
+    entry = text_entry_of(dataset.config if dataset else DatasetConfig(id="prompts"), plan.text_caches)
+    if entry is not None and entry.cache_dir:
+        return Path(entry.cache_dir).expanduser()
+    return DataContext.of(plan.config, plan.spec, plan.flavour.task).text_root
+
+
+def wanted_entries(plan: Plan, catalogue: Catalogue, epoch: int) -> tuple[list[TextEntry], list[LatentEntry]]:
+    """Every entry that the run reads in an epoch: captions, prompts, latents."""
+    dropout = plan.config.text.caption_dropout_probability > 0
+    texts = catalogue.texts_of(plan.trained, epoch, with_empty=dropout)
+    return texts + prompt_entries(plan, catalogue), catalogue.latents_of(plan.trained, epoch)
+
+
+def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
+    """The embeddings that validation needs, the negative prompt among them."""
+    negative = plan.config.validation.validation_negative_prompt or ""
+    pictures: Sequence[Any] = preview_sources(plan) if catalogue.encoders.prompt_holds_picture else [None]
+    texts = [*(prompt.prompt for prompt in plan.prompts), negative] if plan.prompts else []
+    return [
+        catalogue.text(None, text, picture, f"validation prompt {text!r}") for text in texts for picture in pictures
+    ]
+
+
+def preview_sources(plan: Plan) -> list[Any]:
+    """The source pictures of i2i previews: of `eval_dataset_id`, else of the first trained dataset."""
+    chosen = plan.config.validation.eval_dataset_id
+    datasets = [each for each in plan.datasets if chosen is None or each.config.id in chosen]
+    samples = [sample for each in datasets for sample in each.samples if not each.config.disable_validation]
+    sources = [sample.partner or sample for sample in samples if sample.partner is not None or chosen is not None]
+    return sources[: plan.config.validation.num_eval_images]
