@@ -6,15 +6,15 @@ a regular expression that must match a whole path, the two forms that peft knows
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem, did_you_mean
-from simpletuner.headers import METADATA, read_header
 from simpletuner.models.spec import FamilySpec
+from simpletuner.models.weights import tensor_shapes
 
 KEY = "peft_lora_target_modules"
 Targets = list[str] | str
@@ -67,18 +67,10 @@ def linear_modules(folder: Path) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a safetensors file."""
-    return {name: tuple(entry["shape"]) for name, entry in read_header(path).items() if name != METADATA}
-
-
 def _read_list(value: str, spec: FamilySpec, problems: list[Problem]) -> Any:
     """A file with a JSON list, or a comma list of names."""
-    path = Path(value).expanduser()
-    if path.suffix == ".json" or path.is_file():
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            problems.append(Problem(KEY, f"the file {value!r} cannot be read as a JSON list: {error}."))
-            return list(spec.lora_targets)
+    if value.endswith(".json") or Path(value).is_file():
+        known = len(problems)
+        content = read_json(Path(value), problems)
+        return list(spec.lora_targets) if len(problems) > known and content is None else content
     return [name.strip() for name in value.split(",")]

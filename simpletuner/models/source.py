@@ -6,18 +6,18 @@ Free of torch, so that a plan can say what is missing before anything is downloa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
 from simpletuner.config.schema import ModelConfig
 from simpletuner.errors import Problem, UserError
 from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.models.weights import find_fault
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{0,95}[\w]", re.ASCII)
 # One of these in its folder shows that a component is there.
 MARKERS = (
     "config.json",
@@ -31,9 +31,10 @@ MARKERS = (
 
 @dataclass(frozen=True)
 class Part:
-    """One component: `folder` inside `location`, which is a local folder or a hub id."""
+    """One component: `folder` inside `location`, which is a local folder or a hub id and was set by `key`."""
 
     role: str
+    key: str
     location: str
     folder: str
     revision: str | None
@@ -47,15 +48,33 @@ class Part:
         """The folder on this machine, if the part is there; nothing is downloaded."""
         if self.is_local:
             folder = Path(self.location).expanduser() / self.folder
-            return folder if _holds_component(folder) else None
+        else:
+            snapshot = self._snapshot()
+            if snapshot is None:
+                return None
+            folder = snapshot / self.folder
+        return folder if _fault(folder) is None else None
+
+    def fault(self) -> str | None:
+        """Why a local folder does not hold this part."""
+        return _fault(Path(self.location).expanduser() / self.folder)
+
+    def _snapshot(self) -> Path | None:
+        """Where the hub's cache keeps the repository, if it does."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        if not HUB_ID.fullmatch(self.location):
+            return None
+        pattern = f"{self.folder}/*"
         try:
-            snapshot = snapshot_download(
-                self.location, revision=self.revision, allow_patterns=[f"{self.folder}/*"], local_files_only=True
+            return Path(
+                snapshot_download(
+                    self.location, revision=self.revision, allow_patterns=[pattern], local_files_only=True
+                )
             )
         except LocalEntryNotFoundError:
             return None
-        folder = Path(snapshot) / self.folder
-        return folder if _holds_component(folder) else None
 
     def fetch(self) -> Path:
         """The folder on this machine, downloaded when it is not there yet.
@@ -63,6 +82,9 @@ class Part:
         Raises:
             UserError: the hub has no such repository or part, or cannot be reached.
         """
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
         local = self.local_folder()
         if local is not None:
             return local
@@ -76,7 +98,11 @@ class Part:
             ) from None
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise UserError(f"{self.location!r} could not be downloaded: {error}") from error
-        return Path(snapshot) / self.folder
+        folder = Path(snapshot) / self.folder
+        fault = _fault(folder)
+        if fault is not None:
+            raise UserError(f"{self.location!r} was downloaded, but its part {self.folder!r} cannot be used: {fault}.")
+        return folder
 
 
 @dataclass(frozen=True)
@@ -93,7 +119,8 @@ class ModelSource:
         for role, component in spec.components.items():
             override = getattr(model, component.override) if component.override else None
             folder = model.pretrained_transformer_subfolder if role == "transformer" else component.folder
-            parts[role] = Part(role, override or base, folder, model.revision, model.variant)
+            key = component.override if override and component.override else "pretrained_model_name_or_path"
+            parts[role] = Part(role, key, override or base, folder, model.revision, model.variant)
         return cls(parts)
 
     def __getitem__(self, role: str) -> Part:
@@ -105,7 +132,7 @@ class ModelSource:
         path = folder / "config.json" if folder else None
         if path is None or not path.is_file():
             return None
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))  # local_folder() has read it
         return content
 
     def problems(self) -> list[Problem]:
@@ -113,14 +140,17 @@ class ModelSource:
         found = []
         for location, parts in _by_location(self.parts.values()).items():
             if not parts[0].is_local:
+                if not HUB_ID.fullmatch(location):
+                    message = f"{location!r} is neither a folder that is there nor a name the hub could have."
+                    found.append(Problem(parts[0].key, message))
                 continue
             if not Path(location).expanduser().is_dir():
-                found.append(Problem("pretrained_model_name_or_path", f"the model folder {location!r} does not exist."))
+                found.append(Problem(parts[0].key, f"the model folder {location!r} does not exist."))
                 continue
-            missing = [part.folder for part in parts if part.local_folder() is None]
-            if missing:
-                message = f"the model folder {location!r} lacks {', '.join(missing)} (or they hold no model)."
-                found.append(Problem("pretrained_model_name_or_path", message))
+            faults = [f"{part.folder} ({fault})" for part in parts if (fault := part.fault()) is not None]
+            if faults:
+                message = f"the model folder {location!r} lacks a usable {', '.join(faults)}."
+                found.append(Problem(parts[0].key, message))
         return found
 
 
@@ -129,8 +159,11 @@ def looks_like_path(location: str) -> bool:
     return location.startswith(("/", ".", "~")) or location.count("/") != 1 or Path(location).expanduser().is_dir()
 
 
-def _holds_component(folder: Path) -> bool:
-    return any((folder / marker).is_file() for marker in MARKERS)
+def _fault(folder: Path) -> str | None:
+    """What is missing from the folder of a component; None when it can be loaded, as far as that can be seen."""
+    if not any((folder / marker).is_file() for marker in MARKERS):
+        return "it is not there"
+    return find_fault(folder) if (folder / MARKERS[0]).is_file() else None
 
 
 def _by_location(parts: Iterable[Part]) -> dict[str, list[Part]]:
