@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import version as package_version
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
-from simpletuner.cli import cache, examples, train
+from simpletuner.cli import cache, configure, examples, train
 from simpletuner.errors import ConfigError, SimpleTunerError
 
 USAGE = 2
@@ -25,12 +26,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 train.register(app)
+configure.register(app)
 app.add_typer(cache.app, name="cache")
 app.add_typer(examples.app, name="examples")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version as package_version
+
         typer.echo(f"simpletuner {package_version('simpletuner')}")
         raise typer.Exit
 
@@ -57,7 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _complain_about_problems(error)
     except SimpleTunerError as error:
-        return _complain(str(error), error.exit_code)
+        return _complain(f"error: {error}" if error.exit_code == USAGE else str(error), error.exit_code)
+    except BrokenPipeError:
+        # Whoever read our output (head, less) has seen enough. Nothing can be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:  # noqa: BLE001 - the outermost frame: whatever it is, it must be told in one line
         traceback.print_exc()
         return _complain(f"{type(error).__name__}: {error}", 1)
@@ -84,4 +92,8 @@ def _complain(text: str, code: int) -> int:
 
 def run() -> None:
     """Entry point of the `simpletuner` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A file name that is not UTF-8, or a terminal that knows no Hindi, must not end a run.
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(main())

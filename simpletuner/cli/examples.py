@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from simpletuner.atomic import write_json
-from simpletuner.config.locate import EXAMPLES_ALIAS, example_file, example_names
 from simpletuner.errors import UserError
 
 app = typer.Typer(help="List the packaged examples, or copy one to start from.", no_args_is_help=True)
@@ -19,6 +16,8 @@ app = typer.Typer(help="List the packaged examples, or copy one to start from.",
 @app.command("list")
 def list_examples() -> None:
     """Names of the packaged examples."""
+    from simpletuner.config.locate import example_names
+
     for name in example_names():
         typer.echo(name)
 
@@ -29,24 +28,35 @@ def copy_example(
     dest: Annotated[Path | None, typer.Option("--dest", help="Folder to create; config/NAME by default.")] = None,
 ) -> None:
     """Copy an example's files, with the paths inside them led to the copy."""
+    import json
+
+    from simpletuner.atomic import build_folder, write_json
+    from simpletuner.config.locate import example_file
+
     source = example_file(name).parent
     folder = dest or Path("config") / name
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; choose another folder with --dest.")
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in folder.glob("*.json"):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        write_json(path, _redirect(content, name, folder))
-    typer.echo(f"Copied to {folder}. Run it with: simpletuner train env={folder}")
+    try:
+        with build_folder(folder) as unfinished:
+            shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            for path in unfinished.glob("*.json"):
+                write_json(path, _redirect(json.loads(path.read_text(encoding="utf-8")), name, folder))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
+    chosen = name if dest is None else folder
+    typer.echo(f"Copied to {folder}. Run it with: simpletuner train env={chosen}")
 
 
 def _redirect(value: Any, name: str, folder: Path) -> Any:
     """Paths below config/examples/NAME point into the copy; those of other examples stay in the package."""
+    from simpletuner.config.locate import EXAMPLES_ALIAS
+
     if isinstance(value, dict):
         return {key: _redirect(inner, name, folder) for key, inner in value.items()}
     if isinstance(value, list):
         return [_redirect(inner, name, folder) for inner in value]
     own = f"{EXAMPLES_ALIAS}{name}/"
-    return (
-        f"{folder.as_posix()}/{value.removeprefix(own)}" if isinstance(value, str) and value.startswith(own) else value
-    )
+    if isinstance(value, str) and value.startswith(own):
+        return f"{folder.as_posix()}/{value.removeprefix(own)}"
+    return value

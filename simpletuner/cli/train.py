@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from simpletuner.config.arguments import Arguments, parse_arguments
-from simpletuner.config.schema import all_options
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from simpletuner.config.arguments import Arguments
+    from simpletuner.plan.build import Plan
 
 # Unknown options are settings; the option schema, and not click, decides what they mean.
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -28,6 +30,8 @@ class SettingsCommand(TyperCommand):
 
 def settings_help() -> Iterator[str]:
     """Every setting with its help and default, by section."""
+    from simpletuner.config.schema import all_options
+
     section = ""
     for option in all_options().values():
         if option.section != section:
@@ -49,7 +53,7 @@ def register(app: typer.Typer) -> None:
 def train(
     context: typer.Context,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+        bool, typer.Option("--dry-run", "--dry_run", help="Check everything, print the plan, start nothing.")
     ] = False,
 ) -> None:
     """Train with config/config.json. Settings after the command beat the file: key=value, --key value, --flag.
@@ -64,8 +68,9 @@ def train(
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import make_progress
 
-    setup_logging()
     plan = make_plan(arguments, problems)
+    prepare_output(plan)
+    setup_logging()
     with make_progress() as progress:
         for warning in plan.warnings:
             progress.say(f"warning: {warning}")
@@ -76,6 +81,18 @@ def train(
         with progress.phase("Loading torch"):
             from simpletuner.run.train import run_plan
         run_plan(plan, progress)
+
+
+def prepare_output(plan: Plan) -> None:
+    """Create the output folder: some file systems show only then that nothing can be written.
+
+    Raises:
+        UserError: it cannot be created.
+    """
+    try:
+        plan.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output_dir: {str(plan.output_dir)!r} cannot be created: {error.strerror}.") from None
 
 
 def plan(context: typer.Context) -> None:
@@ -93,5 +110,7 @@ def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
 
 def parse_settings(tokens: list[str]) -> tuple[Arguments, list[Problem]]:
     """The settings that were typed, and what is wrong with how they were typed."""
+    from simpletuner.config.arguments import parse_arguments
+
     problems: list[Problem] = []
     return parse_arguments(tokens, problems), problems
