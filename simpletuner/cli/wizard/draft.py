@@ -1,0 +1,117 @@
+"""The settings so far, judged by the same rules as a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.config.load import FAMILY_DEFAULT, Layer, RunConfig, resolve
+from simpletuner.config.locate import DATASET_FILE, launch_layer, read_env_layer
+from simpletuner.config.schema import all_options
+from simpletuner.errors import Problem, did_you_mean
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.plan.build import find_family
+from simpletuner.plan.checks import check_config, check_family, check_total
+from simpletuner.validation.prompts import collect_prompts, parse_resolutions
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What training would make of some settings."""
+
+    config: RunConfig
+    spec: FamilySpec
+    flavour: Flavour
+    problems: list[Problem]
+
+
+class Draft:
+    """A config.json in the making.
+
+    Attributes:
+        file: where it will be written.
+        values: what will be written, by key; texts with `{env:NAME}` stay as they are.
+        loaded: keys that the file had before.
+    """
+
+    def __init__(self, file: Path, values: Mapping[str, Any] | None = None) -> None:
+        self.file = file
+        self.loaded = frozenset(values or {})
+        # What every config needs; the questions that decide it start from here.
+        required = {"model_family": next(iter(FAMILIES)), "model_type": all_options()["model_type"].choices[0]}
+        self.values: dict[str, Any] = {**required, **(values or {})}
+        self.judgement = self.judge(self.values)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.judgement.config
+
+    @property
+    def spec(self) -> FamilySpec:
+        return self.judgement.spec
+
+    @property
+    def dataset_file(self) -> str:
+        """Where the dataset file is, or will be."""
+        return str(self.config.run.data_backend_config or (self.file.parent / DATASET_FILE).as_posix())
+
+    def effective(self, key: str) -> Any:
+        """The value that training would use now: as written, of the family, or the default of the key."""
+        return self.values[key] if key in self.values else self.config.flat()[key]
+
+    def weigh(self, key: str, changes: Mapping[str, Any]) -> list[Problem]:
+        """Problems of a key with these changes, and those that they would bring to others; None takes a key out."""
+        known = set(self.judgement.problems)
+        problems = self.judge(self._with(changes)).problems
+        return [problem for problem in problems if problem.where == key or problem not in known]
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Make the changes; values are kept in their own types, so that "1e-4" becomes a number."""
+        values = self._with(changes)
+        self.judgement = self.judge(values)
+        flat = self.config.flat()
+        self.values = {
+            key: flat[key] if key in changes and not _refers_to_environment(value) else value
+            for key, value in values.items()
+        }
+
+    def judge(self, values: Mapping[str, Any]) -> Judgement:
+        """Everything that the settings alone show to be wrong or doubtful."""
+        problems: list[Problem] = []
+        answers = Layer("", list(values.items()))
+        spec = find_family([answers], problems) or next(iter(FAMILIES.values()))
+        config = resolve([Layer(FAMILY_DEFAULT, list(spec.defaults.items())), *self._weaker(), answers], problems)
+        flavour = _find_flavour(config, spec, problems)
+        problems += [*check_config(config), *check_family(config, spec), *spec.check(config, flavour)]
+        problems += check_total(config, config.schedule.max_train_steps or 0)
+        collect_prompts(config.validation, problems)
+        if Path(config.run.data_backend_config or "").expanduser() == self.file:
+            problems.append(Problem("data_backend_config", "is the file that these settings go to; choose another."))
+        sizes, lenient = config.validation.validation_resolution, config.run.i_know_what_i_am_doing
+        if sizes is not None and not config.validation.validation_disable:
+            parse_resolutions(sizes, spec, lenient=lenient, problems=problems)
+        return Judgement(config, spec, flavour, problems)
+
+    def _weaker(self) -> list[Layer]:
+        """What training reads beside the file."""
+        path = self.file.with_name("config.env")
+        return [launch_layer(), *([read_env_layer(path, [])] if path.is_file() else [])]
+
+    def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in {**self.values, **changes}.items() if value is not None}
+
+
+def _find_flavour(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> Flavour:
+    name = config.model.model_flavour
+    if name is None or name in spec.flavour_names:
+        return spec.flavour(name)
+    message = f"{name!r} is not one of: {', '.join(spec.flavour_names)}.{did_you_mean(name, spec.flavour_names)}"
+    problems.append(Problem("model_flavour", message))
+    return spec.flavours[0]
+
+
+def _refers_to_environment(value: Any) -> bool:
+    return isinstance(value, str) and "{env:" in value

@@ -1,0 +1,243 @@
+"""What the wizard asks, step by step. Help, choices, defaults and limits come from the option schema and the family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from simpletuner.cli.wizard.draft import Draft
+from simpletuner.cli.wizard.proposals import (
+    dataset_file,
+    default_optimizer,
+    default_rate,
+    first_flavour,
+    flavours,
+    hub_login,
+    nearest_sizes,
+    prompt_library,
+    rank,
+    run_length,
+    usable_trackers,
+)
+from simpletuner.config.option import Option
+from simpletuner.config.schema import all_options
+from simpletuner.errors import Problem, did_you_mean, nearest
+from simpletuner.models.registry import FAMILIES
+
+Condition = Callable[[Draft], bool]
+Choices = Callable[[Draft], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One setting to ask for.
+
+    Attributes:
+        key: the setting.
+        text: the question in a few words.
+        when: whether it makes sense now.
+        propose: a default for a file that does not have the key; else what training would use.
+        remarks: what to say beside a choice of the schema.
+        names: choices with a remark each, for keys whose choices are not in the schema.
+        is_open: other answers than `names` are allowed.
+        implied: further settings that an answer decides; None takes one out.
+        follows: its default depends on another setting, so that it is written only when it differs.
+        other: (value, draft) -> better values, when the value is not good.
+    """
+
+    key: str
+    text: str
+    when: Condition = lambda draft: True
+    propose: Callable[[Draft], Any] | None = None
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    names: Choices | None = None
+    is_open: bool = False
+    implied: Callable[[Any], dict[str, Any]] = lambda value: {}
+    follows: bool = False
+    other: Callable[[str, Draft], list[str]] = lambda value, draft: []
+
+    @property
+    def option(self) -> Option:
+        return all_options()[self.key]
+
+    def applies(self, draft: Draft) -> bool:
+        """Whether to ask: what it is about is built, and it makes sense with the answers so far."""
+        return self.option.planned is None and self.when(draft)
+
+    def default(self, draft: Draft) -> Any:
+        """What Enter means."""
+        if self.key not in draft.values and self.propose is not None:
+            return self.propose(draft)
+        return draft.effective(self.key)
+
+    def choices(self, draft: Draft) -> Mapping[str, str]:
+        """Allowed words with a remark each; empty when the answer is free."""
+        if self.names is not None:
+            return self.names(draft)
+        return {name: self.remarks.get(name, "") for name in self.option.choices}
+
+    def refusals(self, value: Any, choices: Mapping[str, str], draft: Draft) -> list[Problem]:
+        """Why an answer cannot be taken, as far as the wizard alone knows."""
+        if choices and not self.is_open and value is not None and value not in choices:
+            message = f"{value!r} is not one of: {', '.join(choices)}.{did_you_mean(str(value), choices)}"
+            return [Problem(self.key, message)]
+        if value is None and self.option.required:
+            return [Problem(self.key, "is needed.")]
+        better = self.other(str(value), draft) if value is not None else []
+        if better:
+            return [Problem(self.key, f"{value} does not fit the model; near it are {' and '.join(better)}.")]
+        return []
+
+    def suggestion(self, answer: str, choices: Mapping[str, str], draft: Draft) -> str | None:
+        """What to propose after a bad answer."""
+        better = self.other(answer, draft)
+        return better[-1] if better else nearest(answer, choices)
+
+    def changes(self, value: Any, draft: Draft) -> dict[str, Any]:
+        """The settings that an answer decides."""
+        if self.follows and self.key not in draft.values and value == self.default(draft):
+            return {}
+        return {self.key: value, **self.implied(value)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Questions on one subject."""
+
+    title: str
+    questions: tuple[Question, ...]
+
+
+def _is_lora(draft: Draft) -> bool:
+    return draft.config.model.model_type == "lora"
+
+
+def _is_video(draft: Draft) -> bool:
+    return draft.spec.media == "video"
+
+
+def _is_tracked(draft: Draft) -> bool:
+    return draft.config.tracking.report_to not in ("none", "simpletuner")
+
+
+def _is_published(draft: Draft) -> bool:
+    return draft.config.publish.push_to_hub
+
+
+MODEL_TYPES = {"lora": "a small file beside the model", "full": "the whole model; needs far more memory"}
+STEPS = (
+    Step("Results", (Question("output_dir", "Folder for everything that training writes"),)),
+    Step(
+        "Model",
+        (
+            Question("model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}),
+            Question("model_flavour", "Version of the model", propose=first_flavour, names=flavours),
+            Question("model_type", "What to train", remarks=MODEL_TYPES),
+            Question("lora_rank", "LoRA rank (higher learns more, and needs more memory)", when=_is_lora),
+            Question("lora_alpha", "LoRA alpha (strength of the LoRA)", when=_is_lora, propose=rank, follows=True),
+        ),
+    ),
+    Step(
+        "Memory",
+        (
+            Question("base_model_precision", "Precision of the model", when=_is_lora),
+            Question("text_encoder_1_precision", "Precision of the text encoder"),
+            Question("enable_group_offload", "Keep the model in main memory, and only parts of it on the GPU?"),
+            Question("offload_during_startup", "While preparing, keep only one helper model on the GPU?"),
+            Question("gradient_checkpointing", "Save memory by computing some things twice (slower)?"),
+        ),
+    ),
+    Step(
+        "Length",
+        (
+            Question(
+                "max_train_steps",
+                "Training steps (0: count rounds through the pictures instead)",
+                propose=run_length,
+                implied=lambda value: _other_length(value),
+            ),
+            Question(
+                "num_train_epochs",
+                "Rounds through the pictures",
+                when=lambda draft: not draft.config.schedule.max_train_steps,
+                propose=lambda draft: 1,
+            ),
+            Question("train_batch_size", "Pictures at a time"),
+            Question("gradient_accumulation_steps", "Batches that make one step"),
+        ),
+    ),
+    Step(
+        "Learning",
+        (
+            Question("optimizer", "Optimizer", propose=default_optimizer),
+            Question("learning_rate", "Learning rate", propose=default_rate),
+            Question("lr_scheduler", "How the rate changes"),
+            Question("lr_warmup_steps", "Steps in which the rate grows from 0"),
+        ),
+    ),
+    Step(
+        "Checkpoints",
+        (
+            Question("checkpoint_step_interval", "Save a checkpoint after every so many steps"),
+            Question("checkpoints_total_limit", "Checkpoints to keep (0: all)"),
+        ),
+    ),
+    Step(
+        "Previews",
+        (
+            Question("validation_prompt", "A text to make previews of"),
+            Question("user_prompt_library", "File with more texts", propose=prompt_library),
+            Question("validation_resolution", "Size, as width x height", other=nearest_sizes),
+            Question("validation_num_video_frames", "Frames", when=_is_video),
+            Question("framerate", "Frames per second", when=_is_video),
+            Question("validation_guidance", "Guidance (how closely previews follow the text)"),
+            Question("validation_num_inference_steps", "Sampling steps"),
+            Question("validation_step_interval", "Make previews after every so many training steps"),
+            Question("validation_seed", "Seed of the previews"),
+        ),
+    ),
+    Step(
+        "Method",
+        (
+            Question(
+                "flow_schedule_shift",
+                "Shift (above 1 stresses composition, below 1 detail)",
+                when=lambda draft: "flow_schedule_shift" in draft.spec.defaults,
+                follows=True,
+            ),
+            Question("tread_config", "TREAD routes"),
+            Question("crepa_enabled", "CREPA (steadier video)?", when=_is_video),
+            Question("use_ema", "Keep a running average of the weights?"),
+            Question("ema_validation", "Weights that previews use", when=lambda draft: draft.config.ema.use_ema),
+        ),
+    ),
+    Step(
+        "Reports",
+        (
+            Question("report_to", "Send curves to", names=usable_trackers, is_open=True),
+            Question("tracker_project_name", "Project name there", when=_is_tracked),
+            Question("tracker_run_name", "Run name there", when=_is_tracked),
+        ),
+    ),
+    Step(
+        "Publishing",
+        (
+            Question("push_to_hub", "Upload the result to the Hugging Face hub?", when=hub_login),
+            Question("hub_model_id", "Name on the hub", when=_is_published),
+            Question("model_card_private", "Private?", when=_is_published),
+        ),
+    ),
+    Step(
+        "Data",
+        (
+            Question("seed", "Seed (the same seed repeats a run)", propose=lambda draft: 42),
+            Question("data_backend_config", "Dataset file", propose=dataset_file),
+        ),
+    ),
+)
+
+
+def _other_length(steps: Any) -> dict[str, Any]:
+    """Steps and epochs exclude each other: with steps the epochs become 0, without steps a 0 of them goes."""
+    return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}

@@ -1,0 +1,164 @@
+"""One question, asked until the answer is good: in a terminal, through a pipe, or answered by its default."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from simpletuner.cli.wizard.draft import Draft
+from simpletuner.cli.wizard.questions import Question
+from simpletuner.config.option import Option, parse_flag
+from simpletuner.errors import ConfigError, UserError, nearest
+
+HELP, NONE = "?", "-"
+# A longer list would bury the question; `?` shows it.
+LONGEST_LIST = 8
+
+
+class Talk:
+    """The conversation.
+
+    Args:
+        defaults: nobody is asked; every question gets its default.
+    """
+
+    def __init__(self, *, defaults: bool = False) -> None:
+        self.defaults = defaults
+        self.console = Console(highlight=False)
+        if sys.stdin.isatty() and importlib.util.find_spec("readline") is not None:
+            import readline  # noqa: F401 - arrow keys and history in input()
+
+    def say(self, text: str = "", style: str = "") -> None:
+        """A line of the conversation, left out when nobody is asked."""
+        if not self.defaults:
+            self.tell(text, style)
+
+    def tell(self, text: str = "", style: str = "") -> None:
+        """A line in any case; nothing in it is taken for markup."""
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
+
+    def ask(self, question: Question, draft: Draft) -> None:
+        """Ask for one setting and put the answer into the draft."""
+        proposed = question.default(draft)
+        choices = question.choices(draft)
+        self._list_choices(question, choices, proposed)
+        while True:
+            answer = self._read(f"  {question.text} {_bracketed(proposed, question.option)}: ")
+            if answer == HELP:
+                self._explain(question, draft, choices)
+                continue
+            value = _interpret(answer, question, proposed, choices)
+            if self._accept(question, draft, value, choices):
+                draft.change(question.changes(value, draft))
+                return
+            proposed = question.suggestion(answer, choices, draft) or proposed
+
+    def confirm(self, text: str, *, default: bool) -> bool:
+        """Yes or no."""
+        while True:
+            answer = self._read(f"  {text} {_bracketed(default)}: ")
+            try:
+                return default if not answer else bool(parse_flag(_word(answer)))
+            except ValueError:
+                self.refuse(f"{answer!r} is neither yes nor no.")
+
+    def choose(self, text: str, names: Sequence[str]) -> str | None:
+        """Yes (None), no (an empty text) or one of the names."""
+        while True:
+            answer = self._read(f"  {text} [Y/n]: ")
+            try:
+                return None if not answer or parse_flag(_word(answer)) else ""
+            except ValueError:
+                name = answer.removeprefix("--").replace("-", "_").lower()
+            if name in names:
+                return name
+            guess = nearest(name, names)
+            self.refuse(f"{answer!r} is neither yes, no nor a setting of the list." + (f" {guess}?" if guess else ""))
+
+    def refuse(self, reason: str) -> None:
+        self.say(f"    {reason}", "yellow")
+
+    def _read(self, prompt: str) -> str:
+        """One line, without the spaces around it; empty for the default.
+
+        Raises:
+            UserError: the input has ended.
+        """
+        if self.defaults:
+            return ""
+        try:
+            answer = input(prompt)
+        except EOFError:
+            self.say()
+            raise UserError("The input ended before the last question. Nothing was written.") from None
+        if not sys.stdin.isatty():
+            self.say(answer)  # what comes through a pipe is not on the screen
+        return answer.strip()
+
+    def _list_choices(self, question: Question, choices: Mapping[str, str], proposed: Any) -> None:
+        if not 1 < len(choices) <= LONGEST_LIST:
+            return
+        width = max(len(name) for name in choices)
+        for number, (name, note) in enumerate(choices.items(), start=1):
+            mark = "*" if name == proposed else " "
+            self.say(f"  {mark} {number}  {name:<{width}}  {note}".rstrip())
+
+    def _accept(self, question: Question, draft: Draft, value: Any, choices: Mapping[str, str]) -> bool:
+        """Whether an answer is good, or only doubtful and wanted all the same; else the reasons are shown.
+
+        Raises:
+            ConfigError: nobody is there to give a better one.
+        """
+        if question.key in draft.loaded and value == draft.values.get(question.key):
+            return True  # what is wrong with the file was said when it was loaded
+        changes = question.changes(value, draft)
+        problems = question.refusals(value, choices, draft) or draft.weigh(question.key, changes)
+        fatal = [problem for problem in problems if problem.fatal]
+        if self.defaults and fatal:
+            raise ConfigError(fatal)
+        for problem in fatal or problems:
+            self.refuse(problem.message if problem.where == question.key else str(problem))
+        return not problems or (not fatal and (self.defaults or self.confirm("  Keep it?", default=False)))
+
+    def _explain(self, question: Question, draft: Draft, choices: Mapping[str, str]) -> None:
+        """The words of the option schema."""
+        option = question.option
+        self.say(f"    {option.help}", "cyan")
+        allowed = ", ".join(choices) if choices else " ".join(filter(None, (option.type_name, option.limit_text)))
+        self.say(f"    Allowed: {allowed}. Setting: {option.name}.", "cyan")
+        if option.default_note:
+            self.say(f"    Default: {option.default_note.replace('`', '')}.", "cyan")
+        if not option.required:
+            self.say(f"    {NONE} leaves it out.", "cyan")
+
+
+def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:
+    """The value that was meant: the proposal, nothing, a choice by its number, or what was typed."""
+    if not answer:
+        return proposed
+    if answer == NONE:
+        return None
+    if answer.isdecimal() and 1 < len(choices) <= LONGEST_LIST and 0 < int(answer) <= len(choices):
+        return list(choices)[int(answer) - 1]
+    if choices:
+        spelled = {name.lower().replace("_", "-"): name for name in choices}
+        return spelled.get(answer.lower().replace("_", "-"), answer)
+    return _word(answer) if question.option.is_flag else answer
+
+
+def _word(answer: str) -> str:
+    return {"y": "yes", "n": "no"}.get(answer.lower(), answer)
+
+
+def _bracketed(value: Any, option: Option | None = None) -> str:
+    """The default as a prompt shows it."""
+    if isinstance(value, bool):
+        return "[Y/n]" if value else "[y/N]"
+    if value is None:
+        note = option.default_note.replace("`", "") if option else ""
+        return f"[{note or 'none'}]"
+    return f"[{value:g}]" if isinstance(value, float) else f"[{value}]"
