@@ -80,7 +80,7 @@ def fill_latents(
     failures: dict[tuple[str, str], str] = {}
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(_decoders(config)) as decoders, ThreadPoolExecutor(WRITERS) as writers:
-        for group in _batches(entries, config.vae_batch_size, decoders, failures):
+        for group in _batches(entries, config.vae_batch_size, config.image_processing_batch_size, decoders, failures):
             pixels = torch.stack([to_pixels(array) for _, array in group])
             latents = encoder.encode(pixels, [entry.key.seed() for entry, _ in group])
             for (entry, _), latent in zip(group, latents, strict=True):
@@ -102,18 +102,22 @@ def prepared_picture(sample: Sample) -> Image.Image:
 
 
 def _batches(
-    entries: Sequence[LatentEntry], size: int, decoders: ThreadPoolExecutor, failures: dict[tuple[str, str], str]
+    entries: Sequence[LatentEntry],
+    size: int,
+    ahead: int,
+    decoders: ThreadPoolExecutor,
+    failures: dict[tuple[str, str], str],
 ) -> Iterator[list[tuple[LatentEntry, np.ndarray]]]:
     """Decoded pictures in groups of one size, decoded a few groups ahead."""
     by_size: dict[tuple[int, int], list[LatentEntry]] = defaultdict(list)
     for entry in entries:
         by_size[entry.sample.geometry.size].append(entry)
     ordered = iter([entry for group in by_size.values() for entry in group])
-    ahead = [(entry, decoders.submit(_decode, entry.sample)) for entry in islice(ordered, max(8, 3 * size))]
+    decoding = [(entry, decoders.submit(_decode, entry.sample)) for entry in islice(ordered, max(ahead, size))]
     group: list[tuple[LatentEntry, np.ndarray]] = []
-    while ahead:
-        entry, decoded = ahead.pop(0)
-        ahead.extend((following, decoders.submit(_decode, following.sample)) for following in islice(ordered, 1))
+    while decoding:
+        entry, decoded = decoding.pop(0)
+        decoding.extend((following, decoders.submit(_decode, following.sample)) for following in islice(ordered, 1))
         try:
             array = decoded.result()
         except media.MediaError as error:

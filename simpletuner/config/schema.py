@@ -340,7 +340,9 @@ class OffloadConfig(Group):
     group_offload_to_disk_path: PathText | None = option(None, "Parked weights lie on disk.", planned="detail")
     group_offload_text_encoder: Flag = option(False, "The same for text encoders.", planned="switch")
     group_offload_vae: Flag = option(False, "The same for the VAE.", planned="switch")
-    enable_model_cpu_offload: Flag = option(False, "Validation pipelines bring one component at a time to the device.")
+    enable_model_cpu_offload: Flag = option(
+        False, "Validation pipelines bring one component at a time to the device.", planned="switch"
+    )
 
 
 class CachingConfig(Group):
@@ -601,7 +603,7 @@ class DatasetDefaults(Group):
     allow_dataset_oversubscription: Flag = option(False, "Raise repeats where unset until a batch is full.")
     override_dataset_config: Flag = option(False, "Accept a changed dataset without asking.")
     vae_cache_scan_behaviour: Literal["recreate", "sync"] = option(
-        "recreate", "What to do with a latent that does not fit its index entry."
+        "recreate", "Accepted; a latent that does not fit is made anew, under its own key."
     )
     data_backend_sampling: Literal["auto-weighting", "uniform"] = option(
         "auto-weighting", "Dataset choice by size x probability, or by probability alone."

@@ -24,7 +24,7 @@ from simpletuner.models.lora_targets import Targets, check_targets, linear_modul
 from simpletuner.models.registry import FAMILIES, PLANNED_FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.checks import check_config, check_family, check_total
+from simpletuner.plan.checks import check_config, check_datasets, check_family, check_flavour, check_total
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.training.manifest import Checkpoint
@@ -147,6 +147,7 @@ def _plan_family(
     flavour = _find_flavour(config, spec, problems)
     source = ModelSource.from_config(spec, flavour, config.model)
     problems.extend(check_family(config, spec))
+    problems.extend(check_flavour(config, spec, flavour))
     problems.extend(spec.check(config, flavour))
     model_problems = source.problems()
     problems.extend(model_problems or spec.check_checkpoint(flavour, source))
@@ -159,6 +160,7 @@ def _plan_family(
     datasets = build_datasets(entries, context, problems) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     _check_datasets(config, datasets, trained, problems)
+    problems.extend(check_datasets(datasets))
     raise_if_fatal(problems)
     same_data = has_same_data(config, resume, trained, problems)
     length = plan_length(config, make_sampler(trained, config, seed))

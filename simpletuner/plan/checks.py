@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, PLAIN_PRECISIONS, all_options
+from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
-from simpletuner.models.spec import FamilySpec
+from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.reporting.trackers import check_trackers
 
 VIDEO_VAE_KEYS = ("vae_enable_patch_conv", "vae_enable_temporal_roll")
@@ -140,6 +141,27 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if vae is not None and base is not None and vae != base:
         message = f"{vae!r} is another model than pretrained_model_name_or_path {base!r}."
         yield Problem("pretrained_vae_model_name_or_path", message, fatal=False)
+
+
+def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iterator[Problem]:
+    """Keys that this flavour has no use for."""
+    if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
+        message = f"has no effect: {flavour.name} starts from noise, not from a picture."
+        yield Problem("validation_using_datasets", message, fatal=False)
+    if config.model.trust_remote_code:
+        message = f"has no effect: every part of {spec.title} is a class of the installed libraries."
+        yield Problem("trust_remote_code", message, fatal=False)
+    first, second = config.precision.text_encoder_1_precision, config.precision.text_encoder_2_precision
+    if second in ("bf16", "fp32") and second != first:
+        message = f"{second!r}: the text encoders share one precision; set text_encoder_1_precision to the same."
+        yield Problem("text_encoder_2_precision", message)
+
+
+def check_datasets(datasets: Sequence[Dataset]) -> Iterator[Problem]:
+    """Entries that nothing uses yet."""
+    for dataset in datasets:
+        if dataset.config.dataset_type == "eval":
+            yield Problem(dataset.id, "is not used: loss on eval datasets is not available yet.", fatal=False)
 
 
 def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry, missing
+from simpletuner.caching.entry import DamagedEntryError
 from simpletuner.caching.fill import fill_latents, fill_texts
+from simpletuner.caching.store import CacheStore
 from simpletuner.config.precision import text_encoder_dtype, vae_dtype
 from simpletuner.data.amounts import check_amount
 from simpletuner.data.context import DataContext
@@ -49,6 +51,7 @@ class CacheWorkshop:
             UserError: too few samples are left, or an entry could not be made.
         """
         texts, latents = wanted_entries(self.plan, self.catalogue, epoch)
+        self.remove_damaged(latents)
         self.encode_texts([entry for entry in missing(texts) if isinstance(entry, TextEntry)])
         failures = self.encode_latents([entry for entry in missing(latents) if isinstance(entry, LatentEntry)])
         if failures:
@@ -60,6 +63,18 @@ class CacheWorkshop:
                 f"The cache lacks {len(holes)} entries after filling, the first is {holes[0].key.digest()}."
             )
         return self.plan
+
+    def remove_damaged(self, entries: list[LatentEntry]) -> None:
+        """Read the entries of datasets with `scan_for_errors` in full; damaged ones are encoded anew."""
+        scanned = {dataset.id for dataset in self.plan.datasets if dataset.config.scan_for_errors}
+        for entry in entries:
+            store, key = CacheStore(entry.folder), entry.key.digest()
+            if entry.sample.dataset_id in scanned and store.has(key):
+                try:
+                    store.verify(key)
+                except DamagedEntryError as error:
+                    logger.warning("%s: %s It is made anew.", entry.sample.full_name, error)
+                    store.remove(key)
 
     def encode_texts(self, entries: list[TextEntry]) -> None:
         """Encode captions that are not in their cache."""

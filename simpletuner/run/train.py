@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def run_plan(plan: Plan, progress: Progress) -> None:
 
     report = RunReport(plan)
     trackers = build_trackers(
-        plan.config.tracking, plan.output_dir, plan.output_dir / plan.config.run.logging_dir, state.global_step
+        plan.config.tracking, plan.output_dir, Path(plan.config.run.logging_dir).expanduser(), state.global_step
     )
     for tracker in trackers:
         tracker.start(plan.config.flat())

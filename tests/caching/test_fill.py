@@ -1,0 +1,121 @@
+"""Filling caches: one encoder at a time, whatever happens to the files."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from simpletuner.caching import fill
+from simpletuner.caching.store import CacheStore
+from simpletuner.errors import DiskFullError
+from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
+from tests.workspace import DATASETS, Workspace
+
+
+def test_encoders_are_never_loaded_together(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[weakref.ref[Any]] = []
+    load_text, load_latent = Kandinsky5ImageAdapter.load_text_encoder, Kandinsky5ImageAdapter.load_latent_encoder
+
+    def text(self: Any, *arguments: Any) -> Any:
+        encoder = load_text(self, *arguments)
+        loaded.append(weakref.ref(encoder.qwen))
+        return encoder
+
+    def latent(self: Any, *arguments: Any) -> Any:
+        gc.collect()
+        assert [reference() for reference in loaded] == [None], "the text encoder is still alive"
+        return load_latent(self, *arguments)
+
+    monkeypatch.setattr(Kandinsky5ImageAdapter, "load_text_encoder", text)
+    monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", latent)
+    workspace.write_config(offload_during_startup=True)
+    assert workspace.run("cache", "fill") == 0
+    assert len(loaded) == 1
+
+
+def test_a_file_that_does_not_decode_is_left_out_and_kept(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decode = fill.media.decode
+
+    def fail(path: Any) -> Image.Image:
+        if path.name == "p3.png":
+            raise fill.media.MediaError("its pixels are damaged")
+        return decode(path)
+
+    monkeypatch.setattr(fill.media, "decode", fail)
+    assert workspace.train() == 0
+    captured = capsys.readouterr()
+    assert "pictures/p3.png" in captured.err + captured.out
+    assert workspace.path("datasets/pictures/p3.png").exists()
+    report = workspace.path("output/training_report.html").read_text()
+    assert "its pixels are damaged" in report
+
+
+def test_quarantine_moves_what_does_not_decode(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = fill.media.decode
+
+    def fail(path: Any) -> Image.Image:
+        if path.name == "p3.png":
+            raise fill.media.MediaError("its pixels are damaged")
+        return decode(path)
+
+    monkeypatch.setattr(fill.media, "decode", fail)
+    workspace.write_config(delete_problematic_images="true")
+    assert workspace.train() == 0
+    assert not workspace.path("datasets/pictures/p3.png").exists()
+    assert workspace.path("output/quarantine/p3.png").exists()
+    reasons = workspace.path("output/quarantine/reasons.jsonl").read_text().splitlines()
+    assert "its pixels are damaged" in json.loads(reasons[0]).values()
+
+
+def test_full_disk_keeps_what_is_whole(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = CacheStore.write
+    written = []
+
+    def fail(self: CacheStore, *arguments: Any) -> None:
+        if len(written) == 5:
+            raise DiskFullError("no space left on the disk")
+        write(self, *arguments)
+        written.append(arguments[0])
+
+    monkeypatch.setattr(CacheStore, "write", fail)
+    assert workspace.train() == 2
+    assert "no space left" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert workspace.run("cache", "verify") == 0, "what was written is whole"
+    assert len(list(workspace.path("cache").rglob("*.zst"))) == 5
+    assert workspace.train() == 0, "with space again the run goes on behind it"
+
+
+def test_originals_may_be_gone(workspace: Workspace) -> None:
+    assert workspace.train() == 0
+    for path in workspace.path("datasets/pictures").iterdir():
+        path.unlink()
+    assert workspace.train("max_train_steps=6", "--ignore_missing_files") == 0
+    assert [line["step"] for line in workspace.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_scan_for_errors_mends_before_training(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert workspace.train() == 0
+    entry = next(workspace.path("output/cache/vae").rglob("*.zst"))
+    entry.write_bytes(entry.read_bytes()[:-5])
+    workspace.write_datasets([{**DATASETS[0], "scan_for_errors": True}, DATASETS[1]])
+    capsys.readouterr()
+    assert workspace.train("max_train_steps=5") == 0
+    assert "1 picture" in capsys.readouterr().out
+    assert workspace.run("cache", "verify") == 0
+
+
+def test_long_captions_are_cut_with_a_warning(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.path("datasets/pictures/p0.txt").write_text("start " + "and so on " * 60 + "the end")
+    workspace.write_config(tokenizer_max_length=32)
+    assert workspace.train() == 0
+    assert "too long" in capsys.readouterr().err

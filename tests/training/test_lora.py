@@ -1,0 +1,131 @@
+"""LoRA files: what is written, what can be read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from simpletuner.errors import UserError
+from simpletuner.headers import METADATA, read_header
+from simpletuner.training.lora import METADATA_KEY, LoraAdapter, read_lora_file, start_from, verify_file
+from tests.fidelity.family import make_adapter
+from tests.training.assembly import fixed_noise, make_assembly, make_batch
+
+
+def trained(checkpoint: Path, **settings: object) -> LoraAdapter:
+    """An adapter whose B is no longer zero."""
+    assembly = make_assembly(checkpoint, **settings)
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(assembly.parameters.items()):
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    assert assembly.lora is not None
+    return assembly.lora
+
+
+def test_file_form(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6)
+    path = adapter.save(tmp_path, note={"modelspec.title": "name"})
+    weights = load_file(path)
+    assert all(name.startswith("transformer.") and ".lora_" in name for name in weights)
+    header = read_header(path)[METADATA]
+    settings = json.loads(header[METADATA_KEY])
+    assert settings["transformer.lora_alpha"] == settings["transformer.r"] == 4
+    assert header["modelspec.title"] == "name"
+    raw = adapter.state_dict()
+    for name, tensor in raw.items():
+        factor = 1.5 if ".lora_B." in name else 1.0
+        assert torch.equal(weights[f"transformer.{name}"], tensor * factor)
+
+
+@pytest.mark.parametrize("settings", [{"lora_rank": 4, "lora_alpha": 6}, {"lora_rank": 16}])
+def test_stock_transformer_with_the_file_equals_the_trained_one(
+    t2i_checkpoint: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    adapter = trained(t2i_checkpoint, **settings)
+    adapter.save(tmp_path, note={})
+    batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
+    ours, stock = make_adapter(t2i_checkpoint), make_adapter(t2i_checkpoint)
+    ours.load_transformer(torch.float32)
+    pristine = stock.load_transformer(torch.float32)
+    base = stock.predict(pristine, batch)
+    pipeline = stock.load_preview_pipeline(pristine, torch.device("cpu"), None).pipeline
+    pipeline.load_lora_weights(tmp_path)
+    adapter.transformer.eval()
+    pristine.eval()
+    expected = stock.predict(adapter.transformer, batch)
+    loaded = stock.predict(pristine, batch)
+    assert (expected - base).abs().max() > 1e-2, "the LoRA changes something"
+    torch.testing.assert_close(loaded, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_verification_finds_a_wrong_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    adapter = trained(t2i_checkpoint)
+    path = adapter.save(tmp_path, note={})
+    assert verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline()) == len(adapter.state_dict())
+    weights = load_file(path)
+    name = next(iter(weights))
+    changed = {**weights, name: weights[name] + 1}
+    save_file(changed, path, metadata=read_header(path)[METADATA])
+    with pytest.raises(RuntimeError, match="does not load as it was saved"):
+        verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline())
+
+
+@pytest.mark.parametrize("form", ["transformer.", "base_model.model.", "diffusion_model.", "lora_unet_"])
+def test_reading_the_forms_of_other_programs(t2i_checkpoint: Path, tmp_path: Path, form: str) -> None:
+    adapter = trained(t2i_checkpoint, lora_rank=4)
+    weights = {}
+    for name, tensor in adapter.state_dict().items():
+        if form == "lora_unet_":
+            module, _, kind = name.partition(".lora_")
+            stem = form + module.replace(".", "_")
+            weights[f"{stem}.lora_{'down' if kind[0] == 'A' else 'up'}.weight"] = tensor
+            weights[f"{stem}.alpha"] = torch.tensor(2.0)
+        else:
+            weights[form + name] = tensor
+    path = tmp_path / "other.safetensors"
+    save_file(weights, path)
+    fresh = make_assembly(t2i_checkpoint, lora_rank=4).lora
+    assert fresh is not None
+    start_from(fresh, path)
+    strength = 0.5 if form == "lora_unet_" else 1.0  # alpha 2 of rank 4
+    for name, tensor in adapter.state_dict().items():
+        expected = tensor * strength if ".lora_B." in name else tensor
+        torch.testing.assert_close(fresh.state_dict()[name], expected)
+
+
+def test_a_file_of_another_model_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "foreign.safetensors"
+    save_file({"unet.down.lora_A.weight": torch.zeros(4, 4)}, path)
+    with pytest.raises(UserError, match="no key of"):
+        read_lora_file(path, ["visual_transformer_blocks.0.self_attention.to_query"])
+    with pytest.raises(UserError, match="does not exist"):
+        read_lora_file(tmp_path / "nowhere", [])
+
+
+def test_another_rank_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    path = trained(t2i_checkpoint, lora_rank=4).save(tmp_path, note={})
+    other = make_assembly(t2i_checkpoint, lora_rank=8).lora
+    assert other is not None
+    with pytest.raises(UserError, match="rank 4"):
+        start_from(other, path)
+
+
+def test_untrained_lora_changes_nothing(t2i_checkpoint: Path) -> None:
+    batch = fixed_noise(make_batch(t2i_checkpoint, ["a star", "b"]))
+    plain = make_adapter(t2i_checkpoint)
+    base = plain.predict(plain.load_transformer(torch.float32), batch)
+    for init in ("default", "gaussian"):
+        assembly = make_assembly(t2i_checkpoint, lora_init_type=init)
+        assert torch.equal(assembly.adapter.predict(assembly.transformer, batch), base)
+
+
+def test_dora_file_loads_or_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    adapter = trained(t2i_checkpoint, use_dora=True, lora_rank=4)
+    path = adapter.save(tmp_path, note={})
+    assert any("magnitude" in name for name in load_file(path))
+    verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline())

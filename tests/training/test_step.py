@@ -1,0 +1,154 @@
+"""The step: what accumulation, checkpointing and clipping do to gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from simpletuner.config.schema import OptimizerConfig
+from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.techniques.base import Technique
+from simpletuner.training import step
+from simpletuner.training.clipping import clip_gradients
+from simpletuner.training.state import Assembly
+from tests.training.assembly import fixed_noise, make_assembly, make_batch
+
+CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
+
+
+class Batches:
+    """Hands out the given batches, like a loader."""
+
+    epoch, epochs_done = 1, 0
+
+    def __init__(self, *batches: Batch) -> None:
+        self.batches = iter(batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self.batches)
+
+
+def part(batch: Batch, which: slice) -> Batch:
+    return Batch(batch.latents[which], batch.embeds[which], batch.names[which])
+
+
+@pytest.fixture(autouse=True)
+def noise_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that follows the sample, so that a batch can be cut in two without changing what is learned."""
+    monkeypatch.setattr(step, "add_noise", lambda assembly, batch, *place: fixed_noise(batch))
+
+
+def weights_after(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
+    step.optimizer_step(assembly, Batches(*batches), 0)
+    return {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
+
+
+def gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
+    losses = step._Losses()
+    step.micro_loss(assembly, batch, 0, 0, losses).backward()
+    return {name: parameter.grad for name, parameter in assembly.parameters.items() if parameter.grad is not None}
+
+
+def test_accumulation_equals_a_larger_batch(t2i_checkpoint: Path) -> None:
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    whole = make_assembly(t2i_checkpoint)
+    halves = make_assembly(t2i_checkpoint, gradient_accumulation_steps=2)
+    one = gradients(whole, batch)
+    losses = step._Losses()
+    for index in range(2):
+        (step.micro_loss(halves, part(batch, slice(2 * index, 2 * index + 2)), 0, index, losses) / 2).backward()
+    assert any(gradient.abs().max() > 1e-4 for gradient in one.values()), "a test on gradients of zero shows nothing"
+    for name, parameter in halves.parameters.items():
+        torch.testing.assert_close(parameter.grad, one[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing_interval": 2}, {"lora_dropout": 0.2}])
+def test_checkpointing_changes_no_gradient(t2i_checkpoint: Path, settings: dict[str, Any]) -> None:
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    found = []
+    for checkpointing in (False, True):
+        assembly = make_assembly(t2i_checkpoint, gradient_checkpointing=checkpointing, **settings)
+        torch.manual_seed(1)
+        found.append(gradients(assembly, batch))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=1e-6)
+
+
+def test_a_step_moves_weights_and_reports(t2i_checkpoint: Path) -> None:
+    assembly = make_assembly(t2i_checkpoint)
+    before = {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
+    report = step.optimizer_step(assembly, Batches(make_batch(t2i_checkpoint, CAPTIONS)), 0)
+    assert report.step == 1
+    assert len(report.samples) == len(CAPTIONS)
+    assert report.metrics["train_loss"] == report.metrics["optimization_loss"] > 0
+    assert report.metrics["learning_rate"] == 1e-2
+    assert report.metrics["grad_absmax"] > 0
+    assert any(not torch.equal(before[name], parameter) for name, parameter in assembly.parameters.items())
+    frozen = [each for each in assembly.transformer.parameters() if not each.requires_grad]
+    assert frozen
+    assert all(each.grad is None for each in frozen)
+
+
+class Doubled(Technique):
+    """Opens the doors that weigh and add."""
+
+    def loss_weight(self, noisy: NoisyBatch) -> Tensor:
+        return torch.full((len(noisy.batch.names),), 2.0)
+
+    def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> dict[str, Tensor]:
+        return {"extra": prediction.sum() * 0 + 1.5}
+
+
+def test_techniques_come_in_through_their_doors(t2i_checkpoint: Path) -> None:
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    plain = make_assembly(t2i_checkpoint)
+    neutral = replace(make_assembly(t2i_checkpoint), techniques=[Technique()])
+    assert weights_after(plain, batch).keys() == weights_after(neutral, batch).keys()
+    for name, parameter in plain.parameters.items():
+        assert torch.equal(parameter, neutral.parameters[name]), "a technique with closed doors is plain training"
+    doubled = replace(make_assembly(t2i_checkpoint), techniques=[Doubled()])
+    metrics = step.optimizer_step(doubled, Batches(batch), 0).metrics
+    assert metrics["extra"] == 1.5
+    assert metrics["optimization_loss"] == pytest.approx(2 * metrics["train_loss"] + 1.5)
+
+
+@pytest.mark.parametrize("method", ["value", "norm"])
+def test_clipping(method: str) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, -4.0, 0.5]), torch.tensor([0.0, 12.0])
+    untouched = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    config = OptimizerConfig(max_grad_norm=0.0, grad_clip_method=method)  # type: ignore[arg-type]
+    measured = clip_gradients(parameters, config)
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, untouched, strict=True) if p.grad is not None)
+    assert measured == ({"grad_absmax": 12.0} if method == "value" else {"grad_norm": pytest.approx(13.0096, rel=1e-4)})
+    clip_gradients(parameters, config.model_copy(update={"max_grad_norm": 2.0}))
+    flat = torch.cat([parameter.grad for parameter in parameters if parameter.grad is not None])
+    if method == "value":
+        assert flat.tolist() == [2.0, -2.0, 0.5, 0.0, 2.0]
+    else:
+        assert flat.norm().item() == pytest.approx(2.0)
+        assert flat[0] / flat[1] == pytest.approx(-0.75)
+
+
+def test_noise_depends_on_the_place_in_the_run_alone(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assembly = make_assembly(t2i_checkpoint)
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    first = step.add_noise(assembly, batch, 4, 0)
+    torch.randn(100)
+    again = step.add_noise(assembly, batch, 4, 0)
+    assert torch.equal(first.noise, again.noise)
+    assert torch.equal(first.sigmas, again.sigmas)
+    for place in ((5, 0), (4, 1)):
+        other = step.add_noise(assembly, batch, *place)
+        assert not torch.equal(other.noise, first.noise)
+        assert not torch.equal(other.sigmas, first.sigmas)
