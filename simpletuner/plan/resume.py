@@ -22,7 +22,7 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
     A run that continues keeps a seed that was drawn when it began.
     """
     if resume is not None and configured in (None, -1, 0):
-        return resume.manifest.seed
+        return resume.manifest.identity.seed
     if configured is None or configured == -1:
         return secrets.randbelow(2**31)
     return int(time.time()) if configured == 0 else configured
@@ -33,19 +33,19 @@ def check_resume(config: RunConfig, spec: FamilySpec, flavour: Flavour, problems
     checkpoint = select_checkpoint(config.run.resume_from_checkpoint, output_dir, problems)
     if checkpoint is None:
         return None
-    manifest, key = checkpoint.manifest, "resume_from_checkpoint"
+    identity, key = checkpoint.manifest.identity, "resume_from_checkpoint"
     for what, old, new in (
-        ("model_family", manifest.model_family, spec.name),
-        ("model_flavour", manifest.model_flavour, flavour.name),
-        ("model_type", manifest.model_type, config.model.model_type),
+        ("model_family", identity.model_family, spec.name),
+        ("model_flavour", identity.model_flavour, flavour.name),
+        ("model_type", identity.model_type, config.model.model_type),
     ):
         if old != new:
             message = f"{checkpoint.path} was trained with {what} {old}, not {new}; choose another output_dir."
             problems.append(Problem(key, message))
     size = config.schedule.train_batch_size
-    if manifest.train_batch_size != size:
+    if identity.train_batch_size != size:
         allowed = config.run.i_know_what_i_am_doing or allows_other_batch_size()
-        message = f"{checkpoint.path} was trained with train_batch_size {manifest.train_batch_size}, not {size}."
+        message = f"{checkpoint.path} was trained with train_batch_size {identity.train_batch_size}, not {size}."
         hint = "" if allowed else " i_know_what_i_am_doing allows it; data order then starts anew."
         problems.append(Problem(key, message + hint, fatal=not allowed))
     return checkpoint
@@ -63,9 +63,9 @@ def has_same_data(
     """Whether the order of samples can continue where the checkpoint left it."""
     if resume is None:
         return True
-    if fingerprint(trained) != resume.manifest.datasets:
+    if fingerprint(trained) != resume.manifest.identity.datasets:
         if not config.datasets.override_dataset_config:
             message = f"the datasets are not those that {resume.path.name} was trained on; its epoch begins anew."
             problems.append(Problem("data_backend_config", message, fatal=False))
         return False
-    return resume.manifest.train_batch_size == config.schedule.train_batch_size
+    return resume.manifest.identity.train_batch_size == config.schedule.train_batch_size

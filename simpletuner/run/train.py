@@ -33,9 +33,10 @@ from simpletuner.techniques.base import Technique
 from simpletuner.techniques.regularisation import Regularisation
 from simpletuner.training.assemble import Intent, assemble, make_accelerator, peak_learning_rate
 from simpletuner.training.callbacks import Callback
-from simpletuner.training.checkpoints import CheckpointWriter, Identity, load_checkpoint
+from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.loop import stop_on_interrupt, train
+from simpletuner.training.manifest import Identity
 from simpletuner.training.recorder import EmaUpdater, Recorder, ReportWriter
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import ValidationRunner

@@ -27,7 +27,15 @@ from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
 from simpletuner.training.ema import Ema
-from simpletuner.training.manifest import Checkpoint, Manifest, damaged_files, describe_files, prune, write_manifest
+from simpletuner.training.manifest import (
+    Checkpoint,
+    Identity,
+    Manifest,
+    damaged_files,
+    describe_files,
+    prune,
+    write_manifest,
+)
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
 
@@ -36,19 +44,6 @@ logger = logging.getLogger(__name__)
 STATE_FOLDER = "training_state"
 WEIGHTS_FILE = "trainable.safetensors"
 STATE_FILE = "state.pt"
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a checkpoint belongs to; goes into its manifest."""
-
-    model_family: str
-    model_flavour: str
-    model_type: str
-    train_batch_size: int
-    seed: int
-    datasets: str
-    versions: dict[str, str]
 
 
 def save_weights(assembly: Assembly, folder: Path, ema: Ema | None, note: Mapping[str, str]) -> None:
@@ -88,18 +83,7 @@ def save_checkpoint(
             save_file(weights, folder / STATE_FOLDER / WEIGHTS_FILE)
         write_atomically(folder / STATE_FOLDER / STATE_FILE, _state_bytes(assembly, state, loader, ema))
         write_json(folder / "config.json", dict(settings))
-        manifest = Manifest(
-            step=state.global_step,
-            epoch=state.epoch,
-            model_family=identity.model_family,
-            model_flavour=identity.model_flavour,
-            model_type=identity.model_type,
-            train_batch_size=identity.train_batch_size,
-            seed=identity.seed,
-            datasets=identity.datasets,
-            versions=identity.versions,
-            files=describe_files(folder),
-        )
+        manifest = Manifest(state.global_step, state.epoch, identity, describe_files(folder))
         write_manifest(folder, manifest)
 
 

@@ -22,17 +22,15 @@ FOLDER_NAME = re.compile(r"checkpoint-(\d+)(-rolling)?")
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds and what it belongs to.
+class Identity:
+    """The run that a checkpoint belongs to.
 
     Attributes:
-        seed: of the run, so that one that was drawn is kept when the run continues.
+        seed: kept when the run continues, also where it was drawn.
         datasets: fingerprint of the samples.
-        files: relative path of every file, with its size in bytes and its SHA-256.
+        versions: of the packages that matter.
     """
 
-    step: int
-    epoch: int
     model_family: str
     model_flavour: str
     model_type: str
@@ -40,6 +38,19 @@ class Manifest:
     seed: int
     datasets: str
     versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds and what it belongs to.
+
+    Attributes:
+        files: relative path of every file, with its size in bytes and its SHA-256.
+    """
+
+    step: int
+    epoch: int
+    identity: Identity
     files: dict[str, tuple[int, str]]
 
 
