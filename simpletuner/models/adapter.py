@@ -72,7 +72,8 @@ class PreviewRequest:
         embeds: embeddings of the prompt.
         negative: embeddings of the negative prompt.
         width, height: size in pixels, exactly.
-        source: the picture an i2i flavour starts from.
+        source: the picture an i2i or i2v flavour starts from.
+        num_frames: length of a clip; 1 for pictures.
     """
 
     embeds: TextEmbeds
@@ -84,13 +85,14 @@ class PreviewRequest:
     seed: int
     seed_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: Image | None = None
+    num_frames: int = 1
 
 
 class PreviewPipeline(Protocol):
     """The family's stock diffusers pipeline, ready to sample from cached embeddings."""
 
-    def render(self, request: PreviewRequest) -> Image:
-        """Sample one picture of exactly the requested size."""
+    def render(self, request: PreviewRequest) -> list[Image]:
+        """Sample one picture or clip of exactly the requested size; the frames, in order."""
         ...
 
 
@@ -114,6 +116,13 @@ class FamilyAdapter(Protocol):
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         """Load the transformer onto the CPU; parts that must stay float32 do."""
+        ...
+
+    def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
+        """What the flavour changes about a noisy batch before anything else sees it.
+
+        For i2v: frame 0 is the clean condition and is left out of the loss. Other flavours change nothing.
+        """
         ...
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:

@@ -64,6 +64,8 @@ class FamilySpec:
         lora_targets: modules that get a LoRA by default.
         lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
         license: of the published weights.
+        frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
+        frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         check: problems of a config that only this family knows of.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
@@ -92,6 +94,8 @@ class FamilySpec:
     clean_caption: Callable[[str], str]
     text_fingerprint: Callable[[TextConfig, Flavour], str]
     prompt_holds_picture: frozenset[Task] = frozenset()
+    frame_rate: float | None = None
+    frame_stride: int = 1
     flavour_names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:

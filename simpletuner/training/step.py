@@ -105,7 +105,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
 
 def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: _Losses) -> Tensor:
     """The scalar loss of one micro-batch, ready for backward."""
-    noisy = add_noise(assembly, batch, global_step, micro_step)
+    noisy = assembly.adapter.prepare(add_noise(assembly, batch, global_step, micro_step))
     for technique in assembly.techniques:
         noisy = technique.before_forward(noisy)
 

@@ -52,7 +52,7 @@ class StockImagePipeline:
     def __init__(self, pipeline: Any, vae: AutoencoderKL, device: torch.device, takes_source: bool) -> None:
         self.pipeline, self.vae, self.device, self.takes_source = pipeline, vae, device, takes_source
 
-    def render(self, request: PreviewRequest) -> Image:
+    def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture of exactly the requested size."""
         pipeline = self.pipeline
         # The pipeline snaps every request to its list of sizes; with the wanted one as the list it need not.
@@ -71,8 +71,7 @@ class StockImagePipeline:
             guidance_scale=request.guidance_scale,
             generator=torch.Generator(request.seed_device).manual_seed(request.seed),
         )
-        picture: Image = output.image[0]
-        return picture
+        return list(output.image[:1])
 
 
 class Kandinsky5ImageAdapter:
@@ -104,6 +103,9 @@ class Kandinsky5ImageAdapter:
         self.dtype = dtype
         self._padding = attention.install(transformer)
         return transformer
+
+    def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
+        return noisy
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         if self._padding is None:
