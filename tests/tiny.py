@@ -13,9 +13,12 @@ from typing import Literal
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLHunyuanVideo,
     FlowMatchEulerDiscreteScheduler,
     Kandinsky5I2IPipeline,
+    Kandinsky5I2VPipeline,
     Kandinsky5T2IPipeline,
+    Kandinsky5T2VPipeline,
     Kandinsky5Transformer3DModel,
 )
 from transformers import (
@@ -115,7 +118,30 @@ def build_image_vae() -> AutoencoderKL:
     )
 
 
-def build_kandinsky(*, visual_cond: bool = False) -> Kandinsky5Transformer3DModel:
+NABLA = {
+    "attention_type": "nabla",
+    "attention_P": 0.8,
+    "attention_wT": 3,
+    "attention_wH": 1,
+    "attention_wW": 1,
+    "attention_add_sta": True,
+    "attention_method": "topcdf",
+}
+
+
+def build_video_vae() -> AutoencoderKLHunyuanVideo:
+    """The VAE of HunyuanVideo in shape: 16 latent channels, an eighth of the size, every fourth frame."""
+    return AutoencoderKLHunyuanVideo(
+        down_block_types=("HunyuanVideoDownBlock3D",) * 4,
+        up_block_types=("HunyuanVideoUpBlock3D",) * 4,
+        block_out_channels=(16, 16, 16, 16),
+        layers_per_block=1,
+        norm_num_groups=8,
+        mid_block_add_attention=True,
+    )
+
+
+def build_kandinsky(*, visual_cond: bool = False, nabla: bool = False) -> Kandinsky5Transformer3DModel:
     """A Kandinsky 5 transformer of one text block and two visual ones, with no zero-initialised parameter left."""
     transformer = Kandinsky5Transformer3DModel(
         in_visual_dim=16,
@@ -129,26 +155,41 @@ def build_kandinsky(*, visual_cond: bool = False) -> Kandinsky5Transformer3DMode
         num_visual_blocks=2,
         axes_dims=(4, 6, 6),
         visual_cond=visual_cond,
+        **(NABLA if nabla else {}),
     )
     fill_zeros(transformer)
     return transformer
 
 
-def make_checkpoint(
-    folder: Path, task: Literal["t2i", "i2i"] = "t2i", *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> Path:
-    """Write a Kandinsky 5 Image checkpoint of random weights into `folder` and return it.
+PIPELINES = {
+    "t2i": Kandinsky5T2IPipeline,
+    "i2i": Kandinsky5I2IPipeline,
+    "t2v": Kandinsky5T2VPipeline,
+    "i2v": Kandinsky5I2VPipeline,
+}
 
-    It loads with `Kandinsky5T2IPipeline.from_pretrained(folder, tokenizer=load_processor(folder))`, or the I2I one.
+
+def make_checkpoint(
+    folder: Path,
+    task: Literal["t2i", "i2i", "t2v", "i2v"] = "t2i",
+    *,
+    nabla: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a Kandinsky 5 checkpoint of random weights into `folder` and return it.
+
+    It loads with `PIPELINES[task].from_pretrained(folder, tokenizer=load_processor(folder))`.
     """
     processor = load_processor(TOKENIZERS)
     clip_tokenizer = CLIPTokenizer.from_pretrained(TOKENIZERS, subfolder="tokenizer_2")
-    pipeline_class = Kandinsky5I2IPipeline if task == "i2i" else Kandinsky5T2IPipeline
+    pipeline_class = PIPELINES[task]
+    is_video = task in ("t2v", "i2v")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = pipeline_class(
-            transformer=cast(build_kandinsky(visual_cond=task == "i2i"), dtype),
-            vae=cast(build_image_vae(), dtype),
+            transformer=cast(build_kandinsky(visual_cond=task != "t2i", nabla=nabla), dtype),
+            vae=cast(build_video_vae() if is_video else build_image_vae(), dtype),
             text_encoder=cast(build_qwen(processor.tokenizer), dtype),
             tokenizer=processor,
             text_encoder_2=cast(build_clip(clip_tokenizer), dtype),

@@ -531,10 +531,10 @@ class ValidationConfig(Group):
         None, "N, WxH or a comma list; rendered at exactly this size.", default_note="of the family"
     )
     validation_num_video_frames: Integer | None = option(
-        None, "Frames of a preview clip, 4k+1.", ge=1, planned="detail"
+        None, "Frames of a preview clip, 4k+1.", ge=1, default_note="of the family"
     )
     framerate: Integer | None = option(
-        None, "Frames per second of clips.", aliases=("frame_rate",), ge=1, planned="detail"
+        None, "Frames per second of clips.", aliases=("frame_rate",), ge=1, default_note="of the family"
     )
     validation_using_datasets: Flag = option(False, "Start previews from pictures of a dataset.")
     eval_dataset_id: TextList | None = option(None, "The dataset (or list) those pictures come from.")

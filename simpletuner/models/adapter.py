@@ -103,8 +103,16 @@ class FamilyAdapter(Protocol):
     flavour: Flavour
 
     def __init__(
-        self, flavour: Flavour, source: ModelSource, model: ModelConfig, text: TextConfig, caching: CachingConfig
-    ) -> None: ...
+        self,
+        flavour: Flavour,
+        source: ModelSource,
+        model: ModelConfig,
+        text: TextConfig,
+        caching: CachingConfig,
+        use_size: tuple[int, int] | None = None,
+    ) -> None:
+        """`use_size` is the (width, height) that the result will be sampled at, None when it is not known."""
+        ...
 
     def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
         """Load text encoders and tokenizers onto a device."""

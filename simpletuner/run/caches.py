@@ -118,12 +118,22 @@ class CacheWorkshop:
             torch.cuda.empty_cache()
 
 
+def build_adapter(plan: Plan) -> FamilyAdapter:
+    """The adapter of the plan's family for its checkpoint."""
+    return load_adapter(plan.spec)(
+        plan.flavour,
+        plan.source,
+        plan.config.model,
+        plan.config.text,
+        plan.config.caching,
+        use_size=plan.sizes[0] if plan.sizes else None,
+    )
+
+
 def fill_caches(plan: Plan, progress: Progress) -> None:
     """Fetch the model and complete the caches of a plan, and nothing more."""
     accelerator = make_accelerator()
-    adapter = load_adapter(plan.spec)(
-        plan.flavour, plan.source, plan.config.model, plan.config.text, plan.config.caching
-    )
+    adapter = build_adapter(plan)
     quarantine_rejected(plan)
     plan = CacheWorkshop(plan, adapter, accelerator.device, progress, fetch(plan, progress)).fill(1)
     for dataset in plan.datasets:

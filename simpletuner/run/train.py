@@ -16,8 +16,6 @@ import torch
 
 from simpletuner.caching.read import BatchReader
 from simpletuner.data.loader import BatchLoader
-from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan
 from simpletuner.plan.resume import fingerprint
 from simpletuner.reporting.environment import package_versions
@@ -25,7 +23,7 @@ from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaFile, M
 from simpletuner.reporting.progress import Progress
 from simpletuner.reporting.redaction import redact_settings
 from simpletuner.reporting.trackers import GuardedTracker, build_trackers
-from simpletuner.run.caches import CacheWorkshop, fetch, quarantine_rejected
+from simpletuner.run.caches import CacheWorkshop, build_adapter, fetch, quarantine_rejected
 from simpletuner.run.previews import build_subjects
 from simpletuner.run.publish import publish
 from simpletuner.run.report import RunReport
@@ -144,16 +142,12 @@ def build_callbacks(
         ema=ema,
         phase=lambda title, total: progress.phase(title, total, "pictures"),
         listener=show,
+        frame_rate=preview_rate(plan),
     )
     recorder = Recorder(metrics, progress, trackers, ema, plan.length.epochs)
     writer = ReportWriter(report.write, interval=max(50, plan.length.total_steps // 20))
     averaging: list[Callback] = [EmaUpdater(ema)] if ema else []
     return [*averaging, checkpoints, recorder, validation, writer]
-
-
-def build_adapter(plan: Plan) -> FamilyAdapter:
-    """The adapter of the plan's family for its checkpoint."""
-    return load_adapter(plan.spec)(plan.flavour, plan.source, plan.config.model, plan.config.text, plan.config.caching)
 
 
 def choose_techniques(plan: Plan) -> list[Technique]:
@@ -168,6 +162,11 @@ def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) 
         return load_checkpoint(plan.resume, assembly, loader, ema, same_data=plan.same_data)
     lora = plan.config.lora
     return TrainState(global_step=lora.init_lora_step if lora.init_lora else 0)
+
+
+def preview_rate(plan: Plan) -> float | None:
+    """Frames per second of preview clips; None for families of pictures."""
+    return None if plan.spec.frame_rate is None else plan.config.validation.framerate or plan.spec.frame_rate
 
 
 def intent_of(plan: Plan) -> Intent:

@@ -18,6 +18,7 @@ from PIL.Image import Image
 
 from simpletuner.atomic import open_atomically
 from simpletuner.config.load import RunConfig
+from simpletuner.data.clip_writer import write_mp4
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
@@ -55,6 +56,7 @@ class ValidationRunner:
         seed: of the run; used where `validation_seed` is unset.
         phase: opens a progress bar.
         listener: told about what was written.
+        frame_rate: of preview clips; None for families of pictures.
     """
 
     config: RunConfig
@@ -65,6 +67,7 @@ class ValidationRunner:
     ema: Ema | None
     phase: Callable[[str, int], Any]
     listener: Listener
+    frame_rate: float | None = None
     _pipeline: PreviewPipeline | None = field(default=None, init=False)
     _rendered_at: int | None = field(default=None, init=False)
 
@@ -120,12 +123,12 @@ class ValidationRunner:
             for width, height in self.sizes:
                 for index in range(images):
                     seed = self._seed(step, index)
-                    picture = pipeline.render(self._request(subject, width, height, seed))
-                    path = self._path(subject.prompt, step, index, picture.size, use_ema, benchmark)
-                    self._write(picture, path)
+                    frames = pipeline.render(self._request(subject, width, height, seed))
+                    path = self._path(subject.prompt, step, index, frames, use_ema, benchmark)
+                    self._write(frames, path)
                     relative = path.relative_to(self.output_dir).as_posix()
-                    name, text = subject.prompt.short_name, subject.prompt.prompt
-                    yield MediaRecord(step, name, text, relative, *picture.size, seed=seed, ema=use_ema, index=index)
+                    name, text, size = subject.prompt.short_name, subject.prompt.prompt, frames[0].size
+                    yield MediaRecord(step, name, text, relative, *size, seed=seed, ema=use_ema, index=index)
 
     def _request(self, subject: Subject, width: int, height: int, seed: int) -> PreviewRequest:
         validation = self.config.validation
@@ -140,6 +143,7 @@ class ValidationRunner:
             seed=seed,
             seed_device=torch.device("cuda" if on_gpu else "cpu"),
             source=subject.source() if subject.source else None,
+            num_frames=1 if self.frame_rate is None else _given(validation.validation_num_video_frames),
         )
 
     def _seed(self, step: int, index: int) -> int:
@@ -149,20 +153,25 @@ class ValidationRunner:
         return (self.seed if configured is None else configured) + index
 
     def _path(
-        self, prompt: ValidationPrompt, step: int, index: int, size: tuple[int, int], use_ema: bool, benchmark: bool
+        self, prompt: ValidationPrompt, step: int, index: int, frames: list[Image], use_ema: bool, benchmark: bool
     ) -> Path:
-        suffix = FORMATS[self.config.validation.validation_image_format][1]
-        dimensions = f"{size[0]}x{size[1]}"
+        """File names tell the true size, of clips also the true number of frames (`768x512@61`)."""
+        is_clip = self.frame_rate is not None
+        suffix = "mp4" if is_clip else FORMATS[self.config.validation.validation_image_format][1]
+        dimensions = f"{frames[0].width}x{frames[0].height}" + (f"@{len(frames)}" if is_clip else "")
         if benchmark:
-            number = f"_{index}" if index else ""
+            number = f"_{index}" if index or is_clip else ""
             return self.output_dir / "benchmarks" / "base_model" / f"{prompt.short_name}_{dimensions}{number}.{suffix}"
         name = f"step_{step}_{prompt.short_name}_{index}_{dimensions}{'_ema' if use_ema else ''}.{suffix}"
         return self.output_dir / "validation_images" / name
 
-    def _write(self, picture: Image, path: Path) -> None:
+    def _write(self, frames: list[Image], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if self.frame_rate is not None:
+            write_mp4(path, frames, self.frame_rate)
+            return
         with open_atomically(path) as file:
-            picture.convert("RGB").save(file, FORMATS[self.config.validation.validation_image_format][0])
+            frames[0].convert("RGB").save(file, FORMATS[self.config.validation.validation_image_format][0])
 
     def _weights(self) -> list[bool]:
         """Whether to render with the moving average: never, only, or beside the trained weights."""

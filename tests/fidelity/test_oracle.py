@@ -55,7 +55,7 @@ def test_oracle(task: str, t2i_checkpoint: Path, i2i_checkpoint: Path) -> None:
     request = PreviewRequest(
         embeds[0], embeds[0], *SIZE, num_inference_steps=7, guidance_scale=3.0, seed=9, source=source
     )
-    assert pipeline.render(request).size == SIZE
+    assert pipeline.render(request)[0].size == SIZE
     ours = latents[:, :, 0] / adapter_scaling(pipeline)
     error = (landed[-1] - ours).norm() / ours.norm()
     assert error < 1e-6

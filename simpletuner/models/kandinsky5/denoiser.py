@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ def predict_velocity(
     *,
     rope_scale: tuple[float, float, float],
     dtype: torch.dtype,
+    sparse_params: dict[str, Any] | None = None,
 ) -> Tensor:
     """Run the transformer as the pipelines do.
 
@@ -51,6 +53,7 @@ def predict_velocity(
         hidden_states: all input channels, `B F H W C`, float32; cast to `dtype` here and not before.
         timesteps: 1000 sigma, float32, `B`: a bfloat16 timestep would be off by up to 2 of 1000.
         rope_scale: divisors of the positions in time, height and width.
+        sparse_params: of checkpoints with block-sparse attention, see `sparse`.
 
     Returns:
         the predicted velocity, float32, `B F H W 16`.
@@ -71,6 +74,7 @@ def predict_velocity(
             ],
             text_rope_pos=torch.arange(text.shape[1], device=device),
             scale_factor=rope_scale,
+            sparse_params=sparse_params,
             return_dict=False,
         )
     return sample.float()

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
 from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, PreviewRequest
-from simpletuner.models.hollow import hollow_out
-from simpletuner.models.kandinsky5 import attention
+from simpletuner.models.kandinsky5 import attention, loading
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
+from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 from simpletuner.models.source import ModelSource
@@ -39,11 +38,7 @@ class FluxLatentEncoder:
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """z of `B 3 1 H W` pixels in [-1, 1]: float32, `B 16 1 H/8 W/8`, on the CPU."""
         posterior = self.vae.encode(pixels[:, :, 0].to(self.device, self.dtype)).latent_dist
-        mean, std = posterior.mean.float().cpu(), posterior.std.float().cpu()
-        noise = torch.stack(
-            [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-        )
-        return ((mean + std * noise) * self.vae.config.scaling_factor).unsqueeze(2)
+        return (sample_posterior(posterior, seeds) * self.vae.config.scaling_factor).unsqueeze(2)
 
 
 class StockImagePipeline:
@@ -54,23 +49,10 @@ class StockImagePipeline:
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture of exactly the requested size."""
-        pipeline = self.pipeline
         # The pipeline snaps every request to its list of sizes; with the wanted one as the list it need not.
-        pipeline.resolutions = [(request.width, request.height)]
-        inputs: dict[str, Any] = {"image": request.source} if self.takes_source else {}
-        for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
-            length = len(embeds["prompt_embeds"])
-            inputs[f"{prefix}prompt_embeds_qwen"] = embeds["prompt_embeds"][None].to(self.device)
-            inputs[f"{prefix}prompt_embeds_clip"] = embeds["pooled_prompt_embeds"][None].to(self.device)
-            inputs[f"{prefix}prompt_cu_seqlens"] = torch.tensor([0, length], dtype=torch.int32, device=self.device)
-        output = pipeline(
-            **inputs,
-            height=request.height,
-            width=request.width,
-            num_inference_steps=request.num_inference_steps,
-            guidance_scale=request.guidance_scale,
-            generator=torch.Generator(request.seed_device).manual_seed(request.seed),
-        )
+        self.pipeline.resolutions = [(request.width, request.height)]
+        source = {"image": request.source} if self.takes_source else {}
+        output = self.pipeline(**loading.pipeline_inputs(request, self.device), **source)
         return list(output.image[:1])
 
 
@@ -80,7 +62,13 @@ class Kandinsky5ImageAdapter:
     spec = KANDINSKY5_IMAGE
 
     def __init__(
-        self, flavour: Flavour, source: ModelSource, model: ModelConfig, text: TextConfig, caching: CachingConfig
+        self,
+        flavour: Flavour,
+        source: ModelSource,
+        model: ModelConfig,
+        text: TextConfig,
+        caching: CachingConfig,
+        use_size: tuple[int, int] | None = None,
     ) -> None:
         self.flavour, self.source, self.model, self.text, self.caching = flavour, source, model, text, caching
         self.edits = flavour.task == "i2i"
@@ -93,13 +81,11 @@ class Kandinsky5ImageAdapter:
         return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxLatentEncoder:
-        return FluxLatentEncoder(self._load_vae(device, dtype), device, dtype)
+        vae = loading.load_vae(AutoencoderKL, self.source["vae"], self.caching, device, dtype)
+        return FluxLatentEncoder(vae, device, dtype)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        part = self.source["transformer"]
-        transformer = Kandinsky5Transformer3DModel.from_pretrained(
-            part.fetch(), torch_dtype=dtype, variant=part.variant, low_cpu_mem_usage=True
-        )
+        transformer = loading.load_transformer(self.source["transformer"], dtype)
         self.dtype = dtype
         self._padding = attention.install(transformer)
         return transformer
@@ -125,36 +111,22 @@ class Kandinsky5ImageAdapter:
         return channels_first(velocity)
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        names = ("text_transformer_blocks", "visual_transformer_blocks")
-        return BlockLayout({name: transformer.get_submodule(name) for name in names})  # type: ignore[misc]
+        return loading.block_layout(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> StockImagePipeline:
-        from diffusers import FlowMatchEulerDiscreteScheduler, Kandinsky5I2IPipeline, Kandinsky5T2IPipeline
-
-        overrides = {} if shift is None else {"shift": shift}
-        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(self.source["scheduler"].fetch(), **overrides)
-        vae = self._load_vae(device, self.dtype)
-        pipeline_class = Kandinsky5I2IPipeline if self.edits else Kandinsky5T2IPipeline
-        pipeline = pipeline_class(
-            transformer=transformer,
-            vae=vae,
-            scheduler=scheduler,
-            **dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")),
-        )
-        pipeline.set_progress_bar_config(disable=True)
+        vae = loading.load_vae(AutoencoderKL, self.source["vae"], self.caching, device, self.dtype)
+        pipeline = loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
         return StockImagePipeline(pipeline, vae, device, takes_source=self.edits)
 
     def load_bare_pipeline(self) -> Any:
+        return loading.bare_pipeline(self._pipeline_class(), self.source["transformer"])
+
+    def _pipeline_class(self) -> Any:
         from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline
 
-        settings = Kandinsky5Transformer3DModel.load_config(self.source["transformer"].fetch())
-        with torch.device("meta"):
-            transformer = Kandinsky5Transformer3DModel.from_config(settings)
-        roles = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "scheduler")
-        pipeline_class = Kandinsky5I2IPipeline if self.edits else Kandinsky5T2IPipeline
-        return pipeline_class(transformer=hollow_out(transformer), **dict.fromkeys(roles))
+        return Kandinsky5I2IPipeline if self.edits else Kandinsky5T2IPipeline
 
     def _source_channels(self, noisy: NoisyBatch) -> tuple[Tensor, Tensor]:
         """The source picture's latents and the channel of ones that says they are given."""
@@ -162,13 +134,3 @@ class Kandinsky5ImageAdapter:
             raise RuntimeError("an i2i batch needs the latents of its source pictures")
         source = channels_last(noisy.batch.condition)
         return source, torch.ones_like(source[..., :1])
-
-    def _load_vae(self, device: torch.device, dtype: torch.dtype) -> AutoencoderKL:
-        part = self.source["vae"]
-        vae = AutoencoderKL.from_pretrained(part.fetch(), torch_dtype=dtype, variant=part.variant)
-        vae.requires_grad_(False).eval().to(device)
-        if self.caching.vae_enable_slicing:
-            vae.enable_slicing()
-        if self.caching.vae_enable_tiling:
-            vae.enable_tiling()
-        return vae

@@ -1,4 +1,4 @@
-"""Kandinsky 5 as plain data: flavours, defaults, sizes and the checks that only this family needs."""
+"""Kandinsky 5 as plain data: what pictures and clips share, and the family of pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import Component, FamilySpec, Flavour
+from simpletuner.models.spec import Component, FamilySpec, Flavour, Task
 
 # The bare name out_layer also matches the final layer, which takes another input; hence a regular expression.
 ALL_LINEAR = (
@@ -18,7 +18,19 @@ ALL_LINEAR = (
 )
 
 TRANSFORMER_CLASS = "Kandinsky5Transformer3DModel"
-VAE_CLASS = "AutoencoderKL"
+IMAGE_VAE_CLASS = "AutoencoderKL"
+
+COMPONENTS = {
+    "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
+    "vae": Component("vae", "pretrained_vae_model_name_or_path"),
+    "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path"),
+    "tokenizer": Component("tokenizer", "qwen_text_encoder_model_name_or_path"),
+    "text_encoder_2": Component("text_encoder_2"),
+    "tokenizer_2": Component("tokenizer_2"),
+    "scheduler": Component("scheduler"),
+}
+LORA_TARGETS = ("to_query", "to_key", "to_value")
+TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v": "video", "i2v": "video"}
 
 # About one megapixel each, width x height: the sizes the image model was trained at.
 IMAGE_SIZES = ((1024, 1024), (640, 1408), (1408, 640), (768, 1280), (1280, 768), (896, 1152), (1152, 896))
@@ -49,22 +61,32 @@ def check_image(config: RunConfig, flavour: Flavour) -> list[Problem]:
 
 
 def check_image_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
-    """Whether transformer and VAE are of the right kind and belong together; parts not yet here are left out."""
+    """Whether the parts that are on this machine are of the right kind and belong together."""
+    return check_parts(source, IMAGE_VAE_CLASS) + check_condition(flavour, source, wanted=flavour.task == "i2i")
+
+
+def check_condition(flavour: Flavour, source: ModelSource, *, wanted: bool) -> list[Problem]:
+    """Whether the transformer takes a given picture exactly when the flavour gives one."""
+    transformer = source.read_config("transformer")
+    has = bool(transformer and transformer.get("visual_cond"))
+    if transformer is None or wanted == has:
+        return []
+    kind = "takes" if has else "does not take"
+    where = f"the transformer in {source['transformer'].location!r}"
+    message = f"{flavour.name} does not fit: {where} {kind} a source picture (visual_cond is {str(has).lower()})."
+    return [Problem("model_flavour", message)]
+
+
+def check_parts(source: ModelSource, vae_class: str) -> list[Problem]:
+    """Whether transformer and VAE are of the right classes and have the same channels; absent parts are left out."""
     problems = []
     transformer, vae = source.read_config("transformer"), source.read_config("vae")
     if transformer is not None:
         where = f"the transformer in {source['transformer'].location!r}"
         if transformer.get("_class_name") != TRANSFORMER_CLASS:
             problems.append(Problem("pretrained_model_name_or_path", f"{where} is not a {TRANSFORMER_CLASS}."))
-        wanted, has = flavour.task == "i2i", bool(transformer.get("visual_cond"))
-        if wanted != has:
-            kind = "takes" if has else "does not take"
-            message = (
-                f"{flavour.name} does not fit: {where} {kind} a source picture (visual_cond is {str(has).lower()})."
-            )
-            problems.append(Problem("model_flavour", message))
-    if vae is not None and vae.get("_class_name") != VAE_CLASS:
-        message = f"the VAE in {source['vae'].location!r} is a {vae.get('_class_name')}, not an {VAE_CLASS}."
+    if vae is not None and vae.get("_class_name") != vae_class:
+        message = f"the VAE in {source['vae'].location!r} is a {vae.get('_class_name')}, not an {vae_class}."
         problems.append(Problem("pretrained_vae_model_name_or_path", message))
     if vae is not None and transformer is not None and vae.get("latent_channels") != transformer.get("in_visual_dim"):
         message = (
@@ -76,7 +98,7 @@ def check_image_checkpoint(flavour: Flavour, source: ModelSource) -> list[Proble
 
 def text_fingerprint(text: TextConfig, flavour: Flavour) -> str:
     """The template itself, or the release of diffusers that holds it."""
-    name: TemplateName = "image_edit" if flavour.task == "i2i" else "image"
+    name = TEMPLATES[flavour.task]
     if text.text_template == "official":
         return OFFICIAL[name].text
     return f"diffusers {importlib.metadata.version('diffusers')} {name}"
@@ -103,22 +125,14 @@ KANDINSKY5_IMAGE = FamilySpec(
         "validation_resolution": "1024x1024",
         "validation_negative_prompt": "blurry, cropped, ugly",
     },
-    components={
-        "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
-        "vae": Component("vae", "pretrained_vae_model_name_or_path"),
-        "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path"),
-        "tokenizer": Component("tokenizer", "qwen_text_encoder_model_name_or_path"),
-        "text_encoder_2": Component("text_encoder_2"),
-        "tokenizer_2": Component("tokenizer_2"),
-        "scheduler": Component("scheduler"),
-    },
+    components=COMPONENTS,
     size_multiple=16,
     vae_stride=8,
     patch_size=2,
     largest_side=2048,
     native_sizes={1024: IMAGE_SIZES},
     text_length_cap=512,
-    lora_targets=("to_query", "to_key", "to_value"),
+    lora_targets=LORA_TARGETS,
     lora_presets={"all-linear": ALL_LINEAR},
     license="mit",
     check=check_image,

@@ -31,9 +31,10 @@ def select_template(words: Literal["official", "diffusers"], name: TemplateName)
     """The template in the words the model was trained on, or in those of the installed diffusers."""
     if words == "official":
         return OFFICIAL[name]
-    from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline
+    from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline, Kandinsky5T2VPipeline
 
-    pipeline_class = {"image": Kandinsky5T2IPipeline, "image_edit": Kandinsky5I2IPipeline}[name]
+    classes = {"image": Kandinsky5T2IPipeline, "image_edit": Kandinsky5I2IPipeline, "video": Kandinsky5T2VPipeline}
+    pipeline_class = classes[name]
     roles = ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "scheduler")
     pipeline = pipeline_class(**dict.fromkeys(roles))
     return TextTemplate(pipeline.prompt_template, pipeline.prompt_template_encode_start_idx)

@@ -1,0 +1,80 @@
+"""Parts of a Kandinsky 5 checkpoint, loaded the same way for pictures and clips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
+from torch import nn
+
+from simpletuner.config.schema import CachingConfig
+from simpletuner.models.adapter import BlockLayout, PreviewRequest
+from simpletuner.models.hollow import hollow_out
+from simpletuner.models.source import ModelSource, Part
+
+WITHOUT_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+BLOCK_GROUPS = ("text_transformer_blocks", "visual_transformer_blocks")
+
+
+def load_transformer(part: Part, dtype: torch.dtype) -> nn.Module:
+    """The transformer on the CPU; time and modulation layers stay float32."""
+    transformer: nn.Module = Kandinsky5Transformer3DModel.from_pretrained(
+        part.fetch(), torch_dtype=dtype, variant=part.variant, low_cpu_mem_usage=True
+    )
+    return transformer
+
+
+def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    """A frozen VAE on a device, with slices and tiles as configured."""
+    vae = vae_class.from_pretrained(part.fetch(), torch_dtype=dtype, variant=part.variant)
+    vae.requires_grad_(False).eval().to(device)
+    if caching.vae_enable_slicing:
+        vae.enable_slicing()
+    if caching.vae_enable_tiling:
+        vae.enable_tiling()
+    return vae
+
+
+def block_layout(transformer: nn.Module) -> BlockLayout:
+    """Text blocks, then visual blocks."""
+    return BlockLayout({name: transformer.get_submodule(name) for name in BLOCK_GROUPS})  # type: ignore[misc]
+
+
+def stock_pipeline(
+    pipeline_class: Any, source: ModelSource, transformer: nn.Module, vae: Any, shift: float | None
+) -> Any:
+    """The stock pipeline around a transformer, without encoders; `shift` replaces the scheduler's when given."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    overrides = {} if shift is None else {"shift": shift}
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(source["scheduler"].fetch(), **overrides)
+    pipeline = pipeline_class(transformer=transformer, vae=vae, scheduler=scheduler, **dict.fromkeys(WITHOUT_TEXT))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def bare_pipeline(pipeline_class: Any, part: Part) -> Any:
+    """The stock pipeline around a transformer of the right layers without weights, to load LoRA files into."""
+    settings = Kandinsky5Transformer3DModel.load_config(part.fetch())
+    with torch.device("meta"):
+        transformer = Kandinsky5Transformer3DModel.from_config(settings)
+    roles = ("vae", "scheduler", *WITHOUT_TEXT)
+    return pipeline_class(transformer=hollow_out(transformer), **dict.fromkeys(roles))
+
+
+def pipeline_inputs(request: PreviewRequest, device: torch.device) -> dict[str, Any]:
+    """What every Kandinsky pipeline is called with for one preview."""
+    inputs: dict[str, Any] = {
+        "height": request.height,
+        "width": request.width,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        "generator": torch.Generator(request.seed_device).manual_seed(request.seed),
+    }
+    for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
+        length = len(embeds["prompt_embeds"])
+        inputs[f"{prefix}prompt_embeds_qwen"] = embeds["prompt_embeds"][None].to(device)
+        inputs[f"{prefix}prompt_embeds_clip"] = embeds["pooled_prompt_embeds"][None].to(device)
+        inputs[f"{prefix}prompt_cu_seqlens"] = torch.tensor([0, length], dtype=torch.int32, device=device)
+    return inputs

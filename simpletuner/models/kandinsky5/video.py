@@ -1,0 +1,153 @@
+"""Kandinsky 5 Video: text to video and image to video, Lite and Pro."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
+from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.models.adapter import BlockLayout, PreviewRequest
+from simpletuner.models.kandinsky5 import attention, loading, sparse
+from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
+from simpletuner.models.kandinsky5.latents import sample_posterior
+from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
+from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
+from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.source import ModelSource
+from simpletuner.models.spec import Flavour
+
+
+class HunyuanLatentEncoder:
+    """Clips to latents with the HunyuanVideo VAE: a posterior sample times the scaling factor."""
+
+    def __init__(self, vae: AutoencoderKLHunyuanVideo, device: torch.device, dtype: torch.dtype) -> None:
+        self.vae, self.device, self.dtype = vae, device, dtype
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
+        """z of `B 3 F H W` pixels in [-1, 1] with F = 4k + 1: float32, `B 16 k+1 H/8 W/8`, on the CPU."""
+        posterior = self.vae.encode(pixels.to(self.device, self.dtype)).latent_dist
+        return sample_posterior(posterior, seeds) * self.vae.config.scaling_factor
+
+
+class StockVideoPipeline:
+    """diffusers' own pipeline of the flavour, fed with cached embeddings."""
+
+    def __init__(self, pipeline: Any, vae: AutoencoderKLHunyuanVideo, device: torch.device, animates: bool) -> None:
+        self.pipeline, self.vae, self.device, self.animates = pipeline, vae, device, animates
+
+    def render(self, request: PreviewRequest) -> list[Image]:
+        """Sample one clip of exactly the requested size and length."""
+        source = {"image": request.source} if self.animates else {}
+        inputs = loading.pipeline_inputs(request, self.device)
+        output = self.pipeline(**inputs, **source, num_frames=request.num_frames, output_type="pil")
+        return list(output.frames[0])
+
+
+class Kandinsky5VideoAdapter:
+    """One Kandinsky 5 Video checkpoint.
+
+    Args:
+        use_size: (width, height) the LoRA will be used at; decides the scale of positions.
+    """
+
+    spec = KANDINSKY5_VIDEO
+
+    def __init__(
+        self,
+        flavour: Flavour,
+        source: ModelSource,
+        model: ModelConfig,
+        text: TextConfig,
+        caching: CachingConfig,
+        use_size: tuple[int, int] | None = None,
+    ) -> None:
+        self.flavour, self.source, self.model, self.text, self.caching = flavour, source, model, text, caching
+        self.animates = flavour.task == "i2v"
+        self.rope_scale = parse_rope_scale(text.rope_scale) or rope_scale_of_size(use_size, flavour.name)
+        self.dtype = torch.float32
+        self._padding: attention.TextPadding | None = None
+        self._settings: dict[str, Any] = {}
+
+    def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> Kandinsky5TextEncoder:
+        template = select_template(self.text.text_template, "video")
+        cap = self.spec.text_length_cap
+        max_length = min(self.text.tokenizer_max_length or cap, cap)
+        return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype)
+
+    def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
+        vae = loading.load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)
+        return HunyuanLatentEncoder(vae, device, dtype)
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        transformer: Any = loading.load_transformer(self.source["transformer"], dtype)
+        self.dtype, self._settings = dtype, dict(transformer.config)
+        self._padding = attention.install(transformer)
+        if sparse.is_sparse(self._settings):
+            sparse.install(transformer)
+        return transformer
+
+    def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
+        """i2v: frame 0 is the clean picture and is left out of the loss, which stays a mean over the other frames."""
+        if not self.animates:
+            return noisy
+        if noisy.batch.condition is None:
+            raise RuntimeError("an i2v batch needs the latents of its first frames")
+        frames = noisy.noisy_latents.shape[2]
+        noisy_latents = torch.cat([noisy.batch.condition, noisy.noisy_latents[:, :, 1:]], dim=2)
+        mask = torch.full_like(noisy_latents[:, :1], frames / max(frames - 1, 1))
+        mask[:, :, 0] = 0
+        return replace(noisy, noisy_latents=noisy_latents, batch=replace(noisy.batch, loss_mask=mask))
+
+    def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
+        if self._padding is None:
+            raise RuntimeError("predict() needs a transformer from load_transformer()")
+        hidden_states = channels_last(noisy.noisy_latents)
+        sparsity = None
+        if self._settings["visual_cond"]:
+            hidden_states = torch.cat([hidden_states, *self._condition_channels(hidden_states)], dim=-1)
+        if sparse.is_sparse(self._settings):
+            sparsity = sparse.sparse_params(tuple(hidden_states.shape), self._settings, hidden_states.device)
+        velocity = predict_velocity(
+            transformer,
+            self._padding,
+            hidden_states,
+            noisy.timesteps,
+            noisy.batch.embeds,
+            rope_scale=self.rope_scale,
+            dtype=self.dtype,
+            sparse_params=sparsity,
+        )
+        return channels_first(velocity)
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        return loading.block_layout(transformer)
+
+    def load_preview_pipeline(
+        self, transformer: nn.Module, device: torch.device, shift: float | None
+    ) -> StockVideoPipeline:
+        vae = loading.load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, self.dtype)
+        pipeline = loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
+        return StockVideoPipeline(pipeline, vae, device, self.animates)
+
+    def load_bare_pipeline(self) -> Any:
+        return loading.bare_pipeline(self._pipeline_class(), self.source["transformer"])
+
+    def _pipeline_class(self) -> Any:
+        from diffusers import Kandinsky5I2VPipeline, Kandinsky5T2VPipeline
+
+        return Kandinsky5I2VPipeline if self.animates else Kandinsky5T2VPipeline
+
+    def _condition_channels(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Sixteen channels of zeros, and a mask that is 1 on the frame that i2v is given."""
+        mask = torch.zeros_like(latents[..., :1])
+        if self.animates:
+            mask[:, 0] = 1
+        return torch.zeros_like(latents), mask

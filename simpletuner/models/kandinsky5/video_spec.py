@@ -1,0 +1,123 @@
+"""Kandinsky 5 Video as plain data: flavours, defaults, sizes and the checks that only this family needs."""
+
+from __future__ import annotations
+
+from simpletuner.config.load import RunConfig
+from simpletuner.errors import Problem
+from simpletuner.models.kandinsky5.rope import parse_rope_scale
+from simpletuner.models.kandinsky5.spec import (
+    ALL_LINEAR,
+    COMPONENTS,
+    IMAGE_SIZES,
+    LORA_TARGETS,
+    check_condition,
+    check_parts,
+    text_fingerprint,
+)
+from simpletuner.models.kandinsky5.templates import clean_caption
+from simpletuner.models.source import ModelSource
+from simpletuner.models.spec import FamilySpec, Flavour, Task
+
+VAE_CLASS = "AutoencoderKLHunyuanVideo"
+# NABLA works on tiles of 8 x 8 tokens of 16 pixels.
+NABLA_MULTIPLE = 128
+# Below this the i2v pipeline renormalises more frames than there are and gives NaN.
+SHORTEST_I2V_PREVIEW = 17
+# Width x height that the model was trained at, beside the megapixel sizes of the image model.
+SIZES_512 = ((512, 512), (512, 768), (768, 512))
+GUIDANCE_RANGE = (2, 6)
+
+
+def _flavour(name: str) -> Flavour:
+    """`t2v-pro-sft-5s-hd` lies in Kandinsky-5.0-T2V-Pro-sft-5s-Diffusers."""
+    kind, *words = name.removesuffix("-hd").split("-")
+    title = "-".join(word.capitalize() if word in ("lite", "pro") else word for word in words)
+    task: Task = "i2v" if kind == "i2v" else "t2v"
+    return Flavour(name, f"kandinskylab/Kandinsky-5.0-{kind.upper()}-{title}-Diffusers", task)
+
+
+FLAVOUR_NAMES = (
+    *(f"t2v-lite-{stage}-{length}" for stage in ("sft", "pretrain") for length in ("5s", "10s")),
+    *(f"t2v-pro-{stage}-{length}-hd" for stage in ("sft", "pretrain") for length in ("5s", "10s")),
+    "i2v-lite-5s",
+    "i2v-pro-sft-5s",
+)
+
+
+def check_video(config: RunConfig, flavour: Flavour) -> list[Problem]:
+    """Problems and hints for Kandinsky 5 Video."""
+    problems = [*_check_guidance(config), *_check_rope(config), *_check_preview(config, flavour)]
+    if config.schedule.train_batch_size > 1:
+        message = f"{config.schedule.train_batch_size}: clips take much memory; 1 with accumulation is usual."
+        problems.append(Problem("train_batch_size", message, fatal=False))
+    return problems
+
+
+def _check_guidance(config: RunConfig) -> list[Problem]:
+    guidance, (low, high) = config.validation.validation_guidance, GUIDANCE_RANGE
+    if guidance is None or low <= guidance <= high:
+        return []
+    message = f"{guidance:g}: below {low} or above {high} this model's clips turn black or noisy."
+    return [Problem("validation_guidance", message, fatal=False)]
+
+
+def _check_rope(config: RunConfig) -> list[Problem]:
+    try:
+        parse_rope_scale(config.text.rope_scale)
+    except ValueError as error:
+        return [Problem("rope_scale", f"{error}.")]
+    return []
+
+
+def _check_preview(config: RunConfig, flavour: Flavour) -> list[Problem]:
+    frames = config.validation.validation_num_video_frames
+    if flavour.task != "i2v" or frames is None or frames >= SHORTEST_I2V_PREVIEW:
+        return []
+    message = f"{frames}: the i2v pipeline gives NaN below {SHORTEST_I2V_PREVIEW} frames."
+    return [Problem("validation_num_video_frames", message)]
+
+
+def check_video_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
+    """Whether the parts that are on this machine are of the right kind and belong together."""
+    problems = check_parts(source, VAE_CLASS)
+    if flavour.task == "i2v":
+        problems += check_condition(flavour, source, wanted=True)
+    return problems
+
+
+KANDINSKY5_VIDEO = FamilySpec(
+    name="kandinsky5-video",
+    title="Kandinsky 5 Video",
+    media="video",
+    flavours=tuple(_flavour(name) for name in FLAVOUR_NAMES),
+    adapter="simpletuner.models.kandinsky5.video:Kandinsky5VideoAdapter",
+    defaults={
+        "flow_schedule_shift": 5.0,
+        "resolution": 512,
+        "aspect_bucket_alignment": "16",
+        "tokenizer_max_length": 256,
+        "vae_batch_size": 1,
+        "framerate": 24,
+        "validation_guidance": 5.0,
+        "validation_num_inference_steps": 30,
+        "validation_resolution": "512x768",
+        "validation_num_video_frames": 61,
+        "validation_negative_prompt": "blurry, cropped, ugly",
+    },
+    components=COMPONENTS,
+    size_multiple=16,
+    vae_stride=8,
+    patch_size=2,
+    largest_side=2048,
+    native_sizes={512: SIZES_512, 1024: IMAGE_SIZES},
+    text_length_cap=256,
+    lora_targets=LORA_TARGETS,
+    lora_presets={"all-linear": ALL_LINEAR},
+    license="mit",
+    check=check_video,
+    check_checkpoint=check_video_checkpoint,
+    clean_caption=clean_caption,
+    text_fingerprint=text_fingerprint,
+    frame_rate=24,
+    frame_stride=4,
+)

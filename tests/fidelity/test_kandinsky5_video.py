@@ -1,0 +1,218 @@
+"""Kandinsky 5 Video: what training hands to the transformer equals what the stock pipelines hand to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL.Image import Image
+
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.schema import FlowConfig, LossConfig
+from simpletuner.diffusion.batch import Batch
+from simpletuner.diffusion.flow import make_noisy, sample_noise, sample_sigmas
+from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.models.kandinsky5 import sparse
+from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
+from simpletuner.models.kandinsky5.templates import OFFICIAL
+from simpletuner.models.kandinsky5.video import Kandinsky5VideoAdapter
+from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.source import ModelSource
+from tests.fidelity.family import CPU, Recorder, picture, zeros
+from tests.tiny import PIPELINES, make_checkpoint
+
+SIZE, FRAMES = (96, 64), 17
+FLAVOURS = {"t2v": "t2v-lite-sft-5s", "i2v": "i2v-lite-5s"}
+PROMPT = "a red ball  rolls"
+SEED = 5
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {task: make_checkpoint(tmp_path_factory.mktemp(task), task) for task in ("t2v", "i2v")}  # type: ignore[arg-type]
+
+
+def make_video_adapter(
+    checkpoint: Path, task: str, size: tuple[int, int] | None = SIZE, **settings: Any
+) -> Kandinsky5VideoAdapter:
+    flavour = KANDINSKY5_VIDEO.flavour(FLAVOURS[task])
+    values = {"model_type": "lora", "model_family": "kandinsky5-video", "model_flavour": flavour.name}
+    values |= {"pretrained_model_name_or_path": str(checkpoint), **settings}
+    problems: list[Any] = []
+    config = resolve([Layer("test", list(values.items()))], problems)
+    assert config is not None, problems
+    source = ModelSource.from_config(KANDINSKY5_VIDEO, flavour, config.model)
+    return Kandinsky5VideoAdapter(flavour, source, config.model, config.text, config.caching, size)
+
+
+def source_for(task: str) -> Image | None:
+    return picture(*SIZE) if task == "i2v" else None
+
+
+def pipeline_calls(checkpoint: Path, task: str, guidance: float = 1.0) -> list[dict[str, Any]]:
+    pipeline = PIPELINES[task].from_pretrained(checkpoint, tokenizer=load_processor(checkpoint))
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.prompt_template, pipeline.prompt_template_encode_start_idx = OFFICIAL["video"].text, OFFICIAL["video"].crop
+    recorder = Recorder(pipeline.transformer, zeros)
+    extra = {"image": source_for(task)} if task == "i2v" else {}
+    pipeline(
+        prompt=PROMPT, negative_prompt="", width=SIZE[0], height=SIZE[1], num_frames=FRAMES, num_inference_steps=2,
+        guidance_scale=guidance, generator=torch.Generator().manual_seed(SEED), output_type="latent", **extra,
+    )  # fmt: skip
+    return recorder.calls
+
+
+@pytest.mark.parametrize("task", ["t2v", "i2v"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_inputs_are_the_pipelines(checkpoints: dict[str, Path], task: str, step: int) -> None:
+    theirs = pipeline_calls(checkpoints[task], task)[step]
+    adapter = make_video_adapter(checkpoints[task], task)
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest(PROMPT)])
+    transformer = adapter.load_transformer(torch.float32)
+    recorder = Recorder(transformer, zeros)
+    noise = theirs["hidden_states"][..., :16].permute(0, 4, 1, 2, 3)
+    condition = noise[:, :, :1].clone() if task == "i2v" else None
+    batch = Batch(torch.zeros_like(noise), embeds, ["x"], condition=condition)
+    sigmas = theirs["timestep"] / 1000
+    # Latents of zero: x_t is sigma times the noise, so that this noise gives the pipeline's own x_t.
+    noisy = adapter.prepare(make_noisy(batch, sigmas, noise / sigmas.view(-1, 1, 1, 1, 1)))
+    adapter.predict(transformer, noisy)
+    ours = recorder.calls[0]
+    assert ours["hidden_states"].shape[-1] == 33
+    for name in ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "text_rope_pos"):
+        assert ours[name].shape == theirs[name].shape, name
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-6)
+    for mine, other in zip(ours["visual_rope_pos"], theirs["visual_rope_pos"], strict=True):
+        assert torch.equal(mine, other)
+    assert tuple(ours["scale_factor"]) == tuple(theirs["scale_factor"])
+    mask = ours["hidden_states"][..., 32]
+    assert mask[:, 0].unique().item() == (1 if task == "i2v" else 0)
+    assert not mask[:, 1:].any()
+    assert not ours["hidden_states"][..., 16:32].any()
+
+
+@pytest.mark.parametrize("task", ["t2v", "i2v"])
+def test_unconditional_input_is_the_empty_caption(checkpoints: dict[str, Path], task: str) -> None:
+    unconditional = pipeline_calls(checkpoints[task], task, guidance=3.0)[1]
+    encoder = make_video_adapter(checkpoints[task], task).load_text_encoder(CPU, torch.float32)
+    ours = encoder.encode([TextRequest("")])[0]
+    torch.testing.assert_close(ours["prompt_embeds"], unconditional["encoder_hidden_states"][0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["t2v", "i2v"])
+def test_oracle(checkpoints: dict[str, Path], task: str) -> None:
+    adapter = make_video_adapter(checkpoints[task], task)
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
+    encoder = adapter.load_latent_encoder(CPU, torch.float32)
+    source = picture(*SIZE)
+    clip = np.stack([np.array(source)] + [np.array(picture(*SIZE, seed)) for seed in range(1, FRAMES)])
+    pixels = 2 * (torch.from_numpy(clip).float() / 255).permute(3, 0, 1, 2)[None] - 1
+    latents, first = encoder.encode(pixels, [4]), encoder.encode(pixels[:, :, :1], [9])
+    assert latents.shape == (1, 16, 5, SIZE[1] // 8, SIZE[0] // 8)
+    batch = Batch(latents, embeds, ["x"], condition=first if task == "i2v" else None)
+    noise = sample_noise(latents, torch.Generator().manual_seed(1))
+    noisy = adapter.prepare(
+        make_noisy(batch, sample_sigmas(1, FlowConfig(), 5.0, torch.Generator().manual_seed(2)), noise)
+    )
+    transformer = adapter.load_transformer(torch.float32)
+    target = (noise - latents).permute(0, 2, 3, 4, 1)
+    if task == "i2v":
+        assert torch.equal(noisy.noisy_latents[:, :, :1], first)
+        target[:, 0] = 1e3  # whatever is said about frame 0 is left out of the loss
+    Recorder(transformer, lambda inputs: target)
+    assert diffusion_loss(adapter.predict(transformer, noisy), noisy, LossConfig()).item() == 0.0
+
+    clean = latents.permute(0, 2, 3, 4, 1)
+
+    def velocity(inputs: dict[str, Any]) -> torch.Tensor:
+        return (inputs["hidden_states"][..., :16] - clean) / (inputs["timestep"].view(-1, 1, 1, 1, 1) / 1000)
+
+    Recorder(transformer, velocity)
+    pipeline = adapter.load_preview_pipeline(transformer, CPU, None)
+    landed: list[torch.Tensor] = []
+    decode = pipeline.vae.decode
+    pipeline.vae.decode = lambda z, **kwargs: (landed.append(z), decode(z, **kwargs))[1]
+    if task == "i2v":
+        pipeline.pipeline.normalize_first_frame = lambda latents: (
+            latents
+        )  # what follows the last step is not its concern
+    request = PreviewRequest(embeds[0], embeds[0], *SIZE, 5, 3.0, seed=9, source=source, num_frames=FRAMES)
+    frames = pipeline.render(request)
+    assert len(frames) == FRAMES
+    assert frames[0].size == SIZE
+    ours = latents / pipeline.vae.config.scaling_factor
+    start = 1 if task == "i2v" else 0
+    assert (landed[-1] - ours)[:, :, start:].norm() / ours.norm() < 1e-6
+
+
+def test_i2v_loss_is_the_mean_over_the_other_frames(checkpoints: dict[str, Path]) -> None:
+    adapter = make_video_adapter(checkpoints["i2v"], "i2v")
+    latents = torch.randn(2, 16, 5, 2, 2)
+    batch = Batch(latents, [], ["a", "b"], condition=torch.zeros(2, 16, 1, 2, 2))
+    noisy = adapter.prepare(make_noisy(batch, torch.tensor([0.3, 0.7]), torch.randn_like(latents)))
+    prediction = torch.randn_like(latents)
+    expected = (prediction - noisy.target)[:, :, 1:].square().flatten(1).mean(1)
+    torch.testing.assert_close(diffusion_loss(prediction, noisy, LossConfig()), expected)
+
+
+def test_rope_scale_follows_the_size_of_use(checkpoints: dict[str, Path]) -> None:
+    assert rope_scale_of_size((768, 512), "t2v-lite-sft-5s") == (1.0, 2.0, 2.0)
+    assert rope_scale_of_size((1280, 768), "t2v-lite-sft-5s") == (1.0, 3.16, 3.16)
+    assert rope_scale_of_size(None, "t2v-pro-sft-5s-hd") == (1.0, 3.16, 3.16)
+    assert rope_scale_of_size(None, "i2v-lite-5s") == (1.0, 2.0, 2.0)
+    assert parse_rope_scale("1, 2.5,2.5") == (1.0, 2.5, 2.5)
+    assert make_video_adapter(checkpoints["t2v"], "t2v", rope_scale="1,2,2").rope_scale == (1.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="three numbers"):
+        parse_rope_scale("2,2")
+
+
+class TestNabla:
+    """Block-sparse attention: the same tiles as the stock code chooses, obeyed exactly."""
+
+    shape = (1, 3, 32, 32, 33)
+
+    def test_window_is_the_stock_one(self, tmp_path: Path) -> None:
+        adapter = make_video_adapter(make_checkpoint(tmp_path, "t2v", nabla=True), "t2v")
+        transformer: Any = adapter.load_transformer(torch.float32)
+        pipeline = PIPELINES["t2v"](transformer=transformer, **dict.fromkeys(
+            ("vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+        ))  # fmt: skip
+        theirs = pipeline.get_sparse_params(torch.zeros(self.shape), CPU)
+        ours = sparse.sparse_params(self.shape, dict(transformer.config), CPU)
+        assert torch.equal(ours.pop("sta_mask"), theirs.pop("sta_mask").bool())
+        assert ours == theirs
+
+    def test_tiles_are_the_stock_ones(self) -> None:
+        from diffusers.models.transformers.transformer_kandinsky import nablaT_v2
+
+        generator = torch.Generator().manual_seed(0)
+        query, key = (torch.randn(1, 12 * 64, 2, 16, generator=generator) * 2 for _ in range(2))
+        window = torch.eye(12, dtype=torch.bool)[None, None]
+        ours = sparse.tile_mask(query, key, window, 0.8)
+        block_mask = nablaT_v2(query, key, window, thr=0.8)
+        assert torch.equal(block_mask.to_dense().bool(), ours)
+        assert 0.1 < ours.float().mean() < 0.9
+
+    def test_the_mask_is_obeyed_and_has_gradients(self, tmp_path: Path) -> None:
+        checkpoint = make_checkpoint(tmp_path, "t2v", nabla=True)
+        adapter = make_video_adapter(checkpoint, "t2v")
+        embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
+        transformer = adapter.load_transformer(torch.float32)
+        latents = torch.randn(1, 16, *self.shape[1:4], generator=torch.Generator().manual_seed(1))
+        noisy = make_noisy(Batch(latents, embeds, ["x"]), torch.tensor([0.5]), torch.randn_like(latents))
+        sparse_out = adapter.predict(transformer, noisy)
+        sparse_out.square().mean().backward()
+        attention: Any = transformer.get_submodule("visual_transformer_blocks.0.self_attention.to_query")
+        assert attention.weight.grad.abs().max() > 0
+        adapter._settings["attention_type"] = "regular"
+        dense_out = adapter.predict(transformer, noisy)
+        assert (dense_out - sparse_out).abs().max() > 1e-4
+        adapter._settings["attention_type"] = "nabla"
+        adapter._settings["attention_P"] = 1.0 + 1e-6  # every tile is kept: sparse is dense
+        everything = adapter.predict(transformer, noisy)
+        torch.testing.assert_close(everything, dense_out, rtol=0, atol=1e-5)
