@@ -7,7 +7,7 @@ spec names. Whoever needs weights asks `registry.load_adapter`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from simpletuner.config.load import RunConfig
@@ -64,6 +64,7 @@ class FamilySpec:
         lora_targets: modules that get a LoRA by default.
         lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
         license: of the published weights.
+        grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         check: problems of a config that only this family knows of.
@@ -94,6 +95,7 @@ class FamilySpec:
     clean_caption: Callable[[str], str]
     text_fingerprint: Callable[[TextConfig, Flavour], str]
     prompt_holds_picture: frozenset[Task] = frozenset()
+    grid: Callable[[Flavour, ModelSource], int] | None = None
     frame_rate: float | None = None
     frame_stride: int = 1
     flavour_names: Sequence[str] = field(init=False)
@@ -113,6 +115,14 @@ class FamilySpec:
             if flavour.name == name:
                 return flavour
         raise KeyError(name)
+
+    def for_checkpoint(self, flavour: Flavour, source: ModelSource) -> FamilySpec:
+        """This family with the pixel grid that a checkpoint needs."""
+        multiple = self.grid(flavour, source) if self.grid else self.size_multiple
+        if multiple == self.size_multiple:
+            return self
+        defaults = {**self.defaults, "aspect_bucket_alignment": str(multiple)}
+        return replace(self, size_multiple=multiple, defaults=defaults)
 
     def tokens(self, width: int, height: int, latent_frames: int = 1) -> int:
         """Transformer tokens of one sample of that size in pixels."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simpletuner.config.arguments import Arguments
@@ -146,6 +146,7 @@ def _plan_family(
 ) -> Plan:
     flavour = _find_flavour(config, spec, problems)
     source = ModelSource.from_config(spec, flavour, config.model)
+    config, spec = _fit_grid(config, spec.for_checkpoint(flavour, source))
     problems.extend(check_family(config, spec))
     problems.extend(check_flavour(config, spec, flavour))
     problems.extend(spec.check(config, flavour))
@@ -184,6 +185,15 @@ def _plan_family(
         same_data=same_data,
         warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)),
     )
+
+
+def _fit_grid(config: RunConfig, spec: FamilySpec) -> tuple[RunConfig, FamilySpec]:
+    """Let a family default for the pixel grid follow what the checkpoint needs."""
+    if config.is_explicit("aspect_bucket_alignment"):
+        return config, spec
+    alignment = spec.defaults["aspect_bucket_alignment"]
+    datasets = config.datasets.model_copy(update={"aspect_bucket_alignment": alignment})
+    return replace(config, datasets=datasets), spec
 
 
 def plan_length(config: RunConfig, sampler: Sampler) -> Length:

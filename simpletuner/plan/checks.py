@@ -133,6 +133,8 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         for key in VIDEO_VAE_KEYS:
             if config.flat()[key]:
                 yield Problem(key, f"has no effect: {spec.title} has no video VAE.", fatal=False)
+    else:
+        yield from check_frames(config, spec)
     if config.model.pretrained_gemma_model_name_or_path and "gemma" not in str(spec.components):
         message = f"has no effect: {spec.title} has no Gemma text encoder."
         yield Problem("pretrained_gemma_model_name_or_path", message, fatal=False)
@@ -141,6 +143,15 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if vae is not None and base is not None and vae != base:
         message = f"{vae!r} is another model than pretrained_model_name_or_path {base!r}."
         yield Problem("pretrained_vae_model_name_or_path", message, fatal=False)
+
+
+def check_frames(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
+    """The length of preview clips."""
+    frames, stride = config.validation.validation_num_video_frames, spec.frame_stride
+    if frames is not None and (frames - 1) % stride:
+        below = (frames - 1) // stride * stride + 1
+        message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
+        yield Problem("validation_num_video_frames", message)
 
 
 def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iterator[Problem]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, TextEntry
 from simpletuner.caching.checkpoint import checkpoint_identity
@@ -14,6 +12,7 @@ from simpletuner.config.precision import text_encoder_dtype, vae_dtype
 from simpletuner.data.cache_folders import text_entry_of
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.sample import Sample
 from simpletuner.plan.build import Plan
 
 TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
@@ -66,17 +65,22 @@ def wanted_entries(plan: Plan, catalogue: Catalogue, epoch: int) -> tuple[list[T
 def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
     """The embeddings that validation needs, the negative prompt among them."""
     negative = plan.config.validation.validation_negative_prompt or ""
-    pictures: Sequence[Any] = preview_sources(plan) if catalogue.encoders.prompt_holds_picture else [None]
+    pictures = preview_sources(plan) if catalogue.encoders.prompt_holds_picture else [None]
     texts = [*(prompt.prompt for prompt in plan.prompts), negative] if plan.prompts else []
     return [
         catalogue.text(None, text, picture, f"validation prompt {text!r}") for text in texts for picture in pictures
     ]
 
 
-def preview_sources(plan: Plan) -> list[Any]:
-    """The source pictures of i2i previews: of `eval_dataset_id`, else of the first trained dataset."""
+def preview_sources(plan: Plan) -> list[Sample | None]:
+    """What previews start from: nothing, source pictures (i2i), or clips whose first frame is taken (i2v).
+
+    They come from `eval_dataset_id`, else from the first datasets that are trained.
+    """
+    if plan.flavour.task not in ("i2i", "i2v"):
+        return [None]
     chosen = plan.config.validation.eval_dataset_id
-    datasets = [each for each in plan.datasets if chosen is None or each.config.id in chosen]
+    datasets = [each for each in plan.datasets if (each.id in chosen if chosen else each.config.is_trained)]
     samples = [sample for each in datasets for sample in each.samples if not each.config.disable_validation]
-    sources = [sample.partner or sample for sample in samples if sample.partner is not None or chosen is not None]
-    return sources[: plan.config.validation.num_eval_images]
+    sources = [sample.partner or sample for sample in samples]
+    return [*sources[: plan.config.validation.num_eval_images]]

@@ -17,7 +17,7 @@ def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> lis
     """One subject per prompt, or per prompt and source picture."""
     negative_text = plan.config.validation.validation_negative_prompt or ""
     subjects = []
-    pictures = preview_sources(plan) if catalogue.encoders.prompt_holds_picture else [None]
+    pictures = preview_sources(plan)
     for prompt in plan.prompts:
         for index, picture in enumerate(pictures):
             positive = catalogue.text(None, prompt.prompt, picture)

@@ -20,6 +20,7 @@ from simpletuner.models.spec import FamilySpec, Flavour, Task
 
 VAE_CLASS = "AutoencoderKLHunyuanVideo"
 # NABLA works on tiles of 8 x 8 tokens of 16 pixels.
+SIZE_MULTIPLE = 16
 NABLA_MULTIPLE = 128
 # Below this the i2v pipeline renormalises more frames than there are and gives NaN.
 SHORTEST_I2V_PREVIEW = 17
@@ -77,6 +78,14 @@ def _check_preview(config: RunConfig, flavour: Flavour) -> list[Problem]:
     return [Problem("validation_num_video_frames", message)]
 
 
+def pixel_grid(flavour: Flavour, source: ModelSource) -> int:
+    """128 px with block-sparse attention, else 16; the checkpoint says which, before it is here the flavour does."""
+    transformer = source.read_config("transformer")
+    if transformer is not None:
+        return NABLA_MULTIPLE if transformer.get("attention_type") == "nabla" else SIZE_MULTIPLE
+    return NABLA_MULTIPLE if "-10s" in flavour.name or "-pro-" in flavour.name else SIZE_MULTIPLE
+
+
 def check_video_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
     """Whether the parts that are on this machine are of the right kind and belong together."""
     problems = check_parts(source, VAE_CLASS)
@@ -105,7 +114,7 @@ KANDINSKY5_VIDEO = FamilySpec(
         "validation_negative_prompt": "blurry, cropped, ugly",
     },
     components=COMPONENTS,
-    size_multiple=16,
+    size_multiple=SIZE_MULTIPLE,
     vae_stride=8,
     patch_size=2,
     largest_side=2048,
@@ -118,6 +127,7 @@ KANDINSKY5_VIDEO = FamilySpec(
     check_checkpoint=check_video_checkpoint,
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
+    grid=pixel_grid,
     frame_rate=24,
     frame_stride=4,
 )
