@@ -26,13 +26,17 @@ class LatentEntry:
 
 @dataclass(frozen=True)
 class TextEntry:
-    """The embeddings of one caption, and where they lie; `picture` is what the prompt holds (i2i)."""
+    """The embeddings of one caption, and where they lie; `picture` is what the prompt holds (i2i).
+
+    `negative` is true for the prompt that guidance leads away from.
+    """
 
     key: TextKey
     folder: Path
     caption: str
     source: str
     picture: Sample | None = None
+    negative: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Encoders:
 
     Attributes:
         template: the words around a caption.
+        bare_template: those around a negative prompt and around the empty caption, None when they are the same.
         clean: how a caption is cleaned before it is encoded.
         prompt_holds_picture: the prompt holds the source picture (i2i).
     """
@@ -51,6 +56,7 @@ class Encoders:
     max_length: int
     clean: Callable[[str], str]
     prompt_holds_picture: bool
+    bare_template: str | None = None
 
 
 class Catalogue:
@@ -76,34 +82,47 @@ class Catalogue:
 
     def latent(self, sample: Sample) -> LatentEntry:
         """Where the latents of a sample are or will be."""
-        geometry = sample.geometry
-        key = LatentKey(sample.content, geometry.size, geometry.resized, geometry.crop, self.encoders.vae)
+        geometry, vae = sample.geometry, self.encoders.vae
+        # The first frame is the same one at every rate.
+        rate = sample.frame_rate if sample.frames > 1 else None
+        key = LatentKey(
+            sample.content, geometry.size, geometry.resized, geometry.crop, vae, frames=sample.frames, rate=rate
+        )
         return LatentEntry(key, self.latent_folders[sample.dataset_id], sample)
 
-    def text(self, dataset_id: str | None, caption: str, picture: Sample | None, source: str = "") -> TextEntry:
+    def condition(self, sample: Sample) -> LatentEntry | None:
+        """The latents that a sample is conditioned on: of its partner, or of its frame 0 encoded alone (i2v)."""
+        if sample.partner is not None:
+            return self.latent(sample.partner)
+        return self.latent(sample.first_frame) if sample.is_i2v else None
+
+    def text(
+        self, dataset_id: str | None, caption: str, picture: Sample | None, source: str = "", *, negative: bool = False
+    ) -> TextEntry:
         """Where the embeddings of a caption are or will be.
 
         Args:
             dataset_id: whose text cache; None for validation prompts.
             picture: the paired source picture; ignored by flavours whose prompt holds none.
             source: where the caption comes from, for people.
+            negative: it is a negative prompt.
         """
         held = picture if self.encoders.prompt_holds_picture else None
         fingerprint = None if held is None else picture_fingerprint(held)
         encoders = self.encoders
         cleaned = encoders.clean(caption)
-        key = TextKey(cleaned, encoders.template, encoders.max_length, encoders.text, fingerprint)
+        bare = encoders.bare_template if negative or not cleaned else None
+        key = TextKey(cleaned, bare or encoders.template, encoders.max_length, encoders.text, fingerprint)
         folder = self.text_folders.get(dataset_id, self.default_text_folder) if dataset_id else self.default_text_folder
-        return TextEntry(key, folder, caption, source or repr(caption[:60]), held)
+        return TextEntry(key, folder, caption, source or repr(caption[:60]), held, negative)
 
     def latents_of(self, datasets: Iterable[Dataset], epoch: int) -> list[LatentEntry]:
-        """Every latent that training in an epoch reads: of the samples and of their source pictures."""
+        """Every latent that training in an epoch reads: of the samples and of what they are conditioned on."""
         entries = {}
         for dataset in datasets:
             for sample in dataset.at_epoch(epoch).samples:
-                for each in (sample, sample.partner):
-                    if each is not None:
-                        entry = self.latent(each)
+                for entry in (self.latent(sample), self.condition(sample)):
+                    if entry is not None:
                         entries[entry.key.digest()] = entry
         return list(entries.values())
 

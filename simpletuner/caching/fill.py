@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -25,13 +24,15 @@ from simpletuner.caching.catalogue import LatentEntry, TextEntry
 from simpletuner.caching.keys import provenance_of
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.schema import CachingConfig
-from simpletuner.data import media
+from simpletuner.data import clips, media
 from simpletuner.data.dataset import Sample
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
 
 logger = logging.getLogger(__name__)
 
 WRITERS = 2
+# What decoded pictures and clips that wait for the encoder may take, beside the one that each thread works on.
+WAITING_BYTES = 1 << 30
 
 
 class Phase(Protocol):
@@ -55,7 +56,7 @@ def fill_texts(
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(WRITERS) as writers:
         for group in _chunks(entries, config.text_encoder_batch_size):
-            requests = [TextRequest(entry.caption, _picture(entry.picture)) for entry in group]
+            requests = [TextRequest(entry.caption, _picture(entry.picture), entry.negative) for entry in group]
             for entry, embeds in zip(group, encoder.encode(requests), strict=True):
                 writes.append(writers.submit(_write, entry, embeds, config.compress_disk_cache))
                 cut = encoder.truncated(entry.caption)
@@ -70,9 +71,9 @@ def fill_texts(
 def fill_latents(
     entries: Sequence[LatentEntry], load: Callable[[], LatentEncoder], config: CachingConfig, phase: Phase
 ) -> dict[tuple[str, str], str]:
-    """Encode pictures; returns the files that could not be decoded, (dataset id, name) to reason.
+    """Encode pictures and clips; returns the files that could not be decoded, (dataset id, name) to reason.
 
-    Pictures of one size are encoded together. `vae_batch_size`, threads and order never change a latent.
+    Those of one size and length are encoded together. `vae_batch_size`, threads and order never change a latent.
     """
     if not entries:
         return {}
@@ -80,7 +81,9 @@ def fill_latents(
     failures: dict[tuple[str, str], str] = {}
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(_decoders(config)) as decoders, ThreadPoolExecutor(WRITERS) as writers:
-        for group in _batches(entries, config.vae_batch_size, config.image_processing_batch_size, decoders, failures):
+        ahead = max(config.image_processing_batch_size, config.vae_batch_size)
+        decoding = _decode_ahead(entries, ahead, decoders)
+        for group in _batches(decoding, config.vae_batch_size, failures):
             pixels = torch.stack([to_pixels(array) for _, array in group])
             latents = encoder.encode(pixels, [entry.key.seed() for entry, _ in group])
             for (entry, _), latent in zip(group, latents, strict=True):
@@ -91,33 +94,27 @@ def fill_latents(
     return failures
 
 
-def to_pixels(picture: np.ndarray) -> Tensor:
-    """A picture `H W 3` of 0..255 as one frame `3 1 H W` in [-1, 1], float32, rounded as the pipelines do."""
-    return (2.0 * (torch.tensor(picture).float() / 255.0) - 1.0).permute(2, 0, 1).unsqueeze(1)
+def to_pixels(frames: np.ndarray) -> Tensor:
+    """Frames `F H W 3` (or one, `H W 3`) of 0..255 as `3 F H W` in [-1, 1], float32, rounded as the pipelines do."""
+    clip = frames if frames.ndim == 4 else frames[None]
+    # In place: a clip of 10 seconds is a gigabyte in float32.
+    return torch.tensor(clip).float().div_(255.0).mul_(2.0).sub_(1.0).permute(3, 0, 1, 2)
 
 
 def prepared_picture(sample: Sample) -> Image.Image:
-    """A sample's picture, resized and cropped as its geometry says."""
-    return Image.fromarray(media.fit(media.decode(sample.path), sample.geometry))
+    """A sample's picture, or frame 0 of its clip, resized and cropped as its geometry says."""
+    return Image.fromarray(_decode(sample.first_frame)[0])
+
+
+Decoded = tuple[LatentEntry, np.ndarray]
 
 
 def _batches(
-    entries: Sequence[LatentEntry],
-    size: int,
-    ahead: int,
-    decoders: ThreadPoolExecutor,
-    failures: dict[tuple[str, str], str],
-) -> Iterator[list[tuple[LatentEntry, np.ndarray]]]:
-    """Decoded pictures in groups of one size, decoded a few groups ahead."""
-    by_size: dict[tuple[int, int], list[LatentEntry]] = defaultdict(list)
-    for entry in entries:
-        by_size[entry.sample.geometry.size].append(entry)
-    ordered = iter([entry for group in by_size.values() for entry in group])
-    decoding = [(entry, decoders.submit(_decode, entry.sample)) for entry in islice(ordered, max(ahead, size))]
-    group: list[tuple[LatentEntry, np.ndarray]] = []
-    while decoding:
-        entry, decoded = decoding.pop(0)
-        decoding.extend((following, decoders.submit(_decode, following.sample)) for following in islice(ordered, 1))
+    decoding: Iterable[tuple[LatentEntry, Future[np.ndarray]]], size: int, failures: dict[tuple[str, str], str]
+) -> Iterator[list[Decoded]]:
+    """Groups of one shape; what cannot be decoded goes to the failures."""
+    group: list[Decoded] = []
+    for entry, decoded in decoding:
         try:
             array = decoded.result()
         except media.MediaError as error:
@@ -134,8 +131,41 @@ def _batches(
         yield group
 
 
+def _decode_ahead(
+    entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor
+) -> Iterator[tuple[LatentEntry, Future[np.ndarray]]]:
+    """Entries sorted by shape, each with its pixels to come; so many are decoded ahead, or as many as memory allows."""
+    waiting: deque[tuple[LatentEntry, Future[np.ndarray]]] = deque()
+    held = 0
+    for entry in _by_shape(entries):
+        # Never fewer than two: while one is encoded the next is decoded, however large they are.
+        while len(waiting) > 1 and (len(waiting) >= most or held + _bytes(entry.sample) > WAITING_BYTES):
+            held -= _bytes(waiting[0][0].sample)
+            yield waiting.popleft()
+        waiting.append((entry, decoders.submit(_decode, entry.sample)))
+        held += _bytes(entry.sample)
+    yield from waiting
+
+
+def _by_shape(entries: Sequence[LatentEntry]) -> list[LatentEntry]:
+    """Those of one shape behind each other, in the order in which the shapes first appear."""
+    groups: dict[tuple[tuple[int, int], int], list[LatentEntry]] = defaultdict(list)
+    for entry in entries:
+        groups[entry.sample.geometry.size, entry.sample.frames].append(entry)
+    return [entry for group in groups.values() for entry in group]
+
+
+def _bytes(sample: Sample) -> int:
+    """Of its decoded pixels."""
+    width, height = sample.geometry.size
+    return 3 * width * height * sample.frames
+
+
 def _decode(sample: Sample) -> np.ndarray:
-    return media.fit(media.decode(sample.path), sample.geometry)
+    """Its pixels 0..255, `F H W 3`."""
+    if sample.frame_rate is None:
+        return media.fit(media.decode(sample.path), sample.geometry)[None]
+    return clips.fit_clip(clips.frames_of(sample.path, sample.frames, sample.frame_rate), sample.geometry)
 
 
 def _picture(sample: Sample | None) -> Image.Image | None:

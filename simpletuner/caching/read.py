@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,20 +40,22 @@ class BatchReader:
 
     def __call__(self, planned: PlannedBatch) -> Batch:
         samples = planned.samples
-        partners = [sample.partner for sample in samples if sample.partner is not None]
+        conditions = [self.catalogue.condition(sample) for sample in samples]
         return Batch(
             latents=torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples]),
             embeds=[self._embeds(planned, slot) for slot in range(len(samples))],
             names=[sample.full_name for sample in samples],
             dataset_id=planned.dataset_id,
-            condition=torch.stack([self._latents(self.catalogue.latent(each)) for each in partners])
-            if partners
-            else None,
+            condition=self._stacked([entry for entry in conditions if entry is not None]),
         )
 
     def read_text(self, entry: TextEntry) -> TextEmbeds:
         """The embeddings of an entry."""
         return self._read(entry)
+
+    def _stacked(self, entries: Sequence[LatentEntry]) -> Tensor | None:
+        """`B C F H W`, or None for a batch without conditions; all samples of a dataset have one, or none has."""
+        return torch.stack([self._latents(entry) for entry in entries]) if entries else None
 
     def _latents(self, entry: LatentEntry) -> Tensor:
         return self._read(entry)["latents"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,7 @@ from .buckets import Geometry, Size
 # Why a file is not trained on; the words of the log, which counts them.
 Reason = Literal[
     "not a picture",
+    "not a clip",
     "caption without a picture",
     "unused caption",
     "hidden",
@@ -19,6 +20,8 @@ Reason = Literal[
     "damaged",
     "no caption",
     "outside the limits",
+    "too short",
+    "too long",
     "not chosen",
     "gone",
     "partner unusable",
@@ -33,6 +36,8 @@ NOTEWORTHY: frozenset[Reason] = frozenset(
         "damaged",
         "no caption",
         "outside the limits",
+        "too short",
+        "too long",
         "gone",
         "partner unusable",
         "no source picture",
@@ -43,17 +48,20 @@ NOTEWORTHY: frozenset[Reason] = frozenset(
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture as it is trained.
+    """One picture or clip as it is trained.
 
     Attributes:
         dataset_id: the dataset it comes from.
         name: path below the dataset's folder, with `/`, spelled as on the disk.
         path: where the file is.
         content: sha256 of the file's bytes in hex.
-        original_size: width and height in pixels after EXIF rotation.
+        original_size: width and height in pixels as shown, after any rotation.
         geometry: what is trained of it.
         captions: alternatives, of which one is drawn per use; empty for partners.
         partner: the paired picture of a conditioning dataset, or None.
+        frames: how many are trained, from the first one on.
+        frame_rate: frames per second at which they are taken; None for pictures.
+        is_i2v: frame 0 is the condition that the others are trained to follow.
     """
 
     dataset_id: str
@@ -64,6 +72,14 @@ class Sample:
     geometry: Geometry
     captions: tuple[str, ...] = ()
     partner: Sample | None = None
+    frames: int = 1
+    frame_rate: float | None = None
+    is_i2v: bool = False
+
+    @property
+    def first_frame(self) -> Sample:
+        """Its frame 0 as a clip of one frame, without a condition of its own."""
+        return replace(self, frames=1, is_i2v=False)
 
     @property
     def full_name(self) -> str:
@@ -94,6 +110,7 @@ class LedgerEntry:
     original_size: Size | None = None
     geometry: Geometry | None = None
     captions: int = 0
+    frames: int = 1
 
 
 def shorten(names: list[str], most: int = 10) -> str:

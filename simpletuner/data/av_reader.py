@@ -1,0 +1,192 @@
+"""Clips through PyAV: what they are, and their frames at given moments.
+
+The reader for every machine and every codec; `clips` decides when it is asked.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.stream import Disposition
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+
+from .media import NOT_THE_FILES_FAULT
+from .structure import MediaError
+from .timing import TOLERANCE, ClipFacts
+
+# What is missing at the end of a clip before it counts as cut off; headers are not that exact.
+MISSING_SECONDS = 0.25
+# The most frames that a decoder holds back to put them in order.
+REORDERED = 16
+
+
+def probe(path: Path) -> ClipFacts:
+    """Size, length and rate, from the container; only the first frame is decoded.
+
+    Raises:
+        MediaError: empty, no clip, without pictures, damaged or cut off.
+    """
+    with _opened(path) as (container, stream):
+        listing = _Listing()
+        for packet in container.demux(stream):
+            listing.add(packet)
+        if listing.first is None or not listing.times:
+            raise MediaError("holds no frame that can be decoded")
+        _check_whole(path, container, stream, listing)
+        width, height = _shown_size(listing.first, stream)
+        start, last = min(listing.times), max(listing.times)
+        seconds = last - start
+        rate = (len(listing.times) - 1) / seconds if seconds > 0 else 0.0
+        fallback = 1 / rate if rate else 1 / float(stream.guessed_rate or 1)
+        return ClipFacts(width, height, seconds + (listing.durations.get(last) or fallback), rate)
+
+
+def read(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
+    """The frames shown at increasing moments, upright RGB, `H W 3`.
+
+    Raises:
+        MediaError: damaged, or it ends before the last moment.
+    """
+    with _opened(path) as (container, stream):
+        wanted = deque(moments)
+        shown: VideoFrame | None = None
+        begin = end = 0.0
+        for frame, time in _timed(container, stream):
+            while shown is not None and wanted and wanted[0] + TOLERANCE < time:
+                wanted.popleft()
+                yield _to_rgb(shown)
+            if not wanted:
+                return
+            end = time + max(float((frame.duration or 0) * (frame.time_base or 0)), time - begin)
+            shown, begin = frame, time
+        if shown is None or wanted[-1] > end + MISSING_SECONDS:
+            raise MediaError(f"ends after {end:.2f} seconds, and a frame at {moments[-1]:.2f} is needed")
+        for _ in wanted:
+            yield _to_rgb(shown)
+
+
+@dataclass
+class _Listing:
+    """What the packets of a clip tell."""
+
+    first: VideoFrame | None = None
+    times: list[float] = field(default_factory=list)
+    durations: dict[float, float] = field(default_factory=dict)
+    is_cut: bool = False
+
+    def add(self, packet: av.Packet) -> None:
+        if self.first is None:
+            self.first = next((frame for frame in packet.decode() if isinstance(frame, VideoFrame)), None)
+        self.is_cut |= packet.is_corrupt
+        stamp = packet.dts if packet.pts is None else packet.pts
+        # An edit list hides packets that are there only to decode the others.
+        if stamp is None or packet.is_discard:
+            return
+        time = float(stamp * packet.time_base)
+        self.times.append(time)
+        self.durations[time] = float((packet.duration or 0) * packet.time_base)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """The container and its clip; what PyAV raises inside the block becomes a MediaError where the file is at fault."""
+    try:
+        if path.stat().st_size == 0:
+            raise MediaError("is empty")
+        # A playlist in the guise of a clip must not fetch anything.
+        options = {"protocol_whitelist": "file"}
+        with av.open(f"file:{path}", options=options, metadata_errors="ignore") as container:
+            yield container, _clip_of(container)
+    except MemoryError:
+        raise
+    except av.FFmpegError as error:
+        if error.errno in NOT_THE_FILES_FAULT:
+            raise
+        raise MediaError(f"cannot be decoded: {error.strerror}") from error
+    except OSError as error:
+        if error.errno in NOT_THE_FILES_FAULT:
+            raise
+        raise MediaError(f"cannot be read: {error.strerror}") from error
+
+
+def _clip_of(container: InputContainer) -> VideoStream:
+    """The first stream of frames that is no cover picture."""
+    streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
+    if not streams:
+        raise MediaError("holds no frames, only sound" if container.streams.audio else "holds no frames")
+    # Many clips are decoded at once; threads within one would only fight over cores.
+    streams[0].codec_context.thread_count = 1
+    return streams[0]
+
+
+def _check_whole(path: Path, container: InputContainer, stream: VideoStream, listing: _Listing) -> None:
+    """A cut shows in a packet that is not complete, in an index that points beyond the end, or in the length.
+
+    Raises:
+        MediaError: it is cut off.
+    """
+    indexed = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
+    declared = _declared_seconds(container, stream)
+    there = max(listing.times) - min(listing.times) + listing.durations[max(listing.times)]
+    if listing.is_cut or indexed > path.stat().st_size:
+        raise MediaError("is truncated: a part of its frames is missing")
+    if there < declared - MISSING_SECONDS:
+        raise MediaError(f"is truncated: {there:.2f} of {declared:.2f} seconds are there")
+
+
+def _declared_seconds(container: InputContainer, stream: VideoStream) -> float:
+    """How long Matroska files say that their frames last; 0 where only sound may be as long."""
+    tag = stream.metadata.get("DURATION", "")
+    try:
+        hours, minutes, seconds = (float(part) for part in tag.strip("\0").split(":"))
+    except ValueError:
+        return (container.duration or 0) / av.time_base if len(container.streams) == 1 else 0.0
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def _timed(container: InputContainer, stream: VideoStream) -> Iterator[tuple[VideoFrame, float]]:
+    """Frames in the order in which they are shown, with their seconds after the first.
+
+    AVI has no display times: packets are numbered as they are stored, so times go back and forth while frames come in
+    order. Each frame gets the earliest time that is left.
+    """
+    held_back = REORDERED if container.format.name == "avi" else 0
+    frames: deque[VideoFrame] = deque()
+    times: list[float] = []
+    start: float | None = None
+    for frame in chain(container.decode(stream), [None] * held_back):
+        if frame is not None:
+            frames.append(frame)
+            heapq.heappush(times, _time_of(frame))
+        if frames and (frame is None or len(frames) > held_back):
+            start = times[0] if start is None else start
+            yield frames.popleft(), heapq.heappop(times) - start
+
+
+def _time_of(frame: VideoFrame) -> float:
+    if frame.time is None:
+        raise MediaError("holds frames without a time")
+    return frame.time
+
+
+def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
+    width, height = frame.width, frame.height
+    aspect = float(stream.sample_aspect_ratio or 1)
+    width = round(width * aspect)
+    return (height, width) if frame.rotation % 180 else (width, height)
+
+
+def _to_rgb(frame: VideoFrame) -> NDArray[np.uint8]:
+    """8-bit RGB, turned upright."""
+    return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
