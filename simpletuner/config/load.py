@@ -24,6 +24,7 @@ from .option import Group
 
 GroupType = TypeVar("GroupType", bound=Group)
 FAMILY_DEFAULT = "family default"
+FAMILY_FIXED = "fixed by the family"
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 
 
@@ -70,7 +71,7 @@ class RunConfig:
 
     def is_explicit(self, key: str) -> bool:
         """Whether the user set the key, in a file or on the command line."""
-        return self.origins.get(key, "default") not in ("default", FAMILY_DEFAULT)
+        return self.origins.get(key, "default") not in ("default", FAMILY_DEFAULT, FAMILY_FIXED)
 
     def flat(self) -> dict[str, Any]:
         """Every key and its value, for snapshots and the plan."""
@@ -90,6 +91,11 @@ def read_json_layer(path: Path, problems: list[Problem]) -> Layer | None:
     return None
 
 
+def with_family(layers: Sequence[Layer], defaults: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[Layer]:
+    """The user's layers between what a family proposes and what it insists on."""
+    return [Layer(FAMILY_DEFAULT, list(defaults.items())), *layers, Layer(FAMILY_FIXED, list(fixed.items()))]
+
+
 def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
     """Lay the layers over each other (the last is the strongest) and build the config.
 
@@ -100,6 +106,9 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
     origins: dict[str, str] = {}
     for layer in layers:
         for name, value in canonical(layer, problems).items():
+            if layer.label == FAMILY_FIXED and name in values and not same_value(values[name], value):
+                message = f"{values[name]!r} is ignored: the model has its own, {value!r}. ({origins[name]})"
+                problems.append(Problem(name, message, fatal=False))
             values[name], origins[name] = value, layer.label
             if value is None:
                 _forget(name, layers[0], values, origins)

@@ -416,9 +416,9 @@ class TextConfig(Group):
         "official", "The words around a Kandinsky caption: those the model was trained on, or diffusers' own."
     )
     rope_scale: Text = option("auto", "auto, or three numbers (Kandinsky).")
-    sana_motion_score: Number | None = option(None, "Appended to the caption (Sana Video).", planned="switch")
+    sana_motion_score: Number | None = option(None, "Motion score, appended to captions (Sana Video).")
     sana_complex_human_instruction: Json = option(
-        True, "Instruction text before the caption (Sana Video): on, off or own lines.", planned="detail"
+        True, "Instruction text before captions (Sana Video): true, false, a list of lines or a file of lines."
     )
 
 

@@ -22,10 +22,14 @@ from simpletuner.models.spec import FamilySpec, Flavour
 
 @dataclass(frozen=True)
 class TextRequest:
-    """One caption to encode, with the picture its prompt holds (i2i) if there is one."""
+    """One caption to encode, with the picture its prompt holds (i2i) if there is one.
+
+    `negative` marks a negative prompt, around which some pipelines put other words.
+    """
 
     caption: str
     picture: Image | None = None
+    negative: bool = False
 
 
 class TextEncoder(Protocol):

@@ -29,12 +29,14 @@ class Flavour:
         repository: hub id of the diffusers checkpoint.
         task: what goes in and what comes out.
         needs: what a user must bring beside captions, for the wizard; empty when nothing.
+        dataset_task: what the same checkpoint does instead when a dataset asks for it (`video.is_i2v`), or None.
     """
 
     name: str
     repository: str
     task: Task
     needs: str = ""
+    dataset_task: Task | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class FamilySpec:
         flavours: the published checkpoints; the first is the default.
         adapter: `module:Class` of the adapter.
         defaults: family defaults by config key, laid over the global ones.
+        fixed: what the family sets itself by config key; other values of the user are ignored with a warning.
         components: parts that a checkpoint must have, by their role.
         size_multiple: width and height of pictures must be multiples of this many pixels.
         vae_stride: pixels per latent position on each side.
@@ -71,6 +74,7 @@ class FamilySpec:
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
         text_fingerprint: stands for the words around a caption; changes when they do.
+        bare_fingerprint: the same for negative prompts and the empty caption, None where nothing differs.
         prompt_holds_picture: tasks whose prompt contains the source picture.
     """
 
@@ -94,6 +98,8 @@ class FamilySpec:
     check_checkpoint: Callable[[Flavour, ModelSource], list[Problem]]
     clean_caption: Callable[[str], str]
     text_fingerprint: Callable[[TextConfig, Flavour], str]
+    bare_fingerprint: Callable[[TextConfig], str] | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     prompt_holds_picture: frozenset[Task] = frozenset()
     grid: Callable[[Flavour, ModelSource], int] | None = None
     frame_rate: float | None = None

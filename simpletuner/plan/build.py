@@ -12,7 +12,7 @@ from pathlib import Path
 
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import FAMILY_DEFAULT, Layer, RunConfig, canonical, raise_if_fatal, resolve
+from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal, resolve, with_family
 from simpletuner.config.load_datasets import read_datasets
 from simpletuner.config.locate import dataset_file, locate
 from simpletuner.data.build import build_datasets
@@ -27,6 +27,7 @@ from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.checks import check_config, check_datasets, check_family, check_flavour, check_total
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
+from simpletuner.plan.tasks import settle_task
 from simpletuner.training.manifest import Checkpoint
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, parse_resolutions
 
@@ -98,8 +99,7 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
     located = locate(arguments.selectors, problems)
     layers = [*located.layers, arguments.layer()]
     spec = find_family(layers, problems)
-    family_layer = Layer(FAMILY_DEFAULT, list(spec.defaults.items()) if spec else [])
-    config = resolve([family_layer, *layers], problems)
+    config = resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers, problems)
     problems.extend(check_environment())
     problems.extend(check_config(config))
     path = dataset_file(config.run.data_backend_config, located.folder, problems)
@@ -144,7 +144,7 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, rank:
 def _plan_family(
     config: RunConfig, spec: FamilySpec, path: Path, entries: list[DatasetConfig], problems: list[Problem]
 ) -> Plan:
-    flavour = _find_flavour(config, spec, problems)
+    flavour, entries = settle_task(_find_flavour(config, spec, problems), entries)
     source = ModelSource.from_config(spec, flavour, config.model)
     config, spec = _fit_grid(config, spec.for_checkpoint(flavour, source))
     problems.extend(check_family(config, spec))

@@ -14,6 +14,7 @@ from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.reporting.trackers import check_trackers
 
+SANA_KEYS = ("sana_motion_score", "sana_complex_human_instruction")
 VIDEO_VAE_KEYS = ("vae_enable_patch_conv", "vae_enable_temporal_roll")
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
@@ -138,6 +139,9 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if config.model.pretrained_gemma_model_name_or_path and "gemma" not in str(spec.components):
         message = f"has no effect: {spec.title} has no Gemma text encoder."
         yield Problem("pretrained_gemma_model_name_or_path", message, fatal=False)
+    if spec.name != "sanavideo":
+        for key in filter(config.is_explicit, SANA_KEYS):
+            yield Problem(key, f"has no effect: {spec.title} is not Sana Video.", fatal=False)
     vae = config.model.pretrained_vae_model_name_or_path
     base = config.model.pretrained_model_name_or_path
     if vae is not None and base is not None and vae != base:

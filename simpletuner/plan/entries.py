@@ -36,6 +36,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         text=EncoderIdentity(family, checkpoint_identity(*text_folders), text_encoder_dtype(config.precision)),
         template=plan.spec.text_fingerprint(config.text, plan.flavour),
         max_length=min(config.text.tokenizer_max_length or plan.spec.text_length_cap, plan.spec.text_length_cap),
+        bare_template=plan.spec.bare_fingerprint(config.text) if plan.spec.bare_fingerprint else None,
         clean=plan.spec.clean_caption,
         prompt_holds_picture=plan.flavour.task in plan.spec.prompt_holds_picture,
     )
@@ -64,11 +65,15 @@ def wanted_entries(plan: Plan, catalogue: Catalogue, epoch: int) -> tuple[list[T
 
 def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
     """The embeddings that validation needs, the negative prompt among them."""
-    negative = plan.config.validation.validation_negative_prompt or ""
+    if not plan.prompts:
+        return []
     pictures = preview_sources(plan) if catalogue.encoders.prompt_holds_picture else [None]
-    texts = [*(prompt.prompt for prompt in plan.prompts), negative] if plan.prompts else []
+    texts = [(prompt.prompt, False) for prompt in plan.prompts]
+    texts.append((plan.config.validation.validation_negative_prompt or "", True))
     return [
-        catalogue.text(None, text, picture, f"validation prompt {text!r}") for text in texts for picture in pictures
+        catalogue.text(None, text, picture, f"validation prompt {text!r}", negative=negative)
+        for text, negative in texts
+        for picture in pictures
     ]
 
 

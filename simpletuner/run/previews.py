@@ -21,7 +21,7 @@ def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> lis
     for prompt in plan.prompts:
         for index, picture in enumerate(pictures):
             positive = catalogue.text(None, prompt.prompt, picture)
-            negative = catalogue.text(None, negative_text, picture)
+            negative = catalogue.text(None, negative_text, picture, negative=True)
             name = prompt.short_name if len(pictures) == 1 else f"{prompt.short_name}-{index}"
             subjects.append(
                 Subject(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.load import FAMILY_DEFAULT, Layer, RunConfig, resolve
+from simpletuner.config.load import Layer, RunConfig, resolve, with_family
 from simpletuner.config.locate import DATASET_FILE, launch_layer, read_env_layer
 from simpletuner.config.schema import all_options
 from simpletuner.errors import Problem, did_you_mean
@@ -83,7 +83,7 @@ class Draft:
         problems: list[Problem] = []
         answers = Layer("", list(values.items()))
         spec = find_family([answers], problems) or next(iter(FAMILIES.values()))
-        config = resolve([Layer(FAMILY_DEFAULT, list(spec.defaults.items())), *self._weaker(), answers], problems)
+        config = resolve(with_family([*self._weaker(), answers], spec.defaults, spec.fixed), problems)
         flavour = _find_flavour(config, spec, problems)
         problems += [*check_config(config), *check_family(config, spec), *spec.check(config, flavour)]
         problems += check_total(config, config.schedule.max_train_steps or 0)
