@@ -16,6 +16,7 @@ from .caption_edits import read_filters, read_shuffle
 from .captions import CaptionError, CaptionSource, Edit, captions_for
 from .chance import order_key
 from .checks import check_caches, check_default_text_cache, check_entry, check_folders, check_start, link_partners
+from .clip_rules import ClipLengthError, build_clip_rules, check_speed
 from .context import DataContext
 from .dataset import Dataset
 from .folder import Folder, read_folder
@@ -37,8 +38,8 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
         problems: receives everything that is wrong or worth knowing; nothing is raised.
 
     Returns:
-        one `Dataset` for each entry that holds pictures: first those with captions, in the order of the file, then
-        the conditioning datasets that they are paired with. It is complete only when no problem is fatal.
+        one `Dataset` for each entry that holds pictures or clips: first those with captions, in the order of the
+        file, then the conditioning datasets that they are paired with. It is complete only when no problem is fatal.
     """
     entries = [context.fill(config) for config in configs]
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
@@ -76,11 +77,11 @@ class _Builder:
         return self.folders[entry.id]
 
     def hint_at_caption_files(self, written: DatasetConfig, entry: DatasetConfig) -> None:
-        """Text files beside pictures that nobody asked for are most likely captions."""
+        """Text files beside pictures or clips that nobody asked for are most likely captions."""
         found = len(self.folder(entry).captions)
         if written.caption_strategy is None and entry.caption_strategy == "filename" and found:
             message = (
-                f"captions come from the file names, and {found} caption files beside pictures are not used. "
+                f"captions come from the file names, and {found} caption files beside them are not used. "
                 "If they are meant, set caption_strategy to textfile."
             )
             self.problems.append(Problem(f"{entry.id}.caption_strategy", message, fatal=False))
@@ -89,6 +90,7 @@ class _Builder:
         """The dataset of one entry, or None when its rules cannot be worked with."""
         folder = self.folder(entry)
         rules = build_rules(entry, self.context.spec, self.problems)
+        clips = build_clip_rules(entry, self.context, self.problems)
         # A folder that is missing has been reported; without it there is nothing to be said about pairs.
         partners = [self.partners_of(link) for link in links if self.folder(link).is_there]
         captions = self.caption_source(entry, folder)
@@ -104,17 +106,26 @@ class _Builder:
             seed=self.context.seed or 0,
             facts={**folder.facts, **folder.damaged},
             partners=tuple(partner for partner in partners if partner is not None),
+            clips=clips,
         )
         dataset = self._choose(self._fill(dataset, folder, captions))
         summarise_rejected(dataset, self.problems)
+        self._check_speed(dataset)
         return check_amount(dataset, self.context, self.problems)
+
+    def _check_speed(self, dataset: Dataset) -> None:
+        facts = {sample.name: dataset.facts[sample.name].clip for sample in dataset.samples}
+        clips = {name: clip for name, clip in facts.items() if clip is not None}
+        model_rate = self.context.spec.frame_rate
+        if dataset.clips is not None and model_rate is not None:
+            check_speed(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate, self.problems)
 
     def _can_place(self, entry: DatasetConfig, aspects: Sequence[object]) -> bool:
         """closest and random without a list have been reported and cannot place anything."""
         return bool(aspects) or not entry.crop or entry.crop_aspect in ("square", "preserve")
 
     def _fill(self, dataset: Dataset, folder: Folder, captions: CaptionSource) -> Dataset:
-        """Add a sample, or the reason why there is none, for each whole picture."""
+        """Add a sample, or the reason why there is none, for each whole file."""
         samples, rejected = [], []
         self._check_partners(dataset, folder)
         for name, facts in folder.facts.items():
@@ -209,7 +220,7 @@ class _Builder:
 def _sample(
     dataset: Dataset, name: str, facts: FileFacts, folder: Folder, captions: CaptionSource
 ) -> Sample | Rejected:
-    """The sample of a whole picture, or why it is none."""
+    """The sample of a whole picture or clip, or why it is none."""
     for partners in dataset.partners:
         partner = partners.facts_of(name)
         if partner is None:
@@ -219,15 +230,30 @@ def _sample(
             return Rejected(dataset.id, name, "partner unusable", detail)
     if dataset.config.metadata_backend == "parquet" and name not in captions.table:
         return Rejected(dataset.id, name, "not in the table", "is not in the table")
+    rules = dataset.clips
     try:
-        geometry, partner_sample = dataset.place(name, facts.picture_size, epoch=1)
+        frames = rules.frames_of(facts.clip) if rules and facts.clip else 1
+        geometry, partner_sample = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
         texts = folder.gone.get(name) or captions_for(name, captions)
     except OutsideLimitsError as error:
         return Rejected(dataset.id, name, "outside the limits", str(error))
+    except ClipLengthError as error:
+        return Rejected(dataset.id, name, error.reason, str(error))
     except CaptionError as error:
         return Rejected(dataset.id, name, "no caption", str(error))
-    path = folder.root / name
-    return Sample(dataset.id, name, path, facts.content, facts.picture_size, geometry, texts, partner_sample)
+    return Sample(
+        dataset_id=dataset.id,
+        name=name,
+        path=folder.root / name,
+        content=facts.content,
+        original_size=facts.picture_size,
+        geometry=geometry,
+        captions=texts,
+        partner=partner_sample,
+        frames=frames,
+        frame_rate=rules.rate if rules else None,
+        is_i2v=rules is not None and rules.is_i2v,
+    )
 
 
 def _unused_captions(entry: DatasetConfig, folder: Folder) -> list[Rejected]:

@@ -13,14 +13,14 @@ from .context import DataContext
 from .discovery import is_readable
 from .inventory import load_index
 
-FILE_KINDS = ("image", "conditioning", "eval")
+FILE_KINDS = ("image", "video", "conditioning", "eval")
 CACHE_KINDS = ("text_embeds", "image_embeds")
 SKIPPABLE = ("vae", "aspect", "metadata", "text")
 REFERENCES = ("reference_strict", "reference_loose")
 
 
 def holds_files(config: DatasetConfig) -> bool:
-    """Whether an entry is a folder of pictures that this package can read."""
+    """Whether an entry is a folder of pictures or clips that this package can read."""
     return config.type == "local" and (config.dataset_type in FILE_KINDS or config.is_conditioning)
 
 
@@ -48,11 +48,16 @@ def _check_kind(config: DatasetConfig, context: DataContext, problems: list[Prob
     if config.type != "local":
         message = f"{config.type!r} is not available yet; put the files into a folder and use local."
         problems.append(Problem(f"{config.id}.type", message))
-    elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS):
+    elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS) or _is_foreign(config, context):
         message = f"{config.dataset_type!r} is not available yet for {context.spec.name}."
         problems.append(Problem(f"{config.id}.dataset_type", message))
     elif holds_files(config) and not config.instance_data_dir:
-        problems.append(Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures."))
+        problems.append(Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips."))
+
+
+def _is_foreign(config: DatasetConfig, context: DataContext) -> bool:
+    """Clips in a family of pictures."""
+    return config.dataset_type == "video" and context.spec.media != "video"
 
 
 def _check_not_built(config: DatasetConfig, problems: list[Problem]) -> None:
@@ -131,7 +136,7 @@ def check_start(configs: Sequence[DatasetConfig], problems: list[Problem]) -> No
     """Something must be trained on, and from the first step."""
     trained = [config for config in configs if config.is_trained]
     if not trained:
-        problems.append(Problem("dataset_type", "no entry is a dataset to train on (dataset_type image)."))
+        problems.append(Problem("dataset_type", "no entry is a dataset to train on (dataset_type image or video)."))
     elif not any(config.probability > 0 for config in trained):
         problems.append(Problem("probability", "is 0 for every dataset: nothing would be trained on."))
     elif not any(_is_active_at_start(config) for config in trained):

@@ -14,6 +14,7 @@ from simpletuner.config.datasets import DatasetConfig
 
 from .buckets import BucketRules, Geometry, Size
 from .chance import fraction
+from .clip_rules import ClipRules
 from .inventory import FileFacts, save_index
 from .pairing import Partners
 from .sample import LedgerEntry, Reason, Rejected, Sample
@@ -23,7 +24,7 @@ __all__ = ["Dataset", "LedgerEntry", "Rejected", "Sample", "without_damaged"]
 
 @dataclass(frozen=True)
 class Dataset:
-    """The usable pictures of one entry, with the rules that placed them.
+    """The usable pictures or clips of one entry, with the rules that placed them.
 
     Attributes:
         config: the entry with its defaults filled in.
@@ -31,11 +32,12 @@ class Dataset:
         rejected: every other file below the folder.
         repeats: extra passes; a sample is seen `repeats` + 1 times an epoch.
         latent_dir: folder of its latents and of its index.
-        rules: how pictures are placed.
+        rules: how pictures and the frames of clips are placed.
         seed: for random places.
-        facts: what is known of every picture, by name.
+        facts: what is known of every picture or clip, by name.
         partners: the conditioning datasets that it is paired with.
         epoch: the epoch that random places were drawn for.
+        clips: how many frames are trained at which rate; None for pictures.
     """
 
     config: DatasetConfig
@@ -48,6 +50,7 @@ class Dataset:
     facts: Mapping[str, FileFacts]
     partners: tuple[Partners, ...] = ()
     epoch: int = 1
+    clips: ClipRules | None = None
 
     @property
     def id(self) -> str:
@@ -75,22 +78,25 @@ class Dataset:
         return replace(self, samples=tuple(self._moved(sample, epoch) for sample in self.samples), epoch=epoch)
 
     def _moved(self, sample: Sample, epoch: int) -> Sample:
-        geometry, partner = self.place(sample.name, sample.original_size, epoch)
+        geometry, partner = self.place(sample.name, sample.original_size, epoch, sample.frames)
         return replace(sample, geometry=geometry, partner=partner)
 
-    def place(self, name: str, size: Size, epoch: int) -> tuple[Geometry, Sample | None]:
-        """Where a picture is cut in an epoch, and its partner cut to fit.
+    def place(self, name: str, size: Size, epoch: int, frames: int = 1) -> tuple[Geometry, Sample | None]:
+        """Where a picture or clip is cut in an epoch, and its partner cut to fit.
 
         Args:
-            name: of the picture.
+            name: of the file.
             size: its width and height in pixels.
             epoch: counted from 1; it matters only where places change each epoch.
+            frames: how many are trained.
 
         Raises:
             OutsideLimitsError: the picture is left out, in this epoch as in every other.
         """
         token = (self.seed, self.id, name, epoch if self.changes_each_epoch else 1)
         geometry = self.rules.place(size, *token)
+        if self.clips is not None:
+            geometry = self.clips.label(geometry, frames)
         if not self.partners:
             return geometry, None
         choice = self.partners[int(fraction(*token[:3], "partner") * len(self.partners))]
@@ -120,7 +126,14 @@ class Dataset:
     def ledger(self) -> list[LedgerEntry]:
         """Every file below the folder, sorted by name."""
         used = [
-            LedgerEntry(self.id, sample.name, "", sample.original_size, sample.geometry, captions=len(sample.captions))
+            LedgerEntry(
+                self.id,
+                sample.name,
+                original_size=sample.original_size,
+                geometry=sample.geometry,
+                captions=len(sample.captions),
+                frames=sample.frames,
+            )
             for sample in self.samples
         ]
         unused = [LedgerEntry(self.id, file.name, file.detail) for file in self.rejected]

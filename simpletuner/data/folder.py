@@ -1,4 +1,4 @@
-"""The pictures of one entry: what lies in its folder, and what the index still remembers."""
+"""The pictures or clips of one entry: what lies in its folder, and what the index still remembers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Folder:
 
     Attributes:
         root: the folder.
-        facts: of each whole picture, by name, sorted.
-        damaged: facts of pictures with a problem.
+        facts: of each whole picture or clip, by name, sorted.
+        damaged: facts of those with a problem.
         captions: caption file by `pair_key`.
-        gone: captions of pictures that are used although their files are gone.
+        gone: captions of those that are used although their files are gone.
         rejected: every other file.
     """
 
@@ -44,16 +44,16 @@ def read_folder(config: DatasetConfig, context: DataContext) -> Folder:
     """Look at every file of an entry; one that did not change since the last run is not read again."""
     root = Path(config.instance_data_dir or "")
     known = load_index(Path(config.cache_dir_vae or ""), root)
-    listing = scan(root) if is_readable(root) else Scan()
+    listing = scan(root, clips=config.dataset_type == "video") if is_readable(root) else Scan()
     rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
-    names = list(listing.pictures)
+    names = list(listing.files)
     if known and _keeps_list(config):
         detail = "was added after the list of files was made, which is kept as it is"
         rejected += [Rejected(config.id, name, "not chosen", detail) for name in names if name not in known]
         names = [name for name in names if name in known]
     facts = inspect_files(root, names, known, workers=context.max_workers)
     # A damaged file may have been moved to quarantine; only a picture that was good is missed.
-    lost = {name: fact for name, fact in known.items() if name not in listing.pictures and fact.problem is None}
+    lost = {name: fact for name, fact in known.items() if name not in listing.files and fact.problem is None}
     if context.defaults.ignore_missing_files:
         facts |= lost
     else:

@@ -18,7 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from simpletuner.atomic import write_atomically
 
 from .buckets import Size
+from .clips import is_clip, probe_clip
 from .media import MediaError, probe
+from .timing import ClipFacts
 
 INDEX_NAME = "index.json"
 INDEX_VERSION = 1
@@ -31,9 +33,10 @@ class FileFacts:
     Attributes:
         size, mtime_ns: bytes and time of the last change; when both are as before, the file was not changed.
         content: sha256 of the bytes in hex; empty when the file could not be read.
-        width, height: pixels after EXIF rotation; 0 with a problem.
-        problem: why it is no picture, or None.
+        width, height: pixels as shown, after any rotation; 0 with a problem.
+        problem: why it cannot be used, or None.
         captions: the captions it was last used with, for when the files themselves are gone.
+        clip: length and rate; None for pictures.
     """
 
     size: int
@@ -43,6 +46,7 @@ class FileFacts:
     height: int = 0
     problem: str | None = None
     captions: tuple[str, ...] = ()
+    clip: ClipFacts | None = None
 
     @property
     def picture_size(self) -> Size:
@@ -87,10 +91,11 @@ def _inspect(path: Path, known: FileFacts | None) -> FileFacts:
         return FileFacts(0, 0, "", problem=f"cannot be read: {error.strerror}")
     facts = FileFacts(status.st_size, status.st_mtime_ns, content)
     try:
-        width, height = probe(path)
+        clip = probe_clip(path) if is_clip(path) else None
+        width, height = (clip.width, clip.height) if clip else probe(path)
     except MediaError as error:
         return replace(facts, problem=str(error))
-    return replace(facts, width=width, height=height)
+    return replace(facts, width=width, height=height, clip=clip)
 
 
 def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:

@@ -1,7 +1,7 @@
 """Moving files aside, with the reason, so that a dataset folder holds only what is used.
 
-Nothing is deleted and nothing is overwritten. A caption file moves along when no other picture uses it, so that
-picture and caption stay together.
+Nothing is deleted and nothing is overwritten. A caption file moves along when no other file uses it, so that
+both stay together.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
+from .clips import CLIP_SUFFIXES
 from .dataset import Dataset
 from .discovery import CAPTION_SUFFIX, pair_key
 from .media import PICTURE_SUFFIXES
@@ -60,13 +61,13 @@ def quarantine(root: Path, files: Iterable[Rejected], output_dir: Path) -> list[
 
 
 def _own_captions(root: Path, name: str) -> list[str]:
-    """The caption file of a picture, unless another picture shares it."""
+    """The caption file of a picture or clip, unless another one shares it."""
     folder = (root / name).parent
     key = pair_key(PurePosixPath(name).name)
     siblings = [file for file in folder.iterdir() if pair_key(file.name) == key] if folder.is_dir() else []
-    pictures = [file for file in siblings if file.suffix.lower() in PICTURE_SUFFIXES]
+    owners = [file for file in siblings if file.suffix.lower() in PICTURE_SUFFIXES | CLIP_SUFFIXES]
     captions = [file for file in siblings if file.suffix.lower() == CAPTION_SUFFIX]
-    if len(pictures) > 1:
+    if len(owners) > 1:
         return []
     return [str(PurePosixPath(name).parent / file.name) for file in captions]
 

@@ -12,7 +12,7 @@ from .buckets import Geometry, Size
 Reason = Literal[
     "not a picture",
     "not a clip",
-    "caption without a picture",
+    "caption without a file",
     "unused caption",
     "hidden",
     "unusable name",

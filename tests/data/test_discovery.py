@@ -22,21 +22,21 @@ def touch(root: Path, *names: str) -> None:
 def test_pictures_are_sorted_and_found_in_sub_folders_in_any_letter_case(tmp_path: Path) -> None:
     touch(tmp_path, "b.JPG", "a.jpeg", "sub/deep/c.PnG", "d.webp", "e.bmp", "f.tif", "g.TIFF", "a b/h i.png")
     names = ["a b/h i.png", "a.jpeg", "b.JPG", "d.webp", "e.bmp", "f.tif", "g.TIFF", "sub/deep/c.PnG"]
-    assert list(scan(tmp_path).pictures) == names
+    assert list(scan(tmp_path).files) == names
 
 
 def test_captions_belong_to_pictures_of_their_stem(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", "a.txt", "a.jpg", "sub/a.png", "b.TXT", "b.png", "c.txt")
     found = scan(tmp_path)
     assert found.captions == {"a": "a.txt", "b": "b.TXT"}
-    assert found.ignored["c.txt"] == ("caption without a picture", "has no picture of the same name")
+    assert found.ignored["c.txt"] == ("caption without a file", "has no picture or clip of the same name")
 
 
 @pytest.mark.parametrize("stem", [HINDI, CHINESE, "café au lait", "dots.in.name", "trailing space "])
 def test_names_in_any_writing_are_paired_in_either_unicode_form(stem: str, tmp_path: Path) -> None:
     touch(tmp_path, unicodedata.normalize("NFD", stem) + ".png", unicodedata.normalize("NFC", stem) + ".txt")
     found = scan(tmp_path)
-    assert list(found.captions) == [pair_key(found.pictures[0])]
+    assert list(found.captions) == [pair_key(found.files[0])]
     assert not found.ignored
 
 
@@ -58,7 +58,7 @@ def test_names_that_are_not_utf8_are_listed(tmp_path: Path) -> None:
     with open(os.fsencode(tmp_path) + b"/caf\xe9.png", "wb"):  # noqa: PTH123 - a name that no str can spell
         pass
     found = scan(tmp_path)
-    assert found.pictures == ()
+    assert found.files == ()
     assert [reason for reason, _ in found.ignored.values()] == ["unusable name"]
     "".join(found.ignored).encode()
 
@@ -70,7 +70,7 @@ def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
     (tmp_path / "here" / "c.png").symlink_to(tmp_path / "elsewhere" / "b.png")
     (tmp_path / "here" / "itself").symlink_to("itself")
     found = scan(tmp_path / "here")
-    assert list(found.pictures) == ["a.png", "c.png", "link/b.png"]
+    assert list(found.files) == ["a.png", "c.png", "link/b.png"]
     assert found.ignored["loop/"][0] == "unreadable"
 
 
