@@ -23,10 +23,8 @@ from numpy.typing import NDArray
 
 from .media import NOT_THE_FILES_FAULT
 from .structure import MediaError
-from .timing import TOLERANCE, ClipFacts
+from .timing import MISSING_SECONDS, TOLERANCE, ClipFacts
 
-# What is missing at the end of a clip before it counts as cut off; headers are not that exact.
-MISSING_SECONDS = 0.25
 # The most frames that a decoder holds back to put them in order.
 REORDERED = 16
 
@@ -122,6 +120,8 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 def _clip_of(container: InputContainer) -> VideoStream:
     """The first stream of frames that is no cover picture."""
+    if container.format.name.endswith("_pipe"):
+        raise MediaError("is a picture, not a clip")
     streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
     if not streams:
         raise MediaError("holds no frames, only sound" if container.streams.audio else "holds no frames")

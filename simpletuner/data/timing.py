@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 # Containers round times to milliseconds or to 1/600 s, so a frame may seem to begin this much too late.
 TOLERANCE = 0.002
+# What may be missing at the end of a clip before it counts as cut off; headers are not that exact.
+MISSING_SECONDS = 0.25
 
 
 @dataclass(frozen=True)

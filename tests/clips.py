@@ -1,0 +1,266 @@
+"""Clips as people have them, whole and broken, made on the fly.
+
+Every whole clip shows the scene of `tests.pictures` for two seconds with a grey block in the middle whose brightness
+tells the time at which the frame was filmed, so that a test sees rotation, colour and the moment at once.
+"""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from av.video.frame import VideoFrame
+
+from tests import pictures
+from tests.pictures import Writer
+
+WIDTH, HEIGHT = 96, 64
+SECONDS, RATE = 2, 24
+# Brightness at time 0, and how much it grows in a second.
+DARK, GROWTH = 50, 80
+CODECS = {".webm": "libvpx-vp9", ".flv": "flv", ".wmv": "wmv2", ".mpg": "mpeg2video", ".mpeg": "mpeg2video"}
+CONSTANT_QUALITY = ("libx264", "libx265", "libsvtav1")
+UNEVEN = tuple(sorted({*np.arange(0, 1, 1 / 30).round(3), *np.arange(1, SECONDS, 1 / 10).round(3)}))
+
+
+def filmed(time: float, size: tuple[int, int] = (WIDTH, HEIGHT)) -> np.ndarray:
+    """What is seen at a time in seconds, `H W 3`."""
+    pixels = np.array(pictures.scene(*size))
+    width, height = size
+    pixels[height * 3 // 8 : height * 5 // 8, width * 3 // 8 : width * 5 // 8] = DARK + round(time * GROWTH)
+    return pixels
+
+
+def time_in(frame: np.ndarray) -> float:
+    """The time in seconds that a frame shows, right to a few hundredths."""
+    height, width = frame.shape[:2]
+    block = frame[height // 2 - 2 : height // 2 + 2, width // 2 - 2 : width // 2 + 2]
+    return (float(block.mean()) - DARK) / GROWTH
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How a clip is made.
+
+    Attributes:
+        times: when each frame is shown, in seconds; by default evenly at `rate`.
+        origin: the moment that counts as time 0; by default that of the first frame.
+        turned: degrees counter-clockwise that a player turns it by; it is stored the other way.
+        aspect: width of a pixel to its height.
+        container: the muxer's own switches.
+    """
+
+    seconds: float = SECONDS
+    rate: float = RATE
+    size: tuple[int, int] = (WIDTH, HEIGHT)
+    codec: str | None = None
+    pixel_format: str = "yuv420p"
+    times: Sequence[float] | None = None
+    origin: float | None = None
+    turned: int = 0
+    aspect: Fraction | None = None
+    codec_options: dict[str, str] = field(default_factory=dict)
+    container: dict[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write it in the format that the path's ending names."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with av.open(str(path), "w", options=self.container) as container:
+            self._fill(container, self.codec or CODECS.get(path.suffix.lower(), "libx264"))
+
+    def write_live(self, path: Path) -> None:
+        """Write it as a stream that cannot go back: no length in the header, no index at the end."""
+        memory = _OneWay()
+        with av.open(memory, "w", format="matroska" if path.suffix == ".mkv" else "webm") as container:
+            self._fill(container, self.codec or CODECS.get(path.suffix.lower(), "libx264"))
+        path.write_bytes(memory.content)
+
+    def _fill(self, container: av.container.OutputContainer, codec: str) -> None:
+        options = {"crf": "4", "g": "12", **self.codec_options}
+        if codec == "libx265":
+            options["x265-params"] = "log-level=none"
+        stream = container.add_stream(codec, rate=Fraction(self.rate).limit_denominator(1001), options=options)
+        turned = self.turned % 180 != 0
+        stream.width, stream.height = self.size[::-1] if turned else self.size
+        stream.pix_fmt = self.pixel_format
+        if codec not in CONSTANT_QUALITY:
+            stream.codec_context.bit_rate = 4_000_000
+        if self.aspect:
+            stream.codec_context.sample_aspect_ratio = self.aspect
+        if self.turned:
+            stream.set_display_rotation(self.turned)
+        unit = Fraction(1, 1000) if self.times else 1 / Fraction(self.rate).limit_denominator(1001)
+        stream.codec_context.time_base = unit
+        times = self.times or [index / self.rate for index in range(round(self.seconds * self.rate))]
+        origin = times[0] if self.origin is None else self.origin
+        for time in times:
+            pixels = np.rot90(filmed(time - origin, self.size), -self.turned // 90)
+            frame = VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+            frame.pts, frame.time_base = round(time / unit), unit
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+
+
+class _OneWay(io.RawIOBase):
+    """A pipe: what was written stays."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        self.content += bytes(data)
+        return len(data)
+
+
+def write_clip(path: Path, **changes: object) -> None:
+    """A clip of the usual kind with some changes."""
+    replace(Clip(), **changes).write(path)  # type: ignore[arg-type]
+
+
+def cut_by_edit_list(path: Path) -> None:
+    """What a phone's trimming leaves: frames before the first that is shown, and a note to hide them."""
+    whole = path.with_name("whole.mp4")
+    replace(Clip(), seconds=SECONDS + 0.25, origin=0.25, codec_options={"g": "12", "bf": "0"}).write(whole)
+    with av.open(str(whole)) as source, av.open(str(path), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.pts is None or packet.dts is None:
+                continue
+            shift = round(Fraction(1, 4) / packet.time_base)
+            packet.pts, packet.dts, packet.stream = packet.pts - shift, packet.dts - shift, stream
+            target.mux(packet)
+    whole.unlink()
+
+
+def with_sound(path: Path) -> None:
+    """Sound that lasts longer than the frames."""
+    clip = Clip()
+    with av.open(str(path), "w") as container:
+        sound = container.add_stream("aac", rate=16000)
+        clip._fill(container, "libx264")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000 * 3), dtype=np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16000
+        container.mux(sound.encode(frame))
+        container.mux(sound.encode(None))
+
+
+def only_sound(path: Path) -> None:
+    """A voice memo."""
+    with av.open(str(path), "w") as container:
+        sound = container.add_stream("aac", rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000), dtype=np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16000
+        container.mux(sound.encode(frame))
+        container.mux(sound.encode(None))
+
+
+def without_index(path: Path) -> None:
+    """An AVI whose index was never written, though every frame was."""
+    write_clip(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: content.rindex(b"idx1")])
+
+
+def with_broken_index(path: Path) -> None:
+    """An AVI whose index points to nowhere."""
+    write_clip(path)
+    content = bytearray(path.read_bytes())
+    start = content.rindex(b"idx1") + 8
+    content[start:] = bytes(index * 37 % 256 for index in range(len(content) - start))
+    path.write_bytes(bytes(content))
+
+
+def _clip(**changes: object) -> Writer:
+    return lambda path: write_clip(path, **changes)
+
+
+# Each shows the usual scene at WIDTH x HEIGHT for SECONDS seconds; only sizes and rates of storage differ.
+WHOLE: dict[str, Writer] = {
+    "h264.mp4": _clip(),
+    "H264.MOV": _clip(),
+    "h264.mkv": _clip(),
+    "h264.avi": _clip(),
+    "h264.m4v": _clip(),
+    "hevc.mp4": _clip(codec="libx265"),
+    "ten-bit.mp4": _clip(codec="libx265", pixel_format="yuv420p10le"),
+    "prores.mov": _clip(codec="prores_ks", pixel_format="yuv422p10le"),
+    "vp9.webm": _clip(),
+    "vp8.webm": _clip(codec="libvpx"),
+    "av1.mp4": _clip(codec="libsvtav1", codec_options={"preset": "12", "crf": "10"}),
+    "mpeg4.avi": _clip(codec="mpeg4"),
+    "old.mpg": _clip(),
+    "old.mpeg": _clip(),
+    "flash.flv": _clip(),
+    "windows.wmv": _clip(),
+    "phone.3gp": _clip(),
+    "uneven.mp4": _clip(times=UNEVEN),
+    "uneven.mkv": _clip(times=UNEVEN),
+    "slow.mp4": _clip(rate=12),
+    "fast.mp4": _clip(rate=60),
+    "film.mp4": _clip(rate=24000 / 1001),
+    "late.mp4": _clip(times=[1.5 + index / RATE for index in range(SECONDS * RATE)]),
+    "one-key-frame.mp4": _clip(codec_options={"g": "600"}),
+    "faststart.mp4": _clip(container={"movflags": "faststart"}),
+    "fragmented.mp4": _clip(container={"movflags": "frag_keyframe+empty_moov"}),
+    "upright-90.mp4": _clip(turned=90),
+    "upright-180.mp4": _clip(turned=180),
+    "upright-270.mp4": _clip(turned=-90),
+    "live.mkv": lambda path: Clip().write_live(path),
+    "live.webm": lambda path: Clip().write_live(path),
+    "no-index.avi": without_index,
+    "broken-index.avi": with_broken_index,
+    "edited.mp4": cut_by_edit_list,
+    "sound.mp4": with_sound,
+}
+
+
+def _bytes(content: bytes) -> Writer:
+    return lambda path: None if path.write_bytes(content) else None
+
+
+def _cut(suffix: str, share: float, **changes: object) -> Writer:
+    """A download that broke off."""
+
+    def write(path: Path) -> None:
+        whole = path.with_name(f"whole{suffix}")
+        write_clip(whole, **changes)
+        content = whole.read_bytes()
+        whole.unlink()
+        path.write_bytes(content[: int(len(content) * share)])
+
+    return write
+
+
+def _wave(path: Path) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(8000)
+        file.writeframes(bytes(1600))
+
+
+# Found without decoding more than a frame.
+BROKEN: dict[str, Writer] = {
+    "empty.mp4": _bytes(b""),
+    "text.mp4": _bytes(b"not a clip at all"),
+    "page.webm": _bytes(b"<html>404</html>"),
+    "playlist.mp4": _bytes(b"#EXTM3U\n#EXTINF:2,\nhttp://127.0.0.1:9/a.ts\n#EXT-X-ENDLIST\n"),
+    "picture.mov": lambda path: pictures.scene().save(path, format="PNG"),
+    "voice.mp4": only_sound,
+    "voice.avi": _wave,
+    "cut.mp4": _cut(".mp4", 0.6),
+    "cut-faststart.mp4": _cut(".mp4", 0.6, container={"movflags": "faststart"}),
+    "cut.mkv": _cut(".mkv", 0.6),
+    "cut.webm": _cut(".webm", 0.6),
+    "cut.avi": _cut(".avi", 0.6),
+    "cut.flv": _cut(".flv", 0.6),
+}
