@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec
 
 if TYPE_CHECKING:
@@ -15,10 +16,8 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, FamilySpec] = {
     KANDINSKY5_IMAGE.name: KANDINSKY5_IMAGE,
     KANDINSKY5_VIDEO.name: KANDINSKY5_VIDEO,
+    SANA_VIDEO.name: SANA_VIDEO,
 }
-
-# Families that the project is for and that are not built yet: known by name, answered with a clear error.
-PLANNED_FAMILIES = ("sanavideo",)
 
 
 def canonical_family_name(name: str) -> str:

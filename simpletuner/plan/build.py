@@ -21,7 +21,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.sampler import Sampler
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.lora_targets import Targets, check_targets, linear_modules, matching_modules, resolve_targets
-from simpletuner.models.registry import FAMILIES, PLANNED_FAMILIES, canonical_family_name
+from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.checks import check_config, check_datasets, check_family, check_flavour, check_total
@@ -120,11 +120,8 @@ def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec 
     name = canonical_family_name(str(named[-1]))
     if name in FAMILIES:
         return FAMILIES[name]
-    known = [*FAMILIES, *PLANNED_FAMILIES]
-    if name in PLANNED_FAMILIES:
-        message = f"{name!r} is not available yet; available: {', '.join(FAMILIES)}."
-    else:
-        message = f"{str(named[-1])!r} is not one of: {', '.join(known)}.{did_you_mean(name, known)}"
+    known = list(FAMILIES)
+    message = f"{str(named[-1])!r} is not one of: {', '.join(known)}.{did_you_mean(name, known)}"
     problems.append(Problem("model_family", message))
     return None
 

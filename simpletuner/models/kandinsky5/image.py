@@ -20,6 +20,7 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Flavour
+from simpletuner.models.vae import load_vae
 
 # Pictures have one frame and are sampled with unscaled positions, whatever their size.
 ROPE_SCALE = (1.0, 1.0, 1.0)
@@ -81,7 +82,7 @@ class Kandinsky5ImageAdapter:
         return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxLatentEncoder:
-        vae = loading.load_vae(AutoencoderKL, self.source["vae"], self.caching, device, dtype)
+        vae = load_vae(AutoencoderKL, self.source["vae"], self.caching, device, dtype)
         return FluxLatentEncoder(vae, device, dtype)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
@@ -116,7 +117,7 @@ class Kandinsky5ImageAdapter:
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> StockImagePipeline:
-        vae = loading.load_vae(AutoencoderKL, self.source["vae"], self.caching, device, self.dtype)
+        vae = load_vae(AutoencoderKL, self.source["vae"], self.caching, device, self.dtype)
         pipeline = loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
         return StockImagePipeline(pipeline, vae, device, takes_source=self.edits)
 

@@ -8,7 +8,6 @@ import torch
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
 from torch import nn
 
-from simpletuner.config.schema import CachingConfig
 from simpletuner.models.adapter import BlockLayout, PreviewRequest
 from simpletuner.models.hollow import hollow_out
 from simpletuner.models.source import ModelSource, Part
@@ -23,17 +22,6 @@ def load_transformer(part: Part, dtype: torch.dtype) -> nn.Module:
         part.fetch(), torch_dtype=dtype, variant=part.variant, low_cpu_mem_usage=True
     )
     return transformer
-
-
-def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    """A frozen VAE on a device, with slices and tiles as configured."""
-    vae = vae_class.from_pretrained(part.fetch(), torch_dtype=dtype, variant=part.variant)
-    vae.requires_grad_(False).eval().to(device)
-    if caching.vae_enable_slicing:
-        vae.enable_slicing()
-    if caching.vae_enable_tiling:
-        vae.enable_tiling()
-    return vae
 
 
 def block_layout(transformer: nn.Module) -> BlockLayout:

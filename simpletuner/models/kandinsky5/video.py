@@ -22,6 +22,7 @@ from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_tem
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Flavour
+from simpletuner.models.vae import load_vae
 
 
 class HunyuanLatentEncoder:
@@ -83,7 +84,7 @@ class Kandinsky5VideoAdapter:
         return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
-        vae = loading.load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)
+        vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)
         return HunyuanLatentEncoder(vae, device, dtype)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
@@ -133,7 +134,7 @@ class Kandinsky5VideoAdapter:
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> StockVideoPipeline:
-        vae = loading.load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, self.dtype)
+        vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, self.dtype)
         pipeline = loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
         return StockVideoPipeline(pipeline, vae, device, self.animates)
 

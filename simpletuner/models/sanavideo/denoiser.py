@@ -1,0 +1,62 @@
+"""Between the common batch layout and `SanaVideoTransformer3DModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simpletuner.diffusion.batch import TextEmbeds
+
+PATCH = 2  # latent positions per token, on each side
+TEXT_LENGTH = 300
+
+
+def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Embeddings `B 300 D`, padded with zeros on the right, and the mask `B 300` that hides the padding."""
+    prompts = [one["prompt_embeds"] for one in embeds]
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=prompts[0].device)
+    text = torch.stack([functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts])
+    mask = torch.arange(TEXT_LENGTH, device=text.device) < lengths[:, None]
+    return text.to(dtype), mask.long()
+
+
+def token_timesteps(timesteps: Tensor, latents: Tensor) -> Tensor:
+    """A timestep per token with 0 on frame 0: `B 1 F H/2 W/2` from `B` and latents `B C F H W`."""
+    _, _, frames, height, width = latents.shape
+    spread = timesteps.view(-1, 1, 1, 1, 1).repeat(1, 1, frames, height // PATCH, width // PATCH)
+    spread[:, :, 0] = 0
+    return spread
+
+
+class DistinctTimesteps:
+    """Embeds each timestep of a clip once instead of once per token, in training.
+
+    Per-token timesteps of a batch have few distinct values, and the embedding of one is six times as wide as a token.
+    Hooks before and after the embedding module take the distinct values out and spread the result.
+    """
+
+    def __init__(self) -> None:
+        self._places: Tensor | None = None
+
+    def install(self, transformer: nn.Module) -> None:
+        """Attach to the timestep embedding of a transformer."""
+        time_embed = transformer.get_submodule("time_embed")
+        time_embed.register_forward_pre_hook(self.before, with_kwargs=True)
+        time_embed.register_forward_hook(self.after)
+
+    def before(self, module: nn.Module, inputs: tuple[Tensor], settings: dict[str, Any]) -> Any:
+        """Replace the timesteps by the distinct ones. Sampling and one timestep per sample are left alone."""
+        (timesteps,) = inputs
+        if not torch.is_grad_enabled() or timesteps.numel() <= settings["batch_size"]:
+            return None
+        distinct, self._places = timesteps.unique(return_inverse=True)
+        return (distinct,), settings
+
+    def after(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> Any:
+        """Spread the embeddings to the tokens: (modulation, embedding), each `tokens D`."""
+        places, self._places = self._places, None
+        return None if places is None else tuple(functional.embedding(places, output) for output in outputs)

@@ -1,0 +1,79 @@
+"""Previews of Sana Video with diffusers' own two pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from PIL import Image, ImageOps
+from torch import nn
+
+from simpletuner.config.json_files import read_json
+from simpletuner.errors import Problem, UserError
+from simpletuner.models.adapter import PreviewRequest
+from simpletuner.models.sanavideo.denoiser import collate_text
+from simpletuner.models.source import Part
+
+WITHOUT_TEXT = ("tokenizer", "text_encoder")
+SCHEDULERS = ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
+# Clips that start from a picture are sampled with Euler steps and this shift, whatever the checkpoint says.
+I2V_SHIFT = 8.0
+
+
+class StockSanaPipelines:
+    """The pipeline from text, and the one that a preview with a source picture takes.
+
+    Both sample with the transformer in training and its VAE in float32.
+    """
+
+    def __init__(self, transformer: nn.Module, vae: AutoencoderKLWan, scheduler: Part, device: torch.device) -> None:
+        self.vae, self.device = vae, device
+        parts: dict[str, Any] = {"transformer": transformer, "vae": vae, **dict.fromkeys(WITHOUT_TEXT)}
+        euler = diffusers.FlowMatchEulerDiscreteScheduler(shift=I2V_SHIFT)
+        self.from_text: Any = diffusers.SanaVideoPipeline(**parts, scheduler=load_scheduler(scheduler))
+        self.from_picture: Any = diffusers.SanaImageToVideoPipeline(**parts, scheduler=euler)
+        for pipeline in (self.from_text, self.from_picture):
+            pipeline.set_progress_bar_config(disable=True)
+
+    def render(self, request: PreviewRequest) -> list[Image.Image]:
+        """Sample one clip of exactly the requested size and length; the source is cropped to the size's ratio."""
+        inputs = self._inputs(request)
+        if request.source is None:
+            return list(self.from_text(**inputs).frames[0])
+        picture = ImageOps.fit(request.source.convert("RGB"), (request.width, request.height))
+        return list(self.from_picture(**inputs, image=picture).frames[0])
+
+    def _inputs(self, request: PreviewRequest) -> dict[str, Any]:
+        dtype = request.embeds["prompt_embeds"].dtype
+        text, mask = collate_text([request.embeds, request.negative], dtype)
+        return {
+            "prompt_embeds": text[:1].to(self.device),
+            "prompt_attention_mask": mask[:1].to(self.device),
+            "negative_prompt_embeds": text[1:].to(self.device),
+            "negative_prompt_attention_mask": mask[1:].to(self.device),
+            "negative_prompt": None,
+            "width": request.width,
+            "height": request.height,
+            "frames": request.num_frames,
+            "num_inference_steps": request.num_inference_steps,
+            "guidance_scale": request.guidance_scale,
+            "generator": torch.Generator(request.seed_device).manual_seed(request.seed),
+            "use_resolution_binning": False,
+            "output_type": "pil",
+        }
+
+
+def load_scheduler(part: Part) -> Any:
+    """The checkpoint's own scheduler, of the class that its config names.
+
+    Raises:
+        UserError: it is none that samples flow models.
+    """
+    folder, problems = part.fetch(), list[Problem]()
+    settings = read_json(folder / "scheduler_config.json", problems)
+    name = settings.get("_class_name") if isinstance(settings, dict) else None
+    if name not in SCHEDULERS:
+        raise UserError(f"The scheduler in {part.location!r} is a {name}, not one of {', '.join(SCHEDULERS)}.")
+    return getattr(diffusers, name).from_pretrained(folder)

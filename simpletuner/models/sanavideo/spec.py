@@ -1,0 +1,150 @@
+"""Sana Video as plain data: the flavour, its defaults and sizes, and the checks that only this family needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simpletuner.config.load import RunConfig
+from simpletuner.errors import Problem
+from simpletuner.models.sanavideo.prompts import bare_fingerprint, clean_caption, own_instruction, text_fingerprint
+from simpletuner.models.source import ModelSource
+from simpletuner.models.spec import Component, FamilySpec, Flavour
+
+TRANSFORMER_CLASS = "SanaVideoTransformer3DModel"
+VAE_CLASS = "AutoencoderKLWan"
+MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
+LONGEST_CLIP = 81  # frames that the model was trained with
+POSITIONS = 1024  # tokens a side, where the position table ends
+
+# The feed-forward has no linear layers; its two pointwise convolutions are what is linear in each position.
+ALL_LINEAR = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
+
+# Width x height of the pipeline's own 480p sizes, moved to the grid of 32 pixels that the pipeline insists on.
+SIZES_480 = (
+    (640, 640),
+    *((896, 448), (832, 480), (768, 512), (704, 576)),
+    *((448, 896), (480, 832), (512, 768), (576, 704)),
+    *((576, 672), (512, 832)),
+)
+
+# The sentence that the pipeline's documentation samples with.
+NEGATIVE_PROMPT = (
+    "A chaotic sequence with misshapen, deformed limbs in heavy motion blur, sudden disappearance, jump cuts, jerky"
+    " movements, rapid shot changes, frames out of sync, inconsistent character shapes, temporal artifacts, jitter,"
+    " and ghosting effects, creating a disorienting visual experience."
+)
+
+# Logit-normal sigmas with a shift of 3; the checkpoint's scheduler is for sampling and says nothing about training.
+TRAINING_SIGMAS = {
+    "flow_schedule_shift": 3.0,
+    "flow_schedule_auto_shift": False,
+    "flow_sigmoid_scale": 1.0,
+    "flow_use_uniform_schedule": False,
+    "flow_use_beta_schedule": False,
+    "flow_beta_schedule_alpha": 2.0,
+    "flow_beta_schedule_beta": 2.0,
+}
+
+
+def check_video(config: RunConfig, flavour: Flavour) -> list[Problem]:
+    """Problems and hints for Sana Video."""
+    problems: list[Problem] = []
+    own_instruction(config.text.sana_complex_human_instruction, problems)
+    if config.tread.tread_config is not None:
+        message = (
+            "cannot be used with Sana Video: its feed-forward is a convolution over the whole grid of tokens, "
+            "so none of them can be left out; remove the key."
+        )
+        problems.append(Problem("tread_config", message))
+    frames = config.validation.validation_num_video_frames
+    if frames is not None and frames > LONGEST_CLIP:
+        message = f"{frames}: the model was trained with up to {LONGEST_CLIP} frames."
+        problems.append(Problem("validation_num_video_frames", message, fatal=False))
+    if config.caching.vae_dtype not in (None, "fp32"):
+        message = f"{config.caching.vae_dtype!r}: the pipelines encode and decode in fp32, so latents will differ."
+        problems.append(Problem("vae_dtype", message, fatal=False))
+    return problems
+
+
+def check_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
+    """Whether the parts that are on this machine are of the right kind and belong together."""
+    transformer, vae = source.read_config("transformer"), source.read_config("vae")
+    text_encoder = source.read_config("text_encoder")
+    problems = []
+    if transformer is not None and transformer.get("_class_name") != TRANSFORMER_CLASS:
+        message = f"the transformer in {source['transformer'].location!r} is not a {TRANSFORMER_CLASS}."
+        problems.append(Problem(MODEL_KEY, message))
+    if vae is not None:
+        problems += _check_vae(vae, source["vae"].location)
+    if problems or transformer is None:
+        return problems
+    channels = transformer.get("in_channels")
+    if vae is not None and vae.get("z_dim") != channels:
+        problems.append(Problem(VAE_KEY, f"the VAE has {vae.get('z_dim')} channels, the transformer {channels}."))
+    if transformer.get("out_channels") not in (None, channels):
+        message = f"the transformer takes {channels} channels and gives {transformer['out_channels']}, not as many."
+        problems.append(Problem(MODEL_KEY, message))
+    width = transformer.get("caption_channels")
+    if text_encoder is not None and text_encoder.get("hidden_size") != width:
+        message = f"the text encoder is {text_encoder.get('hidden_size')} wide, the transformer reads {width}."
+        problems.append(Problem("pretrained_gemma_model_name_or_path", message))
+    return problems
+
+
+def _check_vae(vae: dict[str, Any], location: str) -> list[Problem]:
+    """The class, and statistics for every channel: latents are never left without their normalisation."""
+    if vae.get("_class_name") != VAE_CLASS:
+        return [Problem(VAE_KEY, f"the VAE in {location!r} is a {vae.get('_class_name')}, not an {VAE_CLASS}.")]
+    problems = []
+    for name in ("latents_mean", "latents_std"):
+        count = len(vae.get(name) or ())
+        if count != vae.get("z_dim"):
+            message = f"the VAE in {location!r} has {count} values of {name} for {vae.get('z_dim')} channels."
+            problems.append(Problem(VAE_KEY, message))
+    return problems
+
+
+SANA_VIDEO = FamilySpec(
+    name="sanavideo",
+    title="Sana Video",
+    media="video",
+    flavours=(Flavour("2b-480p", "Efficient-Large-Model/SANA-Video_2B_480p_diffusers", "t2v", dataset_task="i2v"),),
+    adapter="simpletuner.models.sanavideo.video:SanaVideoAdapter",
+    defaults={
+        "resolution": 480,
+        "aspect_bucket_alignment": "32",
+        "tokenizer_max_length": 300,
+        "vae_dtype": "fp32",
+        "vae_batch_size": 1,
+        "framerate": 16,
+        "validation_guidance": 6.0,
+        "validation_num_inference_steps": 50,
+        "validation_resolution": "832x480",
+        "validation_num_video_frames": 81,
+        "validation_negative_prompt": NEGATIVE_PROMPT,
+    },
+    fixed=TRAINING_SIGMAS,
+    components={
+        "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
+        "vae": Component("vae", VAE_KEY),
+        "text_encoder": Component("text_encoder", "pretrained_gemma_model_name_or_path"),
+        "tokenizer": Component("tokenizer", "pretrained_gemma_model_name_or_path"),
+        "scheduler": Component("scheduler"),
+    },
+    size_multiple=32,
+    vae_stride=8,
+    patch_size=2,
+    largest_side=POSITIONS * 16,
+    native_sizes={480: SIZES_480},
+    text_length_cap=300,
+    lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
+    lora_presets={"all-linear": ALL_LINEAR},
+    license="other",
+    check=check_video,
+    check_checkpoint=check_checkpoint,
+    clean_caption=clean_caption,
+    text_fingerprint=text_fingerprint,
+    bare_fingerprint=bare_fingerprint,
+    frame_rate=16,
+    frame_stride=4,
+)

@@ -1,0 +1,100 @@
+"""Captions to embeddings, as the Sana Video pipelines make them.
+
+Gemma reads instruction and caption padded on the right to one length; the transformer gets token 0 and the last
+`max_length - 1` of them with their mask. Padding is not stored: behind the mask it has a weight of exactly zero, so
+zeros in its place change nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
+
+from simpletuner.config.schema import TextConfig
+from simpletuner.diffusion.batch import TextEmbeds
+from simpletuner.models.adapter import TextRequest
+from simpletuner.models.sanavideo.prompts import clean_caption, own_instruction, with_motion_score
+from simpletuner.models.source import ModelSource
+
+
+def pipeline_instruction() -> list[str]:
+    """The instruction that the installed pipeline puts before prompts."""
+    from diffusers import SanaVideoPipeline
+
+    parameters = inspect.signature(SanaVideoPipeline.__call__).parameters
+    lines: list[str] = parameters["complex_human_instruction"].default
+    return lines
+
+
+class SanaTextEncoder:
+    """Gemma 2 with the instruction.
+
+    Args:
+        source: where text encoder and tokenizer of the checkpoint are.
+        config: instruction and motion score.
+        max_length: tokens that the transformer gets.
+        device, dtype: where and in what precision the encoder runs.
+    """
+
+    def __init__(
+        self, source: ModelSource, config: TextConfig, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.max_length, self.device = max_length, device
+        self.motion_score = config.sana_motion_score
+        own = own_instruction(config.sana_complex_human_instruction, [])
+        self.instruction = "\n".join(pipeline_instruction() if own is None else own)
+        self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
+        self.tokenizer.padding_side = "right"
+        part = source["text_encoder"]
+        gemma: Any = Gemma2Model.from_pretrained(part.fetch(), dtype=dtype, variant=part.variant)
+        self.gemma = gemma.requires_grad_(False).eval().to(device)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
+        """`prompt_embeds` (L, D) of each caption, L up to `max_length`, on the CPU.
+
+        Negative prompts and empty captions are encoded without instruction and motion score.
+        """
+        embeds: list[TextEmbeds] = [{} for _ in requests]
+        for bare in (False, True):
+            members = [index for index, request in enumerate(requests) if _is_bare(request) is bare]
+            texts = [self._compose(requests[index]) for index in members]
+            for index, hidden in zip(members, self._encode(texts, bare) if texts else [], strict=True):
+                embeds[index] = {"prompt_embeds": hidden}
+        return embeds
+
+    def truncated(self, caption: str) -> str | None:
+        """The end of a caption that does not fit, or None."""
+        request = TextRequest(caption)
+        ids = self.tokenizer(self._compose(request))["input_ids"]
+        cut = ids[self._length(_is_bare(request)) :]
+        return str(self.tokenizer.decode(cut)) if cut else None
+
+    def _compose(self, request: TextRequest) -> str:
+        """Everything that is tokenized for a request."""
+        caption = clean_caption(request.caption)
+        return caption if _is_bare(request) else self.instruction + with_motion_score(caption, self.motion_score)
+
+    def _length(self, bare: bool) -> int:
+        """Tokens that Gemma reads. With an instruction, the pipeline adds its tokens less two to `max_length`."""
+        if bare or not self.instruction:
+            return self.max_length
+        return len(self.tokenizer.encode(self.instruction)) + self.max_length - 2
+
+    def _encode(self, texts: list[str], bare: bool) -> list[Tensor]:
+        inputs = self.tokenizer(
+            texts, padding="max_length", max_length=self._length(bare), truncation=True, return_tensors="pt"
+        ).to(self.device)
+        hidden = self.gemma(inputs.input_ids, attention_mask=inputs.attention_mask)[0]  # B L D
+        kept = [0, *range(-self.max_length + 1, 0)]
+        rows = zip(hidden[:, kept].cpu(), inputs.attention_mask[:, kept].bool().cpu(), strict=True)
+        return [row[mask].clone() for row, mask in rows]
+
+
+def _is_bare(request: TextRequest) -> bool:
+    return request.negative or not clean_caption(request.caption)

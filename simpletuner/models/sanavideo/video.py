@@ -1,0 +1,107 @@
+"""Sana Video: text to clip, and picture to clip with the same checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel
+from torch import Tensor, nn
+
+from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
+from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.diffusion.first_frame import hold_first_frame
+from simpletuner.models.adapter import BlockLayout
+from simpletuner.models.hollow import hollow_out
+from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, collate_text, token_timesteps
+from simpletuner.models.sanavideo.latents import WanLatentEncoder
+from simpletuner.models.sanavideo.previews import WITHOUT_TEXT, StockSanaPipelines
+from simpletuner.models.sanavideo.spec import SANA_VIDEO
+from simpletuner.models.sanavideo.text import SanaTextEncoder
+from simpletuner.models.source import ModelSource
+from simpletuner.models.spec import Flavour
+from simpletuner.models.vae import load_vae
+
+
+class SanaVideoAdapter:
+    """One Sana Video checkpoint.
+
+    It continues a picture wherever there is one: a batch with a condition is trained as i2v, one without as t2v, and
+    a preview likewise.
+    """
+
+    spec = SANA_VIDEO
+
+    def __init__(
+        self,
+        flavour: Flavour,
+        source: ModelSource,
+        model: ModelConfig,
+        text: TextConfig,
+        caching: CachingConfig,
+        use_size: tuple[int, int] | None = None,
+    ) -> None:
+        self.flavour, self.source, self.model, self.text, self.caching = flavour, source, model, text, caching
+        self.dtype = torch.float32
+
+    def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> SanaTextEncoder:
+        cap = self.spec.text_length_cap
+        max_length = min(self.text.tokenizer_max_length or cap, cap)
+        return SanaTextEncoder(self.source, self.text, max_length, device, dtype)
+
+    def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
+        return WanLatentEncoder(self._load_vae(device, dtype), device, dtype)
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        part = self.source["transformer"]
+        transformer: nn.Module = SanaVideoTransformer3DModel.from_pretrained(
+            part.fetch(), torch_dtype=dtype, variant=part.variant, low_cpu_mem_usage=True
+        )
+        DistinctTimesteps().install(transformer)
+        self.dtype = dtype
+        return transformer
+
+    def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
+        return hold_first_frame(noisy)
+
+    def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
+        text, mask = collate_text(noisy.batch.embeds, self.dtype)
+        velocity: Tensor = transformer(
+            hidden_states=noisy.noisy_latents.to(self.dtype),
+            encoder_hidden_states=text,
+            encoder_attention_mask=mask,
+            timestep=self._timesteps(noisy),
+            return_dict=False,
+        )[0]
+        return velocity.float()
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        name = "transformer_blocks"
+        return BlockLayout({name: transformer.get_submodule(name)})  # type: ignore[dict-item]
+
+    def load_preview_pipeline(
+        self, transformer: nn.Module, device: torch.device, shift: float | None
+    ) -> StockSanaPipelines:
+        """Both schedules are the model's own; `shift` has no effect."""
+        vae = self._load_vae(device, torch.float32)
+        return StockSanaPipelines(transformer, vae, self.source["scheduler"], device)
+
+    def load_bare_pipeline(self) -> Any:
+        from diffusers import SanaVideoPipeline
+
+        settings = SanaVideoTransformer3DModel.load_config(self.source["transformer"].fetch())
+        with torch.device("meta"):
+            transformer = SanaVideoTransformer3DModel.from_config(settings)
+        absent = dict.fromkeys(("vae", "scheduler", *WITHOUT_TEXT))
+        return SanaVideoPipeline(transformer=hollow_out(transformer), **absent)
+
+    def _load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
+        return load_vae(AutoencoderKLWan, self.source["vae"], self.caching, device, dtype)
+
+    def _timesteps(self, noisy: NoisyBatch) -> Tensor:
+        """As the two pipelines have them: whole numbers from text, one per token where frame 0 is given."""
+        latents = noisy.noisy_latents
+        if noisy.batch.condition is None or latents.shape[2] == 1:
+            return noisy.timesteps.floor()
+        return token_timesteps(noisy.timesteps, latents)

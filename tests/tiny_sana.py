@@ -1,0 +1,101 @@
+"""A Sana Video checkpoint of real classes with random weights, made in a second.
+
+The tokenizer is built here: single characters, bytes for all others, and a merge for each word of the pipeline's
+instruction, so that the instruction is a few hundred tokens long as it is with the real one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    DPMSolverMultistepScheduler,
+    SanaVideoPipeline,
+    SanaVideoTransformer3DModel,
+)
+from tokenizers.processors import TemplateProcessing
+from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
+
+from simpletuner.models.sanavideo.text import pipeline_instruction
+from tests.tiny import WIDTH, cast, fill_zeros
+
+SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+CHARACTERS = [chr(code) for code in range(0x21, 0x7F)]
+HEADS, HEAD_WIDTH = 2, 24
+
+
+def build_tokenizer() -> GemmaTokenizer:
+    """Gemma's tokenizer class with a small vocabulary; it puts `<bos>` before every text, as Gemma's does."""
+    tokens = dict.fromkeys([*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "\n", *CHARACTERS])
+    merges: dict[tuple[str, str], None] = {}
+    for word in sorted({word for line in pipeline_instruction() for word in line.split()}):
+        left = "▁"
+        for character in word:
+            merges[left, character] = None
+            left += character
+            tokens[left] = None
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = GemmaTokenizer(vocab=vocabulary, merges=list(merges))
+    bos = ("<bos>", vocabulary["<bos>"])
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+    return tokenizer
+
+
+def build_gemma(vocabulary: int) -> Gemma2Model:
+    """Gemma 2 of two layers; hidden states are `WIDTH` wide."""
+    return Gemma2Model(
+        Gemma2Config(
+            vocab_size=-(-vocabulary // 16) * 16,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            initializer_range=0.3,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=2,
+        )
+    )
+
+
+def build_wan_vae() -> AutoencoderKLWan:
+    """The VAE of Wan 2.1 in shape: 16 latent channels with its statistics, an eighth of the size, every 4th frame."""
+    return AutoencoderKLWan(base_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+
+
+def build_sana() -> SanaVideoTransformer3DModel:
+    """A Sana Video transformer of two blocks, with no zero-initialised parameter left."""
+    transformer = SanaVideoTransformer3DModel(
+        num_attention_heads=HEADS,
+        attention_head_dim=HEAD_WIDTH,
+        num_layers=2,
+        num_cross_attention_heads=HEADS,
+        cross_attention_head_dim=HEAD_WIDTH,
+        cross_attention_dim=HEADS * HEAD_WIDTH,
+        caption_channels=WIDTH,
+        mlp_ratio=2,
+    )
+    fill_zeros(transformer)
+    return transformer
+
+
+def make_sana_checkpoint(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a Sana Video checkpoint of random weights into `folder` and return it; it serves t2v and i2v."""
+    tokenizer = build_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline = SanaVideoPipeline(
+            tokenizer=tokenizer,
+            text_encoder=cast(build_gemma(len(tokenizer)), dtype),
+            vae=build_wan_vae(),
+            transformer=cast(build_sana(), dtype),
+            scheduler=DPMSolverMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0
+            ),
+        )
+    pipeline.save_pretrained(folder)
+    return folder
