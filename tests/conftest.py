@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.tiny import make_checkpoint
+from tests.tiny_sana import make_sana_checkpoint
 from tests.workspace import Workspace
 
 # Tiny models gain nothing from threads, and tests must not fight over cores.
@@ -24,6 +25,12 @@ def t2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def i2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Kandinsky 5 image-to-image checkpoint of random weights."""
     return make_checkpoint(tmp_path_factory.mktemp("i2i"), "i2i")
+
+
+@pytest.fixture(scope="session")
+def sana_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Sana Video checkpoint of random weights."""
+    return make_sana_checkpoint(tmp_path_factory.mktemp("sana"))
 
 
 @pytest.fixture

@@ -1,0 +1,92 @@
+"""The adapter of a tiny Sana Video checkpoint, and what the stock pipelines hand to its transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline, SanaVideoPipeline
+from PIL.Image import Image
+
+from simpletuner.config.load import Layer, RunConfig, resolve, with_family
+from simpletuner.models.sanavideo.spec import SANA_VIDEO
+from simpletuner.models.sanavideo.video import SanaVideoAdapter
+from simpletuner.models.source import ModelSource
+from tests.fidelity.family import picture
+
+SIZE, FRAMES, LATENT_FRAMES = (96, 64), 9, 3  # width, height; frames
+PROMPT = "A RED ball rolls down the hill, seen from far away "
+SEED = 5
+
+
+def make_sana_config(checkpoint: Path, **settings: Any) -> RunConfig:
+    """The config of a run on a tiny checkpoint."""
+    values = {"model_type": "lora", "model_family": "sanavideo", "pretrained_model_name_or_path": str(checkpoint)}
+    problems: list[Any] = []
+    layers = with_family([Layer("test", list((values | settings).items()))], SANA_VIDEO.defaults, SANA_VIDEO.fixed)
+    config = resolve(layers, problems)
+    assert not [problem for problem in problems if problem.fatal], problems
+    return config
+
+
+def make_sana_adapter(checkpoint: Path, **settings: Any) -> SanaVideoAdapter:
+    """The adapter of a tiny checkpoint."""
+    config = make_sana_config(checkpoint, **settings)
+    flavour = SANA_VIDEO.flavour(None)
+    source = ModelSource.from_config(SANA_VIDEO, flavour, config.model)
+    return SanaVideoAdapter(flavour, source, config.model, config.text, config.caching)
+
+
+def stock_pipeline(checkpoint: Path, task: str) -> Any:
+    """The stock pipeline of a task with the scheduler that its users give it."""
+    pipeline: Any = (SanaImageToVideoPipeline if task == "i2v" else SanaVideoPipeline).from_pretrained(checkpoint)
+    if task == "i2v":
+        pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=8.0)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+class SanaRecorder:
+    """Stands in for a Sana transformer's forward and keeps the inputs of every call."""
+
+    def __init__(self, transformer: Any, answer: Callable[[dict[str, Any]], torch.Tensor] | None = None) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.answer = answer
+        transformer.forward = self
+
+    def __call__(self, hidden_states: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor]:
+        self.calls.append({"hidden_states": hidden_states, **inputs})
+        return (self.answer(self.calls[-1]) if self.answer else torch.zeros_like(hidden_states),)
+
+
+def record_pipeline(pipeline: Any, *, steps: int = 2, guidance: float = 1.0, **settings: Any) -> list[dict[str, Any]]:
+    """Everything that a stock pipeline passes to its transformer; the i2v one starts from `first_frame()`."""
+    recorder = SanaRecorder(pipeline.transformer)
+    if isinstance(pipeline, SanaImageToVideoPipeline):
+        settings["image"] = first_frame()
+    pipeline(
+        **{"prompt": PROMPT, **settings},
+        width=SIZE[0],
+        height=SIZE[1],
+        frames=FRAMES,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        generator=torch.Generator().manual_seed(SEED),
+        use_resolution_binning=False,
+        output_type="latent",
+    )
+    return recorder.calls
+
+
+def first_frame() -> Image:
+    """The picture that i2v starts from."""
+    return picture(*SIZE)
+
+
+def clip() -> torch.Tensor:
+    """Noise as a clip that begins with `first_frame()`; `1 3 F H W` in [-1, 1]."""
+    frames = np.stack([np.array(picture(*SIZE, seed)) for seed in range(FRAMES)])
+    return 2 * (torch.from_numpy(frames).float() / 255).permute(3, 0, 1, 2)[None] - 1

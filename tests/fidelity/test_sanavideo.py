@@ -1,0 +1,222 @@
+"""Sana Video: what training hands to the transformer equals what the stock pipelines hand to it at inference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner.config.schema import LossConfig
+from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.flow import make_noisy, sample_noise
+from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.errors import UserError
+from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.models.sanavideo.latents import WanLatentEncoder
+from tests.fidelity.family import CPU
+from tests.fidelity.sana import (
+    FRAMES,
+    LATENT_FRAMES,
+    PROMPT,
+    SEED,
+    SIZE,
+    SanaRecorder,
+    clip,
+    first_frame,
+    make_sana_adapter,
+    record_pipeline,
+    stock_pipeline,
+)
+
+LATENT_SHAPE = (16, LATENT_FRAMES, SIZE[1] // 8, SIZE[0] // 8)
+
+
+@pytest.fixture(params=["t2v", "i2v"])
+def task(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def assert_same_inputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Equal to 1e-6; of the text only what the mask shows, since what lies behind it has no weight."""
+    mask = theirs["encoder_attention_mask"].bool()
+    assert torch.equal(ours["encoder_attention_mask"], theirs["encoder_attention_mask"])
+    assert ours["encoder_hidden_states"].shape == theirs["encoder_hidden_states"].shape
+    text, other = ours["encoder_hidden_states"][mask], theirs["encoder_hidden_states"][mask]
+    torch.testing.assert_close(text, other, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours["hidden_states"], theirs["hidden_states"], rtol=0, atol=1e-6)
+    assert ours["timestep"].shape == theirs["timestep"].shape
+    torch.testing.assert_close(ours["timestep"], theirs["timestep"].float(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_inputs_are_the_pipelines(sana_checkpoint: Path, task: str, step: int) -> None:
+    pipeline = stock_pipeline(sana_checkpoint, task)
+    theirs = record_pipeline(pipeline)[step]
+    adapter = make_sana_adapter(sana_checkpoint)
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest(PROMPT)])
+    transformer = adapter.load_transformer(torch.float32)
+    recorder = SanaRecorder(transformer)
+    condition = None
+    if task == "i2v":
+        condition = adapter.load_latent_encoder(CPU, torch.float32).encode(clip()[:, :, :1], [0])
+    latents = theirs["hidden_states"]
+    sigmas = pipeline.scheduler.sigmas[step : step + 1]
+    batch = Batch(torch.zeros_like(latents), embeds, ["x"], condition=condition)
+    # Latents of zero: x_t is sigma times the noise, so that this noise gives the pipeline's own x_t.
+    noisy = adapter.prepare(make_noisy(batch, sigmas, latents / sigmas.view(-1, 1, 1, 1, 1)))
+    adapter.predict(transformer, noisy)
+    assert_same_inputs(recorder.calls[0], theirs)
+    if task == "i2v":
+        assert recorder.calls[0]["timestep"].shape == (1, 1, LATENT_FRAMES, SIZE[1] // 16, SIZE[0] // 16)
+        assert not recorder.calls[0]["timestep"][:, :, 0].any()
+
+
+def test_pure_noise_is_where_sampling_starts(sana_checkpoint: Path) -> None:
+    """The solver starts at a sigma just below 1 with noise alone: training there differs by no more than that."""
+    pipeline = stock_pipeline(sana_checkpoint, "t2v")
+    noise = record_pipeline(pipeline)[0]["hidden_states"]
+    latents = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32).encode(clip(), [0])
+    noisy = make_noisy(Batch(latents, [], ["x"]), pipeline.scheduler.sigmas[:1], noise)
+    assert (noisy.noisy_latents - noise).norm() / noise.norm() < 2e-4
+
+
+def test_oracle(sana_checkpoint: Path, task: str) -> None:
+    """With a model that answers `noise - z` the loss is 0 and both stock pipelines land on z."""
+    adapter = make_sana_adapter(sana_checkpoint)
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
+    encoder = adapter.load_latent_encoder(CPU, torch.float32)
+    latents, first = encoder.encode(clip(), [0]), encoder.encode(clip()[:, :, :1], [0])
+    noise = sample_noise(latents, torch.Generator().manual_seed(1))
+    batch = Batch(latents, embeds, ["x"], condition=first if task == "i2v" else None)
+    noisy = adapter.prepare(make_noisy(batch, torch.tensor([0.7]), noise))
+    target = noise - latents
+    if task == "i2v":
+        assert torch.equal(noisy.noisy_latents[:, :, :1], first)
+        target[:, :, 0] = 1e3  # whatever is said about frame 0 is left out of the loss
+    transformer = adapter.load_transformer(torch.float32)
+    SanaRecorder(transformer, lambda inputs: target)
+    assert diffusion_loss(adapter.predict(transformer, noisy), noisy, LossConfig()).item() == 0.0
+
+    pipeline = adapter.load_preview_pipeline(transformer, CPU, 3.0)
+    stock = pipeline.from_picture if task == "i2v" else pipeline.from_text
+    solver, landed = stock.scheduler, []
+
+    def velocity(inputs: dict[str, Any]) -> torch.Tensor:
+        # The timestep is a whole number here and there, so the noise level is asked of the solver itself.
+        index = 0 if solver.step_index is None else solver.step_index
+        return (inputs["hidden_states"] - latents) / solver.sigmas[index]
+
+    SanaRecorder(transformer, velocity)
+    decode = pipeline.vae.decode
+    pipeline.vae.decode = lambda z, **kwargs: (landed.append(z), decode(z, **kwargs))[1]
+    source = first_frame() if task == "i2v" else None
+    request = PreviewRequest(embeds[0], embeds[0], *SIZE, 6, 3.0, seed=SEED, source=source, num_frames=FRAMES)
+    frames = pipeline.render(request)
+    assert len(frames) == FRAMES
+    assert {frame.size for frame in frames} == {SIZE}
+    reached = (landed[-1] - encoder.mean) / encoder.std
+    assert (reached - latents).norm() / latents.norm() < 1e-6
+
+
+class TestTimesteps:
+    """One per token says the same as one per sample."""
+
+    def noisy(self, checkpoint: Path, timestep: float = 640.0) -> NoisyBatch:
+        encoder = make_sana_adapter(checkpoint).load_text_encoder(CPU, torch.float32)
+        embeds = encoder.encode([TextRequest("a ball"), TextRequest("")])
+        latents = torch.randn(2, *LATENT_SHAPE, generator=torch.Generator().manual_seed(0))
+        sigmas = torch.tensor([timestep, 250.0]) / 1000
+        return make_noisy(Batch(latents, embeds, ["x", "y"]), sigmas, sample_noise(latents, torch.Generator()))
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_equal_ones_equal_a_scalar(self, sana_checkpoint: Path, training: bool) -> None:
+        adapter = make_sana_adapter(sana_checkpoint)
+        transformer = adapter.load_transformer(torch.float32)
+        noisy = self.noisy(sana_checkpoint)
+        with torch.set_grad_enabled(training):
+            scalar = adapter.predict(transformer, noisy)
+            tokens = noisy.timesteps.view(2, 1, 1, 1, 1).expand(
+                2, 1, LATENT_FRAMES, *(n // 2 for n in LATENT_SHAPE[2:])
+            )
+            adapter._timesteps = lambda noisy: tokens  # type: ignore[method-assign]
+            torch.testing.assert_close(adapter.predict(transformer, noisy), scalar, rtol=0, atol=1e-6)
+
+    def test_distinct_ones_have_the_stock_gradients(self, sana_checkpoint: Path) -> None:
+        gradients = []
+        for hooked in (True, False):
+            adapter = make_sana_adapter(sana_checkpoint)
+            transformer = adapter.load_transformer(torch.float32)
+            if not hooked:
+                time_embed: Any = transformer.get_submodule("time_embed")
+                time_embed._forward_pre_hooks.clear()
+                time_embed._forward_hooks.clear()
+            noisy = conditioned(self.noisy(sana_checkpoint))
+            adapter.predict(transformer, adapter.prepare(noisy)).square().mean().backward()
+            gradients.append({name: each.grad for name, each in transformer.named_parameters()})
+        assert gradients[0]["time_embed.linear.weight"].abs().max() > 0
+        for name, gradient in gradients[0].items():
+            torch.testing.assert_close(gradient, gradients[1][name], rtol=0, atol=1e-6)
+
+    def test_frame_zero_is_at_zero(self, sana_checkpoint: Path) -> None:
+        """Its timestep matters: another one would give another prediction for the frames behind it."""
+        adapter = make_sana_adapter(sana_checkpoint)
+        transformer = adapter.load_transformer(torch.float32)
+        noisy = adapter.prepare(conditioned(self.noisy(sana_checkpoint)))
+        right = adapter.predict(transformer, noisy)
+        adapter._timesteps = lambda noisy: noisy.timesteps  # type: ignore[method-assign]
+        assert (adapter.predict(transformer, noisy) - right)[:, :, 1:].abs().max() > 1e-4
+
+
+def conditioned(noisy: NoisyBatch) -> NoisyBatch:
+    """The same batch as i2v, continuing its own first latent frame."""
+    latents = noisy.batch.latents
+    batch = Batch(latents, noisy.batch.embeds, noisy.batch.names, condition=latents[:, :, :1])
+    return make_noisy(batch, noisy.sigmas, noisy.noise)
+
+
+class TestLatents:
+    """Mode, normalised per channel, or nothing."""
+
+    def test_statistics_and_batches(self, sana_checkpoint: Path) -> None:
+        encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
+        pixels = torch.cat([clip(), -clip()])
+        together = encoder.encode(pixels, [1, 2])
+        assert together.shape == (2, *LATENT_SHAPE)
+        assert together.dtype == torch.float32
+        mode = encoder.vae.encode(pixels).latent_dist.mode()
+        mean, std = (torch.tensor(encoder.vae.config[f"latents_{name}"]) for name in ("mean", "std"))
+        expected = (mode - mean.view(-1, 1, 1, 1)) / std.view(-1, 1, 1, 1)
+        torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(encoder.encode(pixels[1:], [7]), together[1:], rtol=1e-5, atol=1e-5)
+
+    def test_first_frame_alone_is_the_clips_first(self, sana_checkpoint: Path) -> None:
+        encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
+        alone = encoder.encode(clip()[:, :, :1], [0])
+        torch.testing.assert_close(alone, encoder.encode(clip(), [0])[:, :, :1], rtol=1e-5, atol=1e-5)
+
+    def test_a_failure_stops(self, sana_checkpoint: Path) -> None:
+        encoder: WanLatentEncoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
+        with pytest.raises(UserError, match="not finite"):
+            encoder.encode(torch.full_like(clip(), torch.nan), [0])
+
+
+def test_one_frame_has_nothing_to_continue_with(sana_checkpoint: Path) -> None:
+    """Pictures mixed into an i2v run are trained from noise, with the loss on their one frame."""
+    adapter = make_sana_adapter(sana_checkpoint)
+    latents = torch.randn(1, 16, 1, 4, 4)
+    noisy = make_noisy(Batch(latents, [], ["x"], condition=latents), torch.tensor([0.4567]), torch.randn_like(latents))
+    assert adapter.prepare(noisy) is noisy
+    assert adapter._timesteps(noisy).tolist() == [456.0]
+
+
+def test_a_mask_of_the_batch_is_kept(sana_checkpoint: Path) -> None:
+    adapter = make_sana_adapter(sana_checkpoint)
+    latents = torch.randn(1, *LATENT_SHAPE)
+    given = torch.rand(1, 1, *LATENT_SHAPE[1:])
+    batch = Batch(latents, [], ["x"], condition=latents[:, :, :1], loss_mask=given)
+    noisy = adapter.prepare(make_noisy(batch, torch.tensor([0.5]), torch.randn_like(latents)))
+    prediction = torch.randn_like(latents)
+    expected = ((prediction - noisy.target).square() * given)[:, :, 1:].flatten(1).mean(1)
+    torch.testing.assert_close(diffusion_loss(prediction, noisy, LossConfig()), expected)

@@ -1,0 +1,162 @@
+"""Sana Video's text: our encoding equals the stock pipelines' exactly."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SanaImageToVideoPipeline
+
+from simpletuner.diffusion.batch import Batch
+from simpletuner.diffusion.flow import make_noisy
+from simpletuner.models.adapter import TextRequest
+from simpletuner.models.sanavideo.prompts import bare_fingerprint, own_instruction, text_fingerprint, with_motion_score
+from simpletuner.models.sanavideo.spec import SANA_VIDEO
+from simpletuner.models.sanavideo.text import pipeline_instruction
+from tests.fidelity.family import CPU
+from tests.fidelity.sana import make_sana_adapter, make_sana_config, record_pipeline, stock_pipeline
+
+CAPTIONS = (
+    "A RED ball \n",
+    "Élan: तारा 你好 (x) & more",
+    "many words " * 100,  # does not fit
+    "user prompt: a cat",
+)
+
+
+def pipeline_text(checkpoint: Path, prompt: str, instruction: Any, *, negative: bool = False) -> torch.Tensor:
+    """What a stock pipeline's transformer would attend to."""
+    encoded = stock_pipeline(checkpoint, "t2v").encode_prompt(
+        "" if negative else prompt, negative_prompt=prompt, complex_human_instruction=instruction
+    )
+    embeds, mask = encoded[2:] if negative else encoded[:2]
+    shown: torch.Tensor = embeds[mask.bool()]
+    return shown
+
+
+def ours(checkpoint: Path, *requests: TextRequest, **settings: Any) -> list[torch.Tensor]:
+    encoder = make_sana_adapter(checkpoint, **settings).load_text_encoder(CPU, torch.float32)
+    return [one["prompt_embeds"] for one in encoder.encode(requests)]
+
+
+def test_both_pipelines_have_one_instruction() -> None:
+    other = inspect.signature(SanaImageToVideoPipeline.__call__).parameters["complex_human_instruction"].default
+    assert pipeline_instruction() == other
+
+
+@pytest.mark.parametrize("caption", CAPTIONS)
+def test_captions(sana_checkpoint: Path, caption: str) -> None:
+    (mine,) = ours(sana_checkpoint, TextRequest(caption))
+    theirs = pipeline_text(sana_checkpoint, caption, pipeline_instruction())
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("caption", ["", "Blurry, JITTER ", CAPTIONS[2]])
+def test_negative_prompts_have_no_instruction(sana_checkpoint: Path, caption: str) -> None:
+    (mine,) = ours(sana_checkpoint, TextRequest(caption, negative=True), sana_motion_score=30)
+    theirs = pipeline_text(sana_checkpoint, caption, pipeline_instruction(), negative=True)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_the_empty_caption_is_the_negative_one(sana_checkpoint: Path) -> None:
+    dropped, negative, other = ours(
+        sana_checkpoint, TextRequest(" "), TextRequest("", negative=True), TextRequest("x"), sana_motion_score=30
+    )
+    assert torch.equal(dropped, negative)
+    assert len(other) > len(dropped)
+
+
+def test_a_batch_equals_single_captions(sana_checkpoint: Path) -> None:
+    requests = [TextRequest(caption, negative=index % 2 == 1) for index, caption in enumerate((*CAPTIONS, ""))]
+    for together, request in zip(ours(sana_checkpoint, *requests), requests, strict=True):
+        torch.testing.assert_close(together, ours(sana_checkpoint, request)[0], rtol=0, atol=1e-5)
+
+
+def test_motion_score(sana_checkpoint: Path) -> None:
+    """As the pipeline's users write it; a caption that ends with one keeps its own."""
+    scored, own = ours(
+        sana_checkpoint, TextRequest("A ball"), TextRequest("A ball motion score: 7."), sana_motion_score=30.0
+    )
+    for mine, score in ((scored, 30), (own, 7)):
+        theirs = pipeline_text(sana_checkpoint, f"A ball motion score: {score}.", pipeline_instruction())
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert with_motion_score("", 30) == ""
+    assert with_motion_score("a ball", 2.5) == "a ball motion score: 2.5."
+
+
+@pytest.mark.parametrize("lines", [[], ["Describe it:", "Prompt: "]])
+def test_own_instruction(sana_checkpoint: Path, tmp_path: Path, lines: list[str]) -> None:
+    theirs = pipeline_text(sana_checkpoint, "a ball", lines)
+    file = tmp_path / "lines.json"
+    file.write_text(json.dumps(lines))
+    for value in (lines, str(file)):
+        (mine,) = ours(sana_checkpoint, TextRequest("a ball"), sana_complex_human_instruction=value)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_values_of_the_instruction_key(tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("one\ntwo: \n")
+    assert own_instruction(True, []) is own_instruction("true", []) is None
+    assert own_instruction(False, []) == own_instruction("off", []) == []
+    assert own_instruction(str(tmp_path / "lines.txt"), []) == ["one", "two: "]
+    for wrong in ("nowhere.txt", 7, [1], {"a": "b"}):
+        problems: list[Any] = []
+        assert own_instruction(wrong, problems) is None
+        assert [problem.where for problem in problems] == ["sana_complex_human_instruction"], wrong
+
+
+def test_what_is_cut_is_told(sana_checkpoint: Path) -> None:
+    encoder = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
+    assert encoder.truncated("a ball") is None
+    assert encoder.truncated("") is None
+    cut = encoder.truncated("x " * 400 + "the end")
+    assert cut is not None
+    assert cut.endswith("the end")
+    assert len(ours(sana_checkpoint, TextRequest("x " * 400))[0]) == 300
+    assert len(ours(sana_checkpoint, TextRequest("x " * 400), tokenizer_max_length=77)[0]) == 77
+
+
+def test_the_words_are_part_of_the_identity(sana_checkpoint: Path) -> None:
+    flavour = SANA_VIDEO.flavour(None)
+    variants = ({}, {"sana_motion_score": 3}, {"sana_complex_human_instruction": False})
+    configs = [make_sana_config(sana_checkpoint, **settings).text for settings in variants]
+    prints = [text_fingerprint(text, flavour) for text in configs] + [bare_fingerprint(configs[0])]
+    assert len(set(prints)) == 4
+    assert len({bare_fingerprint(text) for text in configs}) == 1
+
+
+def test_padding_behind_the_mask_has_no_weight(sana_checkpoint: Path) -> None:
+    """Zeros in place of what Gemma says about padding: the prediction is the same to the last bit."""
+    theirs = record_pipeline(stock_pipeline(sana_checkpoint, "t2v"))[0]
+    adapter = make_sana_adapter(sana_checkpoint)
+    transformer = adapter.load_transformer(torch.float32).eval()
+    mask = theirs["encoder_attention_mask"].bool()
+    embeds = [{"prompt_embeds": theirs["encoder_hidden_states"][mask]}]
+    latents = theirs["hidden_states"]
+    noisy = make_noisy(Batch(torch.zeros_like(latents), embeds, ["x"]), torch.ones(1), latents)
+    with torch.no_grad():
+        mine = adapter.predict(transformer, noisy)
+        inputs = {**theirs, "timestep": torch.tensor([1000.0]), "return_dict": False}
+        stock = transformer(**inputs)[0]
+    assert theirs["encoder_hidden_states"][~mask].abs().max() > 0.1
+    assert torch.equal(mine, stock)
+
+
+def test_batch_of_unequal_captions_equals_single_runs(sana_checkpoint: Path) -> None:
+    adapter = make_sana_adapter(sana_checkpoint)
+    encoder = adapter.load_text_encoder(CPU, torch.float32)
+    embeds = encoder.encode([TextRequest(caption) for caption in ("a ball", CAPTIONS[1], "")])
+    transformer = adapter.load_transformer(torch.float32)
+    latents = torch.randn(3, 16, 3, 4, 6, generator=torch.Generator().manual_seed(0))
+    noise, sigmas = torch.randn_like(latents), torch.tensor([0.3, 0.6, 0.9])
+    together = adapter.predict(transformer, make_noisy(Batch(latents, embeds, list("abc")), sigmas, noise))
+    for index in range(3):
+        one = slice(index, index + 1)
+        alone = adapter.predict(
+            transformer, make_noisy(Batch(latents[one], embeds[one], ["x"]), sigmas[one], noise[one])
+        )
+        torch.testing.assert_close(together[one], alone, rtol=0, atol=1e-5)

@@ -1,0 +1,132 @@
+"""Sana Video in training: gradients, LoRA files that the stock pipeline loads, and its own sigmas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.flow import make_noisy, shift_sigmas
+from simpletuner.models.adapter import TextRequest
+from simpletuner.models.lora_targets import matching_modules
+from simpletuner.models.sanavideo.spec import SANA_VIDEO
+from simpletuner.training.activation_checkpointing import enable_checkpointing
+from simpletuner.training.assemble import Intent, assemble, make_accelerator
+from simpletuner.training.lora import verify_file
+from simpletuner.training.state import Assembly
+from simpletuner.training.step import add_noise
+from tests.fidelity.family import CPU
+from tests.fidelity.sana import make_sana_adapter, make_sana_config, stock_pipeline
+
+ALL_LINEAR = SANA_VIDEO.lora_presets["all-linear"]
+DEFAULT = list(SANA_VIDEO.lora_targets)
+MODES = ["t2v", "i2v"]
+
+
+def make_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32) -> Batch:
+    encoder = make_sana_adapter(checkpoint).load_text_encoder(CPU, dtype)
+    embeds = encoder.encode([TextRequest("a ball"), TextRequest("")])
+    latents = torch.randn(2, 16, 3, 4, 6, generator=torch.Generator().manual_seed(0))
+    return Batch(latents, embeds, ["d/0", "d/1"], condition=latents[:, :, :1] if mode == "i2v" else None)
+
+
+def noisy_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32) -> NoisyBatch:
+    batch = make_batch(checkpoint, mode, dtype)
+    noise = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(1))
+    return make_sana_adapter(checkpoint).prepare(make_noisy(batch, torch.tensor([0.3, 0.8]), noise))
+
+
+def make_assembly(checkpoint: Path, targets: Any = None, **settings: Any) -> Assembly:
+    config = make_sana_config(checkpoint, **{"mixed_precision": "no", "learning_rate": 1e-2, **settings})
+    intent = Intent(lora_targets=targets or DEFAULT, seed=3, total_steps=10, learning_rate=1e-2)
+    assembly = assemble(config, intent, make_sana_adapter(checkpoint, **settings), [], make_accelerator())
+    assembly.transformer.train()
+    return assembly
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpointed_gradients_are_the_plain_ones(sana_checkpoint: Path, mode: str) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        adapter = make_sana_adapter(sana_checkpoint)
+        transformer = adapter.load_transformer(torch.float32)
+        config = make_sana_config(sana_checkpoint, gradient_checkpointing=checkpointing)
+        enable_checkpointing(transformer, adapter.block_layout(transformer), config.precision, dropout=False)
+        transformer.train()
+        adapter.predict(transformer, noisy_batch(sana_checkpoint, mode)).square().mean().backward()
+        gradients.append({name: each.grad for name, each in transformer.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-6)
+
+
+def test_blocks_are_entered_in_the_order_of_the_layout(sana_checkpoint: Path) -> None:
+    adapter = make_sana_adapter(sana_checkpoint)
+    transformer = adapter.load_transformer(torch.float32)
+    blocks, entered = adapter.block_layout(transformer).blocks, []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda module, _: entered.append(module))
+    adapter.predict(transformer, noisy_batch(sana_checkpoint, "t2v"))
+    assert [id(block) for block in entered] == [id(block) for block in blocks]
+    assert len(blocks) == 2
+
+
+@pytest.mark.parametrize("targets", [DEFAULT, ALL_LINEAR], ids=["default", "all-linear"])
+@pytest.mark.parametrize("task", MODES)
+def test_lora_file_in_the_stock_pipeline(sana_checkpoint: Path, tmp_path: Path, targets: Any, task: str) -> None:
+    assembly = make_assembly(sana_checkpoint, targets, lora_rank=4, lora_alpha=6)
+    lora = assembly.lora
+    assert lora is not None
+    for index, parameter in enumerate(assembly.parameters.values()):
+        parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 4
+    path = lora.save(tmp_path, note={})
+    adapter = make_sana_adapter(sana_checkpoint)
+    assert verify_file(path, lora, adapter.load_bare_pipeline()) == len(lora.state_dict())
+    pipeline = stock_pipeline(sana_checkpoint, task)
+    noisy = noisy_batch(sana_checkpoint, task)
+    with torch.no_grad():
+        base = adapter.predict(pipeline.transformer, noisy)
+        pipeline.load_lora_weights(tmp_path)
+        loaded = adapter.predict(pipeline.transformer, noisy)
+        trained = adapter.predict(assembly.transformer.eval(), noisy)
+    assert (trained - base).abs().max() > 1e-2, "the LoRA changes something"
+    # Two loads of one file may differ in the last bits, by the alignment of their weights; the LoRA's are equal.
+    torch.testing.assert_close(loaded, trained, rtol=1e-5, atol=1e-5)
+
+
+def test_all_linear_is_attention_and_pointwise_convolutions(sana_checkpoint: Path) -> None:
+    names = [name for name, _ in make_sana_adapter(sana_checkpoint).load_transformer(torch.float32).named_modules()]
+    assert len(matching_modules(names, DEFAULT)) == 2 * 8
+    assert len(matching_modules(names, ALL_LINEAR)) == 2 * 10
+
+
+@pytest.mark.parametrize("settings", [{}, {"flow_schedule_shift": 9.0, "flow_use_uniform_schedule": True}])
+def test_sigmas_are_the_models_own(sana_checkpoint: Path, settings: dict[str, Any]) -> None:
+    """Logit-normal with a shift of 3, whatever the user set and however large the clip is."""
+    assembly = make_assembly(sana_checkpoint, disable_segmented_timestep_sampling=True, **settings)
+    latents = torch.zeros(4000, 16, 1, 2, 2)
+    batch = Batch(latents, [], ["x"] * len(latents))
+    sigmas = add_noise(assembly, batch, 0, 0).sigmas.sort().values
+    shares = (torch.arange(len(latents)) + 0.5) / len(latents)
+    expected = shift_sigmas(torch.sigmoid(torch.special.ndtri(shares)), 3.0)
+    assert (sigmas - expected).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model_type", ["lora", "full"])
+def test_bf16_training_is_finite(sana_checkpoint: Path, mode: str, model_type: str) -> None:
+    settings = {"mixed_precision": "bf16", "model_type": model_type, "gradient_checkpointing": True}
+    assembly = make_assembly(sana_checkpoint, optimizer="optimi-adamw", **settings)
+    for sigma in (1e-6, 0.5, 1.0):
+        batch = make_batch(sana_checkpoint, mode, torch.bfloat16)
+        noise = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(1))
+        noisy = assembly.adapter.prepare(make_noisy(batch, torch.full((2,), sigma), noise))
+        prediction = assembly.adapter.predict(assembly.transformer, noisy)
+        assert prediction.dtype == torch.float32
+        loss = (prediction - noisy.target).square().mean()
+        loss.backward()
+        assert loss.isfinite()
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in assembly.parameters.values())
