@@ -33,7 +33,7 @@ def filmed(time: float, size: tuple[int, int] = (WIDTH, HEIGHT)) -> np.ndarray:
     """What is seen at a time in seconds, `H W 3`."""
     pixels = np.array(pictures.scene(*size))
     width, height = size
-    pixels[height * 3 // 8 : height * 5 // 8, width * 3 // 8 : width * 5 // 8] = DARK + round(time * GROWTH)
+    pixels[height * 3 // 8 : height * 5 // 8, width * 3 // 8 : width * 5 // 8] = min(255, DARK + round(time * GROWTH))
     return pixels
 
 
@@ -224,7 +224,10 @@ WHOLE: dict[str, Writer] = {
 
 
 def _bytes(content: bytes) -> Writer:
-    return lambda path: None if path.write_bytes(content) else None
+    def write(path: Path) -> None:
+        path.write_bytes(content)
+
+    return write
 
 
 def _cut(suffix: str, share: float, **changes: object) -> Writer:

@@ -125,6 +125,8 @@ def _clip_of(container: InputContainer) -> VideoStream:
     streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
     if not streams:
         raise MediaError("holds no frames, only sound" if container.streams.audio else "holds no frames")
+    if not streams[0].codec_context:
+        raise MediaError("is in a format that cannot be decoded here")
     # Many clips are decoded at once; threads within one would only fight over cores.
     streams[0].codec_context.thread_count = 1
     return streams[0]

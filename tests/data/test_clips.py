@@ -1,0 +1,223 @@
+"""Clips of every kind: each reader sees the right frames, by their times, or says that it cannot."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from simpletuner.data import av_reader, clips, decord_reader
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.clips import MediaError, fit_clip, frames_of, probe_clip, read_clip
+from simpletuner.data.timing import moments_of, shown_at
+from tests.clips import BROKEN, HEIGHT, SECONDS, WHOLE, WIDTH, filmed, time_in, write_clip
+from tests.pictures import BLUE, GREEN, RED, WHITE, corners
+
+Reader = Callable[[Path, Sequence[float]], Iterator[NDArray[np.uint8]]]
+
+# What decord cannot read, or would read wrongly; PyAV reads all of them.
+NOT_FOR_DECORD = {
+    "h264.avi", "old.mpg", "old.mpeg", "av1.mp4", "live.mkv", "live.webm", "no-index.avi", "broken-index.avi",
+    "edited.mp4",
+}  # fmt: skip
+# How long a frame stays, where that is more than 1/24 s.
+LONGEST_FRAME = {"uneven.mp4": 0.1, "uneven.mkv": 0.1, "slow.mp4": 1 / 12}
+COLOUR_ERROR = 0.03
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every clip, written once."""
+    root = tmp_path_factory.mktemp("clips")
+    for name, write in {**WHOLE, **BROKEN}.items():
+        write(root / name)
+    return root
+
+
+def through_both(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
+    return frames_of(path, len(moments), len(moments) / SECONDS)
+
+
+READERS: dict[str, Reader] = {"av": av_reader.read, "decord": decord_reader.read, "both": through_both}
+
+
+def read(reader: str, path: Path, rate: float) -> list[NDArray[np.uint8]]:
+    """The whole clip; skips what decord is known to refuse."""
+    if reader == "decord":
+        pytest.importorskip("decord")
+        if path.name in NOT_FOR_DECORD:
+            with pytest.raises(decord_reader.NotForDecordError):
+                list(decord_reader.read(path, moments_of(SECONDS, 1)))
+            pytest.skip("refused, as it should be")
+    return list(READERS[reader](path, moments_of(round(SECONDS * rate), rate)))
+
+
+@pytest.mark.parametrize("rate", [24, 16, 30, 7])
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("reader", READERS)
+def test_frames_are_those_that_are_shown_at_their_time(reader: str, name: str, rate: float, folder: Path) -> None:
+    frames = read(reader, folder / name, rate)
+    stays = LONGEST_FRAME.get(name, 1 / 23.9)
+    assert len(frames) == SECONDS * rate
+    for moment, frame in zip(moments_of(len(frames), rate), frames, strict=True):
+        assert frame.shape == (HEIGHT, WIDTH, 3)
+        assert moment - stays - COLOUR_ERROR < time_in(frame) < moment + COLOUR_ERROR
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("reader", READERS)
+def test_clips_are_upright_and_in_colour(reader: str, name: str, folder: Path) -> None:
+    frame = read(reader, folder / name, 1)[0]
+    for seen, wanted in zip(corners(Image.fromarray(frame)), [RED, GREEN, BLUE, WHITE], strict=True):
+        assert np.abs(np.subtract(seen, wanted)).max() <= 12, (seen, wanted)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_facts_are_known_without_decoding(name: str, folder: Path) -> None:
+    facts = probe_clip(folder / name)
+    assert (facts.width, facts.height) == (WIDTH, HEIGHT)
+    assert facts.seconds == pytest.approx(SECONDS, abs=0.07)
+    rates = {"slow.mp4": 12, "fast.mp4": 60, "uneven.mp4": 20.5, "uneven.mkv": 20.5}
+    assert facts.source_rate == pytest.approx(rates.get(name, 24), rel=0.01)
+    if not name.startswith("uneven"):
+        assert [facts.frames_at(rate) for rate in (24, 12, 1)] == ([49, 25, 3] if name == "film.mp4" else [48, 24, 2])
+
+
+@pytest.mark.parametrize("frames", [1, 5, 49, 81, 121])
+@pytest.mark.parametrize("rate", [16, 24, 25, 30, 60, 24000 / 1001])
+@pytest.mark.parametrize("suffix", [".mp4", ".mkv"])
+def test_a_clip_gives_all_its_frames_at_its_own_rate(suffix: str, rate: float, frames: int, tmp_path: Path) -> None:
+    path = tmp_path / f"clip{suffix}"
+    write_clip(path, rate=rate, seconds=frames / rate, size=(32, 32), codec_options={"preset": "ultrafast"})
+    assert probe_clip(path).frames_at(rate) == frames
+
+
+def test_other_rates_take_other_frames_of_the_source(folder: Path) -> None:
+    own = read_clip(folder / "h264.mp4", 48, 24)
+    assert np.array_equal(read_clip(folder / "h264.mp4", 32, 16), own[[k * 3 // 2 for k in range(32)]])
+    assert np.array_equal(read_clip(folder / "h264.mp4", 96, 48), own[[k // 2 for k in range(96)]])
+
+
+def test_moments_find_the_frame_that_is_shown() -> None:
+    assert shown_at([0, 0.042, 0.083, 0.125], [0, 1 / 24, 2 / 24, 0.11, 3 / 24, 9]) == [0, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_clips_are_found_without_decoding_them(name: str, folder: Path) -> None:
+    with pytest.raises(MediaError) as probed:
+        probe_clip(folder / name)
+    expected = {"empty": "is empty", "picture": "is a picture", "voice": "only sound", "text": "cannot be decoded"}
+    words = next((words for start, words in expected.items() if name.startswith(start)), "")
+    assert words in str(probed.value)
+    assert ("truncated" in str(probed.value)) == (name.startswith("cut") and name != "cut.mp4")
+
+
+@pytest.mark.parametrize("name", [name for name in BROKEN if not name.startswith(("cut", "picture"))])
+def test_broken_clips_give_no_frames(name: str, folder: Path) -> None:
+    with pytest.raises(MediaError):
+        read_clip(folder / name, 2, 24)
+
+
+def test_more_frames_than_there_are_is_an_error(folder: Path) -> None:
+    with pytest.raises(MediaError, match=r"ends after 2\.00 seconds"):
+        read_clip(folder / "h264.mp4", 80, 24)
+
+
+def test_a_missing_clip_is_a_media_error(tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match="cannot be read"):
+        probe_clip(tmp_path / "gone.mp4")
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".webm", ".avi"])
+def test_random_damage_never_escapes_as_another_error(suffix: str, tmp_path: Path) -> None:
+    numbers = random.Random(0)
+    path = tmp_path / f"clip{suffix}"
+    write_clip(path, seconds=0.5)
+    content = path.read_bytes()
+    for _ in range(25):
+        damaged = bytearray(content)
+        for _ in range(numbers.choice((1, 8, 64))):
+            damaged[numbers.randrange(min(len(damaged), numbers.choice((64, 4096))))] = numbers.randrange(256)
+        path.write_bytes(bytes(damaged))
+        try:
+            facts = probe_clip(path)
+            if facts.frames_at(24) <= 24:
+                read_clip(path, facts.frames_at(24), 24)
+        except MediaError:
+            pass
+
+
+@pytest.mark.parametrize("size", [(97, 65), (33, 50)])
+def test_odd_sizes(size: tuple[int, int], tmp_path: Path) -> None:
+    path = tmp_path / "odd.mkv"
+    write_clip(path, size=size, pixel_format="yuv444p", seconds=0.25)
+    facts = probe_clip(path)
+    assert (facts.width, facts.height) == size
+    assert read_clip(path, 6, 24).shape == (6, size[1], size[0], 3)
+
+
+def test_one_frame(tmp_path: Path) -> None:
+    write_clip(tmp_path / "one.mp4", times=[0.0])
+    facts = probe_clip(tmp_path / "one.mp4")
+    assert (facts.source_rate, facts.frames_at(24)) == (0, 1)
+    assert read_clip(tmp_path / "one.mp4", 1, 24).shape == (1, HEIGHT, WIDTH, 3)
+
+
+def test_pixels_that_are_not_square_are_measured_as_they_are_shown(tmp_path: Path) -> None:
+    write_clip(tmp_path / "wide.mp4", aspect=Fraction(4, 3), seconds=0.25)
+    facts = probe_clip(tmp_path / "wide.mp4")
+    assert (facts.width, facts.height) == (WIDTH * 4 // 3, HEIGHT)
+
+
+def test_decord_may_be_missing_or_fail_in_the_middle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read_clip(folder / "h264.mp4", 48, 24)
+    read_some = decord_reader.read
+
+    def fail_later(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
+        yield from read_some(path, moments[:20])
+        raise decord_reader.NotForDecordError("gave up")
+
+    monkeypatch.setattr(decord_reader, "read", fail_later)
+    assert np.array_equal(read_clip(folder / "h264.mp4", 48, 24), whole)
+    monkeypatch.undo()
+    monkeypatch.setattr(decord_reader, "_decord", lambda: None)
+    assert np.array_equal(read_clip(folder / "h264.mp4", 48, 24), whole)
+
+
+def test_memory_is_never_blamed_on_a_clip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(decord_reader, "_decord", lambda: None)
+    monkeypatch.setattr(av_reader, "_to_rgb", fail)
+    with pytest.raises(MemoryError):
+        read_clip(folder / "h264.mp4", 2, 24)
+
+
+def test_every_frame_is_fitted_alike() -> None:
+    frames = [filmed(index / 24) for index in range(5)]
+    geometry = Geometry("1.0", (32, 32), (48, 32), (8, 0))
+    fitted = fit_clip(iter(frames), geometry)
+    assert fitted.shape == (5, 32, 32, 3)
+    singles = [np.asarray(Image.fromarray(frame).resize((48, 32), Image.Resampling.LANCZOS)) for frame in frames]
+    assert np.abs(fitted.astype(int) - np.stack(singles)[:, :, 8:40]).max() <= 1
+
+
+def test_suffixes_are_those_of_the_specification() -> None:
+    kinds = ["mp4", "mov", "avi", "mkv", "webm", "flv", "wmv", "m4v", "mpeg", "mpg", "3gp", "ogv"]
+    assert {f".{kind}" for kind in kinds} == clips.CLIP_SUFFIXES
+
+
+def test_planning_needs_no_torch_and_pictures_need_no_readers() -> None:
+    code = "import simpletuner.data.build, sys; assert not {'torch', 'av', 'decord'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import simpletuner.data.av_reader, simpletuner.data.clip_writer, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
