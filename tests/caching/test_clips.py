@@ -1,0 +1,190 @@
+"""Latents of clips: their identity, their conditions, and how they are filled in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from simpletuner.caching import fill
+from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, missing
+from simpletuner.caching.fill import fill_latents, prepared_picture, to_pixels
+from simpletuner.caching.keys import EncoderIdentity
+from simpletuner.caching.read import BatchReader
+from simpletuner.caching.store import CacheStore
+from simpletuner.config.schema import CachingConfig
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.sample import Sample
+from simpletuner.data.sampler import PlannedBatch
+from tests.clips import time_in, write_clip
+
+ENCODER = EncoderIdentity("kandinsky5-video", "c" * 64, "fp32")
+SIZE = (96, 64)
+
+
+class SmallEncoder:
+    """A linear VAE in shape: every eighth pixel, every fourth frame."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.seconds = seconds
+
+    def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
+        time.sleep(self.seconds)
+        self.shapes.append(tuple(pixels.shape))
+        return pixels[:, :, ::4, ::8, ::8].clone()
+
+
+class Silent:
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Nobody looks."""
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Catalogue:
+    encoders = Encoders(
+        vae=ENCODER, text=ENCODER, template="", max_length=8, clean=lambda text: text, prompt_holds_picture=False
+    )
+    return Catalogue(encoders, {"films": tmp_path / "latents"}, {}, tmp_path / "texts")
+
+
+@pytest.fixture
+def film(tmp_path: Path) -> Sample:
+    """A clip of 17 frames."""
+    path = tmp_path / "film.mp4"
+    write_clip(path, seconds=1)
+    geometry = Geometry("1.5", SIZE, SIZE, (0, 0))
+    return Sample("films", "film.mp4", path, "a" * 64, SIZE, geometry, ("a film",), frames=17, frame_rate=24)
+
+
+def config_of(**changes: object) -> CachingConfig:
+    return CachingConfig().model_copy(update=changes)
+
+
+def test_frames_and_rate_belong_to_the_key(catalogue: Catalogue, film: Sample) -> None:
+    variants = [film, replace(film, frames=13), replace(film, frame_rate=16.0), film.first_frame]
+    keys = [catalogue.latent(each).key for each in variants]
+    assert len({key.digest() for key in keys}) == 4
+    assert (keys[0].frames, keys[0].rate) == (17, 24)
+    assert (keys[3].frames, keys[3].rate) == (1, None), "the first frame is the same at every rate"
+
+
+def test_an_i2v_sample_has_its_first_frame_encoded_alone(catalogue: Catalogue, film: Sample) -> None:
+    assert catalogue.condition(film) is None
+    first = catalogue.condition(replace(film, is_i2v=True))
+    assert first is not None
+    assert first.key == catalogue.latent(film.first_frame).key
+    partner = replace(film, name="partner", content="b" * 64)
+    source = catalogue.condition(replace(film, partner=partner))
+    assert source == catalogue.latent(partner)
+
+
+def test_clips_are_encoded_by_size_and_length(catalogue: Catalogue, film: Sample) -> None:
+    samples = [film, replace(film, frames=13), replace(film, frame_rate=12.0, frames=9), film.first_frame]
+    samples += [replace(film, content="b" * 64)]
+    entries = [catalogue.latent(each) for each in samples]
+    encoder = SmallEncoder()
+    assert fill_latents(entries, lambda: encoder, config_of(vae_batch_size=2), Silent()) == {}
+    assert not missing(entries)
+    assert encoder.shapes == [(2, 3, 17, 64, 96), (1, 3, 13, 64, 96), (1, 3, 9, 64, 96), (1, 3, 1, 64, 96)]
+    store = CacheStore(entries[0].folder)
+    latents = store.read(entries[0].key.digest())["latents"]
+    assert latents.shape == (3, 5, 8, 12)
+    assert torch.equal(store.read(entries[3].key.digest())["latents"], latents[:, :1])
+
+
+def test_a_batch_carries_its_conditions(catalogue: Catalogue, film: Sample) -> None:
+    samples = tuple(replace(film, is_i2v=True, content=letter * 64) for letter in "ab")
+    entries = [entry for each in samples for entry in (catalogue.latent(each), catalogue.condition(each)) if entry]
+    fill_latents(entries, SmallEncoder, config_of(), Silent())
+    text = catalogue.text("films", "a film", None)
+    CacheStore(text.folder).write(text.key.digest(), {"prompt_embeds": torch.ones(2, 4)}, {})
+    planned = PlannedBatch(1, 0, "films", "1.5", SIZE, samples, ("a film", "a film"))
+    reader = BatchReader(catalogue, 0.0, 1, lambda entry: pytest.fail("nothing is damaged"))
+    batch = reader(planned)
+    assert batch.latents.shape == (2, 3, 5, 8, 12)
+    assert batch.condition is not None
+    assert torch.equal(batch.condition, batch.latents[:, :, :1])
+    plain = replace(planned, samples=tuple(replace(each, is_i2v=False) for each in samples))
+    assert reader(plain).condition is None
+
+
+def test_a_clip_that_cannot_be_decoded_is_named(catalogue: Catalogue, film: Sample) -> None:
+    broken = replace(film, name="broken.mp4", path=film.path.with_name("broken.mp4"), content="b" * 64)
+    broken.path.write_bytes(film.path.read_bytes()[:500])
+    short = replace(film, name="short.mp4", frames=81, content="c" * 64)
+    entries = [catalogue.latent(each) for each in (broken, film, short)]
+    failures = fill_latents(entries, SmallEncoder, config_of(), Silent())
+    assert set(failures) == {("films", "broken.mp4"), ("films", "short.mp4")}
+    assert "ends after 1.00 seconds" in failures["films", "short.mp4"]
+    assert len(missing(entries)) == 2
+
+
+def test_the_picture_that_a_preview_starts_from_is_frame_0(film: Sample) -> None:
+    picture = prepared_picture(film)
+    assert picture.size == SIZE
+    assert time_in(np.asarray(picture)) == pytest.approx(0, abs=0.03)
+
+
+def test_pixels_are_rounded_as_the_pipelines_do() -> None:
+    values = np.arange(256, dtype=np.uint8).repeat(3).reshape(1, 16, 16, 3)
+    expected = (2.0 * (torch.tensor(values).float() / 255.0) - 1.0).permute(3, 0, 1, 2)
+    assert torch.equal(to_pixels(values), expected)
+    assert torch.equal(to_pixels(values[0]), expected)
+
+
+@pytest.mark.parametrize(("budget", "most"), [(0, 2), (3 * 17 * 96 * 64 * 4, 4), (1 << 30, 8)])
+def test_waiting_clips_take_a_bounded_amount_of_memory(
+    catalogue: Catalogue, film: Sample, budget: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill, "WAITING_BYTES", budget)
+    entries = [catalogue.latent(replace(film, content=f"{index:064}")) for index in range(20)]
+    asked: list[str] = []
+
+    def decode(sample: Sample) -> np.ndarray:
+        asked.append(sample.content)
+        return np.zeros((sample.frames, 64, 96, 3), dtype=np.uint8)
+
+    monkeypatch.setattr(fill, "_decode", decode)
+    with ThreadPoolExecutor(4) as decoders:
+        handed_out = 0
+        for entry, decoded in fill._decode_ahead(entries, 8, decoders):
+            decoded.result()
+            time.sleep(0.001)
+            handed_out += 1
+            assert len(asked) <= handed_out + most
+            assert isinstance(entry, LatentEntry)
+        assert handed_out == 20
+
+
+def test_decoding_and_writing_go_on_while_the_encoder_works(
+    catalogue: Catalogue, film: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wall time is the encoder's own, though decoding takes as long again."""
+    entries = [catalogue.latent(replace(film, content=f"{index:064}")) for index in range(12)]
+    decode = fill._decode
+
+    def slowly(sample: Sample) -> np.ndarray:
+        time.sleep(0.1)
+        return decode(sample)
+
+    monkeypatch.setattr(fill, "_decode", slowly)
+    monkeypatch.setattr(fill, "_decoders", lambda config: 2)
+    start = time.monotonic()
+    fill_latents(entries, lambda: SmallEncoder(seconds=0.1), config_of(vae_batch_size=1), Silent())
+    assert time.monotonic() - start < 12 * 0.1 * 1.15 + 0.4
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() <= before
