@@ -1,0 +1,145 @@
+"""Whole runs of Kandinsky 5 Video on tiny checkpoints: clips in, a verified LoRA and playing previews out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+from diffusers import Kandinsky5T2VPipeline
+from safetensors.torch import load_file
+
+from simpletuner.models.kandinsky5.processor import load_processor
+from tests.clips import write_clip
+from tests.tiny import make_checkpoint
+from tests.workspace import DATASETS, Workspace
+
+CLIPS: dict[str, Any] = {
+    **DATASETS[0],
+    "dataset_type": "video",
+    "video": {"num_frames": 5, "min_frames": 5, "frame_rate": 12},
+}
+SETTINGS: dict[str, Any] = {
+    "model_family": "kandinsky5-video",
+    "train_batch_size": 1,
+    "validation_num_video_frames": 17,
+    "framerate": 12,
+    "validation_resolution": "128x128",
+    "max_train_steps": 3,
+    "num_eval_images": 1,
+}
+
+
+def make_workspace(folder: Path, checkpoint: Path, flavour: str) -> Workspace:
+    """Three clips and a run of three steps."""
+    workspace = Workspace.create(folder, checkpoint, pictures=0, model_flavour=flavour, **SETTINGS)
+    for index in range(3):
+        path = workspace.path(f"datasets/pictures/clip {index}.mp4")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_clip(path, seconds=1.0 + index / 4)
+        path.with_suffix(".txt").write_text(f"clip number {index}\nदूसरा {index}")
+    workspace.write_datasets([CLIPS, DATASETS[1]])
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def t2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("t2v"), "t2v")
+
+
+@pytest.fixture(scope="module")
+def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("i2v"), "i2v")
+
+
+def test_clips_become_a_lora_and_previews(tmp_path: Path, t2v: Path) -> None:
+    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    workspace.write_config(validation_disable=False)
+    assert workspace.train() == 0
+    preview = workspace.path("output/validation_images/step_3_validation_0_128x128@17.mp4")
+    with av.open(str(preview)) as clip:
+        stream = clip.streams.video[0]
+        assert (stream.width, stream.height, float(stream.average_rate or 0)) == (128, 128, 12.0)
+        assert len(list(clip.decode(video=0))) == 17
+    assert workspace.path("output/benchmarks/base_model/validation_128x128@17_0.mp4").exists()
+    pipeline = Kandinsky5T2VPipeline.from_pretrained(t2v, tokenizer=load_processor(t2v))
+    pipeline.load_lora_weights(workspace.path("output"))
+    report = workspace.path("output/training_report.html").read_text(encoding="utf-8")
+    assert "<video" in report
+    assert "clip 0.mp4" in report
+
+
+def test_i2v_needs_nothing_beside_the_clips(tmp_path: Path, i2v: Path) -> None:
+    workspace = make_workspace(tmp_path / "run", i2v, "i2v-lite-5s")
+    workspace.write_config(validation_disable=False)
+    assert workspace.train() == 0
+    latents = list(workspace.path("output/cache/vae").rglob("*.safetensors*"))
+    assert len(latents) == 6, "each clip, and its first frame alone"
+    assert all(line["train_loss"] > 0 for line in workspace.metrics())
+    assert workspace.path("output/validation_images/step_3_validation_0_128x128@17.mp4").exists()
+
+
+def test_full_fine_tune(tmp_path: Path, t2v: Path) -> None:
+    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-pretrain-5s")
+    assert workspace.train("model_type=full", "--use_ema", "learning_rate=1e-4") == 0
+    Kandinsky5T2VPipeline.from_pretrained(
+        workspace.path("output/pipeline"), tokenizer=load_processor(workspace.path("output/pipeline"))
+    )
+
+
+def test_stop_and_go_equals_going_on(tmp_path: Path, i2v: Path) -> None:
+    runs = [make_workspace(tmp_path / name, i2v, "i2v-lite-5s") for name in ("straight", "broken")]
+    for run in runs:
+        run.write_config(checkpoint_step_interval=1)
+    assert runs[0].train() == 0
+    assert runs[1].train() == 0
+    runs[1].path("output/pytorch_lora_weights.safetensors").unlink()
+    assert runs[1].train("resume_from_checkpoint=checkpoint-2") == 0
+    assert runs[0].metrics() == runs[1].metrics()
+    weights = [load_file(run.path("output/pytorch_lora_weights.safetensors")) for run in runs]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+def test_pictures_may_be_mixed_in(tmp_path: Path, t2v: Path) -> None:
+    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    workspace.add_pictures("datasets/stills", 2)
+    stills = {**DATASETS[0], "id": "stills", "instance_data_dir": "datasets/stills"}
+    workspace.write_datasets([CLIPS, stills, DATASETS[1]])
+    assert workspace.train("max_train_steps=6") == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"validation_num_video_frames": 20}, "17 and 21"),
+        ({"model_flavour": "i2v-lite-5s"}, "does not take a source picture"),
+        ({"model_flavour": "i2v-lite-5s", "validation_num_video_frames": 13}, "NaN below 17"),
+        ({"model_flavour": "i2v-lite-pretrain-5s"}, "t2v-lite-sft-5s"),
+        ({"rope_scale": "2,2"}, "three numbers"),
+    ],
+)
+def test_bad_input(
+    tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    config = t2v / "transformer" / "config.json"
+    original = config.read_text()
+    if "does not take" in words:
+        config.write_text(original.replace('"visual_cond": true', '"visual_cond": false'))
+    try:
+        workspace.write_config(**change)
+        assert workspace.train("--dry-run") == 2
+    finally:
+        config.write_text(original)
+    assert words in capsys.readouterr().err
+
+
+def test_block_sparse_checkpoints_ask_for_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = make_checkpoint(tmp_path / "nabla", "t2v", nabla=True)
+    workspace = make_workspace(tmp_path / "run", checkpoint, "t2v-lite-sft-10s")
+    workspace.write_datasets([{**CLIPS, "resolution": 128, "crop": True, "crop_style": "center"}, DATASETS[1]])
+    assert workspace.train("max_train_steps=1") == 0
+    workspace.write_datasets([{**CLIPS, "aspect_bucket_alignment": "16"}, DATASETS[1]])
+    assert workspace.train("--dry-run", "output_dir=other") == 2
+    assert "128" in capsys.readouterr().err
