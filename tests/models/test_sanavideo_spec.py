@@ -1,0 +1,149 @@
+"""Sana Video's settings: what is fixed, what is refused, and which task a run has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.config.datasets import DatasetConfig, VideoConfig
+from simpletuner.config.load import Layer, RunConfig, resolve, with_family
+from simpletuner.errors import Problem
+from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES_480, TRAINING_SIGMAS
+from simpletuner.models.source import ModelSource
+from simpletuner.plan.tasks import settle_task
+
+FLAVOUR = SANA_VIDEO.flavours[0]
+
+
+def settle(**settings: Any) -> tuple[RunConfig, dict[str, Problem]]:
+    """The config of a run and what is said about it, by key."""
+    problems: list[Problem] = []
+    values = {"model_type": "lora", "model_family": "sanavideo", **settings}
+    layers = with_family([Layer("config.json", list(values.items()))], SANA_VIDEO.defaults, SANA_VIDEO.fixed)
+    config = resolve(layers, problems)
+    problems += SANA_VIDEO.check(config, FLAVOUR)
+    return config, {problem.where: problem for problem in problems}
+
+
+def test_family_is_registered() -> None:
+    assert FAMILIES["sanavideo"] is SANA_VIDEO
+    assert SANA_VIDEO.flavour(None).name == "2b-480p"
+    assert SANA_VIDEO.flavour("2b-480p").repository == "Efficient-Large-Model/SANA-Video_2B_480p_diffusers"
+
+
+def test_defaults() -> None:
+    config, told = settle()
+    assert not told
+    assert (config.validation.validation_resolution, config.validation.validation_num_video_frames) == ("832x480", 81)
+    assert config.caching.vae_dtype == "fp32"
+    assert config.flow.flow_schedule_shift == 3.0
+    assert not config.is_explicit("flow_schedule_shift")
+
+
+def test_shift_options_are_ignored_with_a_warning() -> None:
+    mine = {
+        "flow_schedule_shift": 1.0,
+        "flow_schedule_auto_shift": True,
+        "flow_sigmoid_scale": 0.5,
+        "flow_use_uniform_schedule": True,
+        "flow_beta_schedule_alpha": 3,
+    }
+    config, told = settle(**mine)
+    assert set(told) == set(mine)
+    assert all("is ignored" in problem.message and not problem.fatal for problem in told.values())
+    assert {key: config.flat()[key] for key in TRAINING_SIGMAS} == TRAINING_SIGMAS
+    assert not any(config.is_explicit(key) for key in mine)
+
+
+def test_the_same_value_is_no_news() -> None:
+    assert not settle(flow_schedule_shift="3", flow_schedule_auto_shift="false", flow_sigmoid_scale=None)[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "words", "fatal"),
+    [
+        ({"tread_config": {"routes": []}}, "tread_config", "convolution", True),
+        ({"validation_num_video_frames": 85}, "validation_num_video_frames", "81", False),
+        ({"vae_dtype": "bf16"}, "vae_dtype", "fp32", False),
+        ({"sana_complex_human_instruction": 7}, "sana_complex_human_instruction", "list of lines", True),
+        ({"sana_complex_human_instruction": "gone.txt"}, "sana_complex_human_instruction", "file", True),
+    ],
+)
+def test_what_is_told(settings: dict[str, Any], key: str, words: str, fatal: bool) -> None:
+    told = settle(**settings)[1]
+    assert words in told[key].message
+    assert told[key].fatal is fatal
+
+
+def test_sizes_are_on_the_grid() -> None:
+    assert len(set(SIZES_480)) == 11
+    assert not any(side % SANA_VIDEO.size_multiple for size in SIZES_480 for side in size)
+    assert (832, 480) in SIZES_480
+
+
+class TestTask:
+    """The same checkpoint serves two tasks; the datasets say which."""
+
+    def entry(self, is_i2v: bool | None, kind: Any = "video") -> DatasetConfig:
+        return DatasetConfig(id=f"{kind}-{is_i2v}", dataset_type=kind, video=VideoConfig(is_i2v=is_i2v))
+
+    def test_text_to_clip_unless_a_dataset_asks(self) -> None:
+        flavour, entries = settle_task(FLAVOUR, [self.entry(None), self.entry(None, "image")])
+        assert flavour == FLAVOUR
+        assert [entry.video.is_i2v for entry in entries] == [False, None]
+
+    def test_one_dataset_is_enough_and_the_others_stay(self) -> None:
+        flavour, entries = settle_task(FLAVOUR, [self.entry(None), self.entry(True), self.entry(False)])
+        assert (flavour.task, flavour.name) == ("i2v", FLAVOUR.name)
+        assert [entry.video.is_i2v for entry in entries] == [False, True, False]
+
+    def test_a_flavour_without_a_choice_is_left_alone(self) -> None:
+        flavour, entries = settle_task(KANDINSKY5_VIDEO.flavours[0], [self.entry(True), self.entry(None)])
+        assert flavour == KANDINSKY5_VIDEO.flavours[0]
+        assert [entry.video.is_i2v for entry in entries] == [True, None]
+
+
+class TestCheckpoint:
+    """Parts that do not belong together are told before anything is loaded."""
+
+    def problems(self, checkpoint: Path, folder: Path, part: str, **changes: Any) -> list[Problem]:
+        for source in checkpoint.iterdir():
+            (folder / source.name).symlink_to(source)
+        config = json.loads((checkpoint / part / "config.json").read_text()) | changes
+        (folder / part).unlink()
+        (folder / part).mkdir()
+        for source in (checkpoint / part).iterdir():
+            (folder / part / source.name).symlink_to(source)
+        (folder / part / "config.json").unlink()
+        (folder / part / "config.json").write_text(json.dumps(config))
+        model = settle(pretrained_model_name_or_path=str(folder))[0].model
+        source = ModelSource.from_config(SANA_VIDEO, FLAVOUR, model)
+        assert not source.problems()
+        return SANA_VIDEO.check_checkpoint(FLAVOUR, source)
+
+    def test_a_whole_one(self, sana_checkpoint: Path, tmp_path: Path) -> None:
+        assert not self.problems(sana_checkpoint, tmp_path, "vae")
+
+    @pytest.mark.parametrize(
+        ("part", "changes", "words"),
+        [
+            ("transformer", {"_class_name": "SanaTransformer2DModel"}, "not a SanaVideoTransformer3DModel"),
+            ("transformer", {"in_channels": 32}, "16 channels, the transformer 32"),
+            ("transformer", {"out_channels": 32}, "gives 32"),
+            ("transformer", {"caption_channels": 2304}, "reads 2304"),
+            ("vae", {"_class_name": "AutoencoderKLLTX2Video"}, "not an AutoencoderKLWan"),
+            ("vae", {"z_dim": 48}, "48 channels"),
+            ("vae", {"latents_std": [1.0]}, "1 values of latents_std"),
+            ("vae", {"latents_mean": None}, "0 values of latents_mean"),
+        ],
+    )
+    def test_parts_that_do_not_fit(
+        self, sana_checkpoint: Path, tmp_path: Path, part: str, changes: dict[str, Any], words: str
+    ) -> None:
+        found = self.problems(sana_checkpoint, tmp_path, part, **changes)
+        assert any(words in problem.message and problem.fatal for problem in found), found

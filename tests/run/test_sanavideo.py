@@ -1,0 +1,45 @@
+"""Whole runs of Sana Video on a tiny checkpoint, from settings to files that the stock pipeline loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from diffusers import SanaVideoPipeline
+
+from tests.workspace import Workspace
+
+
+@pytest.fixture
+def sana_workspace(tmp_path: Path, sana_checkpoint: Path) -> Workspace:
+    """Pictures as clips of one frame, and a family that renders five frames."""
+    settings = {"model_family": "sanavideo", "model_flavour": "2b-480p", "validation_num_video_frames": 5}
+    return Workspace.create(tmp_path / "run", sana_checkpoint, pictures=4, **settings)
+
+
+def test_lora(sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("--flow_schedule_shift=1.0", "--sana_motion_score=30", "--validation_disable=false")
+    assert sana_workspace.train(*settings) == 0
+    assert "flow_schedule_shift: '1.0' is ignored" in "".join(capsys.readouterr())
+    assert all("nan" not in str(line) for line in sana_workspace.metrics())
+    names = {path.name for path in sana_workspace.path("output/validation_images").iterdir()}
+    assert "step_4_validation_0_128x128@5.mp4" in names
+    pipeline = SanaVideoPipeline.from_pretrained(sana_checkpoint)
+    pipeline.load_lora_weights(sana_workspace.path("output"))
+    assert pipeline.get_active_adapters()
+
+
+def test_full(sana_workspace: Workspace) -> None:
+    """As the guide trains: all weights, with a moving average."""
+    assert sana_workspace.train("--model_type=full", "--use_ema=true", "--max_grad_norm=0.0") == 0
+    SanaVideoPipeline.from_pretrained(sana_workspace.path("output/pipeline"))
+
+
+def test_motion_score_makes_other_embeddings(sana_workspace: Workspace) -> None:
+    texts = sana_workspace.path("cache/text")
+    counts = []
+    for score in ("", "30"):
+        assert sana_workspace.train(f"--sana_motion_score={score}", f"--output_dir=run{score}") == 0
+        counts.append(len([path for path in texts.rglob("*") if path.is_file()]))
+    captions = counts[0] - 1  # all but the empty caption, which has no score
+    assert counts[1] == counts[0] + captions
