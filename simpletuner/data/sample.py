@@ -112,6 +112,15 @@ class LedgerEntry:
     captions: int = 0
     frames: int = 1
 
+    @property
+    def trained_size(self) -> str:
+        """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; the bucket is in brackets unless it says just that."""
+        if self.geometry is None:
+            return ""
+        width, height = self.geometry.size
+        size = f"{width}x{height}" + (f"@{self.frames}" if self.frames > 1 else "")
+        return size if self.geometry.bucket == size else f"{size} ({self.geometry.bucket})"
+
 
 def shorten(names: list[str], most: int = 10) -> str:
     """Names with commas between; of a long list the first ten and how many more there are."""

@@ -69,8 +69,7 @@ def _ledger_lines(dataset_id: str, ledger: Sequence[LedgerEntry]) -> Iterator[st
     buckets: dict[str, int] = {}
     for entry in used:
         if entry.geometry is not None:
-            label = f"{entry.geometry.size[0]}x{entry.geometry.size[1]} (ratio {entry.geometry.bucket})"
-            buckets[label] = buckets.get(label, 0) + 1
+            buckets[entry.trained_size] = buckets.get(entry.trained_size, 0) + 1
     for label, count in sorted(buckets.items()):
         yield f"  bucket {label}: {count}"
     shown = ledger if len(ledger) <= LONGEST_LEDGER else [entry for entry in ledger if entry.use]
@@ -88,7 +87,9 @@ def _fate(entry: LedgerEntry) -> str:
     left, top = geometry.crop
     size = f"{entry.original_size[0]}x{entry.original_size[1]}"
     resized = f"{geometry.resized[0]}x{geometry.resized[1]}"
-    return f"{size}, resized to {resized}, cropped to {width}x{height} at {left},{top}, {entry.captions} caption(s)"
+    frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
+    fitted = f"resized to {resized}, cropped to {width}x{height} at {left},{top}"
+    return f"{size}, {frames}{fitted}, {entry.captions} caption(s)"
 
 
 def _cache_lines(plan: Plan) -> Iterator[str]:

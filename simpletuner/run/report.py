@@ -51,7 +51,7 @@ def _row(entry: LedgerEntry) -> LedgerRow:
         file=entry.name,
         used=not entry.use,
         size="x".join(map(str, entry.original_size)) if entry.original_size else "",
-        bucket=f"{geometry.size[0]}x{geometry.size[1]} ({geometry.bucket})" if geometry else "",
+        bucket=entry.trained_size,
         crop=f"left {geometry.crop[0]}, top {geometry.crop[1]}" if geometry else "",
         reason=entry.use,
     )
