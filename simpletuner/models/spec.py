@@ -70,6 +70,7 @@ class FamilySpec:
         grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
+        slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
         check: problems of a config that only this family knows of.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
@@ -104,6 +105,7 @@ class FamilySpec:
     grid: Callable[[Flavour, ModelSource], int] | None = None
     frame_rate: float | None = None
     frame_stride: int = 1
+    slices_convolutions: bool = False
     flavour_names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,7 +15,6 @@ from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.reporting.trackers import check_trackers
 
 SANA_KEYS = ("sana_motion_score", "sana_complex_human_instruction")
-VIDEO_VAE_KEYS = ("vae_enable_patch_conv", "vae_enable_temporal_roll")
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 
@@ -130,11 +129,10 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if length is not None and length > spec.text_length_cap:
         message = f"{length} is more than {spec.title} takes; {spec.text_length_cap} is used."
         yield Problem("tokenizer_max_length", message, fatal=False)
-    if spec.media == "image":
-        for key in VIDEO_VAE_KEYS:
-            if config.flat()[key]:
-                yield Problem(key, f"has no effect: {spec.title} has no video VAE.", fatal=False)
-    else:
+    if config.caching.vae_enable_patch_conv and not spec.slices_convolutions:
+        message = f"has no effect: the VAE of {spec.title} is not the one it is for."
+        yield Problem("vae_enable_patch_conv", message, fatal=False)
+    if spec.media == "video":
         yield from check_frames(config, spec)
     if config.model.pretrained_gemma_model_name_or_path and "gemma" not in str(spec.components):
         message = f"has no effect: {spec.title} has no Gemma text encoder."

@@ -20,6 +20,7 @@ from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.patch_conv import slice_convolutions
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Flavour
 from simpletuner.models.vae import load_vae
@@ -85,6 +86,8 @@ class Kandinsky5VideoAdapter:
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)
+        if self.caching.vae_enable_patch_conv:
+            slice_convolutions(vae)
         return HunyuanLatentEncoder(vae, device, dtype)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:

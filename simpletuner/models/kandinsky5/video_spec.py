@@ -130,4 +130,5 @@ KANDINSKY5_VIDEO = FamilySpec(
     grid=pixel_grid,
     frame_rate=24,
     frame_stride=4,
+    slices_convolutions=True,
 )
