@@ -1,0 +1,53 @@
+"""A preview from cached embeddings is the clip that the stock pipeline makes from the prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.models.sanavideo.spec import NEGATIVE_PROMPT
+from tests.fidelity.family import CPU, picture
+from tests.fidelity.sana import FRAMES, PROMPT, SEED, SIZE, first_frame, make_sana_adapter, stock_pipeline
+
+
+@pytest.mark.parametrize("task", ["t2v", "i2v"])
+def test_preview_is_the_stock_clip(sana_checkpoint: Path, task: str) -> None:
+    pipeline = stock_pipeline(sana_checkpoint, task)
+    width, height = SIZE
+    source = {"image": first_frame()} if task == "i2v" else {}
+    theirs = pipeline(
+        prompt=PROMPT, negative_prompt=NEGATIVE_PROMPT, width=width, height=height, frames=FRAMES,
+        num_inference_steps=4, guidance_scale=6.0, generator=torch.Generator().manual_seed(SEED),
+        use_resolution_binning=False, output_type="pil", **source,
+    ).frames[0]  # fmt: skip
+
+    adapter = make_sana_adapter(sana_checkpoint)
+    encoder = adapter.load_text_encoder(CPU, torch.float32)
+    embeds, negative = encoder.encode([TextRequest(PROMPT), TextRequest(NEGATIVE_PROMPT, negative=True)])
+    stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, 1.0)
+    request = PreviewRequest(embeds, negative, *SIZE, 4, 6.0, SEED, source=source.get("image"), num_frames=FRAMES)
+    ours = stock.render(request)
+    assert len(ours) == len(theirs) == FRAMES
+    for mine, other in zip(ours, theirs, strict=True):
+        difference = np.asarray(mine).astype(int) - np.asarray(other)
+        assert np.abs(difference).max() <= 1  # two loads of one file may differ in the last bits
+
+
+def test_a_source_of_another_ratio_is_cropped(sana_checkpoint: Path) -> None:
+    """The stock pipeline would stretch it."""
+    adapter = make_sana_adapter(sana_checkpoint)
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("")])[0]
+    stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, None)
+    seen = []
+    preprocess = stock.from_picture.video_processor.preprocess
+    stock.from_picture.video_processor.preprocess = lambda image, **size: (
+        seen.append(image),
+        preprocess(image, **size),
+    )[1]
+    request = PreviewRequest(embeds, embeds, *SIZE, 1, 1.0, SEED, source=picture(64, 192), num_frames=5)
+    assert [frame.size for frame in stock.render(request)] == [SIZE] * 5
+    assert [image.size for image in seen] == [SIZE]
