@@ -40,6 +40,8 @@ Precision = Literal[
     "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
 ]  # fmt: skip
 DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
+# Pixels of an edge, far beyond what any model takes: more is a slip of the keyboard.
+LARGEST_SIZE = 100_000
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 
 OptimizerName = Literal[
@@ -574,15 +576,17 @@ class EvaluationConfig(Group):
 class DatasetDefaults(Group):
     """Dataset defaults"""
 
-    resolution: Number | None = option(None, "Size that buckets aim for.", gt=0, default_note="of the family")
+    resolution: Number | None = option(
+        None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE, default_note="of the family"
+    )
     resolution_type: Literal["pixel", "area", "pixel_area"] = option(
         "pixel_area", "Whether resolution is an edge, megapixels or the edge of a square of equal area."
     )
-    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0)
+    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
     maximum_image_size: Number | None = option(
-        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0
+        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0, le=LARGEST_SIZE
     )
-    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0)
+    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
     aspect_bucket_rounding: Integer = option(2, "Decimals of a bucket's ratio.", ge=1, le=9)
     aspect_bucket_alignment: Alignment | None = option(
         None, "Pixel grid of bucket sizes.", default_note="of the family"
