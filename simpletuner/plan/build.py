@@ -96,7 +96,7 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
         ConfigError: with every problem at once.
     """
     located = locate(arguments.selectors, problems)
-    layers = [*located.layers, arguments.layer()]
+    layers = [*located.layers, arguments.extended(located.extra_arguments, problems).layer()]
     spec = find_family(layers, problems)
     family_layer = Layer(FAMILY_DEFAULT, list(spec.defaults.items()) if spec else [])
     config = resolve([family_layer, *layers], problems)
