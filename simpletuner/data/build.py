@@ -52,10 +52,14 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
     builder = _Builder(entries, context, problems)
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
-        if entry.id in links and builder.folder(entry).is_there:
+        if entry.id not in links:
+            continue
+        if builder.folder(entry).is_there:
             builder.hint_at_caption_files(written, entry)
             dataset = builder.dataset(entry, links[entry.id])
             datasets += [] if dataset is None else [dataset]
+        else:  # the missing folder has been reported; its rules may be wrong, too
+            build_rules(entry, context.spec, problems)
     return datasets + builder.conditioning_datasets(datasets)
 
 
