@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except TyperException as error:
-        return _complain(f"error: {error}", USAGE)
+        # Without a command the help was printed, and there is nothing to add.
+        return _complain(f"error: {error}", USAGE) if str(error) else USAGE
     except (typer.Abort, KeyboardInterrupt):
         return _complain("Interrupted.", INTERRUPTED)
     except typer.Exit as stop:

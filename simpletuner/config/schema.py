@@ -241,7 +241,7 @@ class PrecisionConfig(Group):
         "no_change", "Precision of the second text encoder.", planned="switch", off=PLAIN_PRECISIONS
     )
     base_model_default_dtype: Literal["bf16", "fp32"] = option(
-        "bf16", "Dtype of what a quantised model leaves unquantised.", planned="detail", off=("bf16", "fp32")
+        "bf16", "Dtype of what a quantised model leaves unquantised.", planned="detail"
     )
     quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
         "cpu", "Where to quantise; the result is the same.", planned="detail"

@@ -51,7 +51,7 @@ def test_the_families_of_the_guides_are_known() -> None:
     [
         (
             "group_offload.json",
-            ["enable_group_offload: True is not available yet; remove the key to go on without it."],
+            ["enable_group_offload: true is not available yet; remove the key to go on without it."],
         ),
         (
             "quantised.fragment",
