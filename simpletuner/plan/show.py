@@ -99,7 +99,8 @@ def _fate(entry: LedgerEntry) -> str:
     left, top = geometry.crop
     size = f"{entry.original_size[0]}x{entry.original_size[1]}"
     resized = f"{geometry.resized[0]}x{geometry.resized[1]}"
-    return f"{size}, resized to {resized}, cropped to {width}x{height} at {left},{top}, {_count(entry.captions, 'caption')}"
+    cropped = f"{width}x{height} at {left},{top}"
+    return f"{size}, resized to {resized}, cropped to {cropped}, {_count(entry.captions, 'caption')}"
 
 
 def _cache_lines(plan: Plan) -> Iterator[str]:
