@@ -227,6 +227,11 @@ def test_question_mark_shows_help_of_the_schema(configure: Configure, capsys: py
     assert written()["lora_rank"] == 4
 
 
+def test_what_is_no_text_is_asked_again(configure: Configure) -> None:
+    configure(validation_prompt=["\x1b[D", "\udcff", "बिल्ली का चित्र 猫"])
+    assert written()["validation_prompt"] == "बिल्ली का चित्र 猫"
+
+
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
