@@ -60,7 +60,8 @@ def explain_caching(plan: Plan, file: str) -> Iterator[str]:
     texts, latents = wanted_entries(plan, _catalogue(plan), epoch=1)
     own = [entry for entry in latents if _is_of(entry.sample, file)]
     captions = {caption for entry in own for caption in entry.sample.captions}
-    found = [*own, *(entry for entry in texts if entry.source == file or entry.caption in captions)]
+    found: list[LatentEntry | TextEntry] = [*own]
+    found += [entry for entry in texts if entry.source == file or entry.caption in captions]
     if not found:
         raise UserError(f"{file!r} is not used by this configuration; `simpletuner plan` lists every file.")
     for entry in found:
