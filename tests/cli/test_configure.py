@@ -18,6 +18,7 @@ from simpletuner.cli.wizard.next_steps import example_datasets
 from simpletuner.cli.wizard.questions import STEPS
 from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import Task
 from tests.workspace import Workspace
 
 FILE = Path("config/config.json")
@@ -340,6 +341,10 @@ def test_a_setting_can_be_changed_at_the_end(configure: Configure, capsys: pytes
 def test_another_model_type_at_the_end(configure: Configure) -> None:
     configure(file=["model_type"], model_type=["lora", "full"], lora_rank="32")
     assert "lora_rank" not in written()
+    assert written()["learning_rate"] == 5e-5
+    FILE.unlink()
+    configure(file=["model_type"], model_type=["lora", "full"], learning_rate="3e-5")
+    assert written()["learning_rate"] == 3e-5
 
 
 @pytest.mark.parametrize(
@@ -453,20 +458,24 @@ def test_what_is_written_plans_without_a_warning(
         {"pretrained_model_name_or_path": str(t2i_checkpoint), "model_type": "lora", "model_family": "kandinsky5-image"}
     )
     configure(model_type=model_type, validation_prompt="a cat", lr_warmup_steps="10")
-    _put_data("t2i", t2i_checkpoint.parent / "unused")
+    _put_data("t2i")
     capsys.readouterr()
     assert main(["train", "--dry-run"]) == 0
     captured = capsys.readouterr()
     assert not re.search(r"\bwarning", captured.out + captured.err, re.IGNORECASE)
 
 
-def test_the_dataset_file_of_the_next_steps_plans_for_pairs(configure: Configure, i2i_checkpoint: Path) -> None:
+def test_the_dataset_file_of_the_next_steps_plans_for_pairs(
+    configure: Configure, i2i_checkpoint: Path, capsys: pytest.CaptureFixture
+) -> None:
     put(
         {"pretrained_model_name_or_path": str(i2i_checkpoint), "model_type": "lora", "model_family": "kandinsky5-image"}
     )
     configure(model_flavour="i2i-lite-sft")
-    _put_data("i2i", i2i_checkpoint)
+    _put_data("i2i")
     assert main(["train", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert not re.search(r"\bwarning", captured.out + captured.err, re.IGNORECASE)
 
 
 @pytest.mark.slow
@@ -477,12 +486,12 @@ def test_what_is_written_trains(configure: Configure, t2i_checkpoint: Path) -> N
     configure(
         max_train_steps="2", output_dir="out", validation_resolution="128x128", validation_num_inference_steps="2"
     )
-    _put_data("t2i", t2i_checkpoint)
+    _put_data("t2i")
     assert main(["train", "resolution=64"]) == 0
     assert Path("out/pytorch_lora_weights.safetensors").is_file()
 
 
-def _put_data(task: Any, checkpoint: Path) -> None:
+def _put_data(task: Task) -> None:
     """The dataset file that the next steps show, at a size for tests, and its pictures."""
     entries = example_datasets(FAMILIES["kandinsky5-image"], task)
     workspace = Workspace(Path())
