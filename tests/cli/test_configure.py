@@ -326,6 +326,12 @@ def test_what_training_would_refuse_can_be_left_out(configure: Configure, capsys
     assert (written()["seed"], written()["model_family"]) == (42, "kandinsky5-image")
 
 
+def test_defaults_say_what_they_leave_out(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_rnak": 8})
+    assert configure("--defaults")[0] == 0
+    assert "Left out: lora_rnak" in capsys.readouterr().out
+
+
 def test_what_training_would_refuse_can_stay(configure: Configure) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_rnak": 8})
     configure(mend="n")

@@ -65,6 +65,7 @@ def start_draft(file: Path, talk: Talk) -> Draft:
     for key, reason in unusable.items():
         talk.refuse(f"{key}: {reason}")
     if unusable and talk.confirm("Training would refuse the above. Leave it out?", default=True):
+        talk.tell(f"Left out: {', '.join(unusable)}", "yellow")
         kept = {key: value for key, value in draft.values.items() if key not in unusable}
         return Draft(file, kept)
     return draft

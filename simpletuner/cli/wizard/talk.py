@@ -83,7 +83,8 @@ class Talk:
             self.refuse(f"{answer!r} is neither yes, no nor a setting of the list." + (f" {guess}?" if guess else ""))
 
     def refuse(self, reason: str) -> None:
-        self.say(f"    {reason}", "yellow")
+        """What is wrong, said in any case."""
+        self.tell(f"    {reason}", "yellow")
 
     def _read(self, prompt: str) -> str:
         """One line, without the spaces around it; empty for the default.
