@@ -375,8 +375,8 @@ class CachingConfig(Group):
     write_batch_size: Integer = option(128, "Accepted; writing needs no batches.", ge=1)
     max_workers: Integer = option(32, "Decode threads, at most the machine's cores.", ge=1)
     torch_num_threads: Integer = option(8, "Compute threads on a CPU, at most the machine's cores.", ge=1)
-    dataloader_prefetch: Flag = option(True, "Read batches ahead in the background.")
-    dataloader_prefetch_qlen: Integer = option(10, "How many batches are read ahead.", ge=1)
+    dataloader_prefetch: Flag = option(False, "Read several batches ahead instead of one.")
+    dataloader_prefetch_qlen: Integer = option(10, "How many.", ge=1)
     delete_problematic_images: Flag = option(
         False, "Move files that cannot be decoded to `<output_dir>/quarantine`; nothing is ever deleted."
     )
