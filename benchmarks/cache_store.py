@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from benchmarks.timing import arguments, compare, interleave, show
 from simpletuner.caching.store import CacheStore
+
+Writer = Callable[[str, dict[str, Tensor]], None]
 
 # A latent of a 512 x 512 picture, a caption of 128 tokens, and what is said of them.
 LATENT = (16, 1, 64, 64)
@@ -40,48 +42,48 @@ class _RawFiles:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--entries", type=int, default=200)
+    parser.add_argument("--entries", type=int, default=100)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     keys = [hashlib.sha256(str(index).encode()).hexdigest() for index in range(options.entries)]
     kinds = {"latent": {"latents": torch.randn(LATENT)}, "text": {"prompt_embeds": torch.randn(CAPTION)}}
+    forms: dict[str, Callable[[Path], Writer]] = {
+        "raw": lambda folder: _RawFiles(folder).write,
+        "plain": lambda folder: partial(CacheStore(folder, False).write, provenance=PROVENANCE),
+        "zstd": lambda folder: partial(CacheStore(folder, True).write, provenance=PROVENANCE),
+    }
     ratios = []
     with tempfile.TemporaryDirectory() as name:
         for kind, tensors in kinds.items():
             folder = Path(name) / kind
-            raw = _RawFiles(folder / "raw")
-            stores = {"plain": CacheStore(folder / "plain", False), "zstd": CacheStore(folder / "zstd", True)}
-            writes: dict[str, Callable[[], None]] = {
-                "raw": _anew(folder / "raw", keys, lambda key, raw=raw, tensors=tensors: raw.write(key, tensors))
-            }
-            reads: dict[str, Callable[[], None]] = {"raw": _each(keys, raw.read)}
-            for form, store in stores.items():
-
-                def write(key: str, store: CacheStore = store, tensors: dict[str, Tensor] = tensors) -> None:
-                    store.write(key, tensors, PROVENANCE)
-
-                writes[form] = _anew(folder / form, keys, write)
-                reads[form] = _each(keys, store.read)
+            writes = {form: _write_anew(make, folder / form, keys, tensors) for form, make in forms.items()}
             written = interleave(writes, options.rounds, time.process_time)
+            first = {form: folder / form / "0" for form in forms}
+            reads = {
+                "raw": _each(keys, _RawFiles(first["raw"]).read),
+                "plain": _each(keys, CacheStore(first["plain"]).read),
+                "zstd": _each(keys, CacheStore(first["zstd"]).read),
+            }
             read = interleave(reads, options.rounds, time.process_time)
-            for form in stores:
+            for form in ("plain", "zstd"):
                 for verb, seconds in (("write", written), ("read", read)):
-                    rates = f"{options.entries / min(seconds[form]):.0f} entries per CPU second"
-                    ratios.append(compare(f"{verb} {kind}, {form} / raw", seconds, form, "raw", note=rates))
+                    rate = f"{options.entries / min(seconds[form]):.0f} entries per CPU second"
+                    ratios.append(compare(f"{verb} {kind}, {form} / raw", seconds, form, "raw", note=rate))
     sizes = ", ".join(f"{kind} {next(iter(each.values())).nbytes / 1e3:.0f} kB" for kind, each in kinds.items())
     show(f"Cache store in units of raw safetensors files ({sizes})", ratios, options)
 
 
-def _anew(folder: Path, keys: list[str], write: Callable[[str], None]) -> Callable[[], None]:
-    """Write all keys into a new place; the old one goes before the clock is read again by someone else."""
+def _write_anew(
+    make: Callable[[Path], Writer], folder: Path, keys: list[str], tensors: dict[str, Tensor]
+) -> Callable[[], None]:
+    """Write all keys into a folder of their own each time."""
     numbers = itertools.count()
 
     def run() -> None:
-        if next(numbers):
-            shutil.rmtree(folder)
+        write = make(folder / str(next(numbers)))
         for key in keys:
-            write(key)
+            write(key, tensors)
 
     return run
 
