@@ -20,7 +20,7 @@ from simpletuner.data.buckets import Grid
 from simpletuner.errors import Problem
 from simpletuner.plan.checks import check_config
 from simpletuner.validation.prompts import read_library
-from tests.workspace import Workspace
+from tests.workspace import DATASETS, Workspace
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -126,3 +126,26 @@ def test_python_block_runs(text: str, t2i_checkpoint: Path, tmp_path: Path, monk
     with contextlib.chdir(tmp_path):
         exec(compile(text, "snippet", "exec"), {})
         assert list(tmp_path.glob("*.png"))
+
+
+# What is wrong, for each message of the tutorial that settings alone bring about.
+MISTAKES = {
+    "learning_rte": ["learning_rte=1e-4"],
+    "no samples detected": ["train_batch_size=16"],
+    "num_train_epochs": ["num_train_epochs=3"],
+    "conditioning_data": ["model_flavour=i2i-lite-sft"],
+    "peft_lora_target_modules": ['peft_lora_target_modules=["to_q"]'],
+    "int8-quanto": ["base_model_precision=int8-quanto"],
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_messages_are_those_of_the_program(
+    words: str, t2i_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "TUTORIAL.md").read_text(encoding="utf-8")
+    [message] = [line for line in page.splitlines() if line.startswith("error: ") and words in line]
+    workspace = Workspace.create(tmp_path, t2i_checkpoint, pictures=10, max_train_steps=24)
+    workspace.write_datasets([{**DATASETS[0], "id": "my-image-dataset", "repeats": 0}])
+    assert workspace.run("plan", *MISTAKES[words]) == 2
+    assert message in capsys.readouterr().err.splitlines()
