@@ -20,7 +20,7 @@ suitable_python() {
       return
     fi
   done
-  fail "simpletuner needs $versions, and there is only $(python3 --version 2>/dev/null || echo 'no Python') here;" \
+  fail "simpletuner needs $versions (found: $(python3 --version 2>/dev/null || echo none));" \
     "on Ubuntu: apt -y install python3.13 python3.13-venv"
 }
 

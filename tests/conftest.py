@@ -7,12 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from simpletuner.config.arguments import EXTRA_ARGUMENTS
+from simpletuner.config.locate import ENV_VARIABLES, LAUNCH_VARIABLES
 from tests.tiny import make_checkpoint
 from tests.tiny_sana import make_sana_checkpoint
 from tests.workspace import Workspace
 
 # Tiny models gain nothing from threads, and tests must not fight over cores.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the developer's shell chooses the config of a test or adds to it."""
+    others = (EXTRA_ARGUMENTS, "CONFIG_PATH", "CONFIG_BACKEND", "CONFIG_TYPE", "SIMPLETUNER_CONFIG_DIR")
+    for name in (*ENV_VARIABLES, *LAUNCH_VARIABLES, *others):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="session")

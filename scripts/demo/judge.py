@@ -80,9 +80,3 @@ def erode(mask: np.ndarray, depth: int) -> np.ndarray:
     for _ in range(depth):
         mask = mask & np.roll(mask, 1, 0) & np.roll(mask, -1, 0) & np.roll(mask, 1, 1) & np.roll(mask, -1, 1)
     return mask[1:-1, 1:-1]
-
-
-def colour_share(picture: np.ndarray, colour: str) -> float:
-    """Share of the pixels of `picture` (H W 3, uint8) that are nearer to `colour` than to any other of the world."""
-    palette = {**COLOURS, **BACKGROUNDS}
-    return float((nearest(picture, palette) == list(palette).index(colour)).mean())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import torch
@@ -16,3 +17,9 @@ def save_bf16(model: ModelMixin | PreTrainedModel, folder: Path) -> None:
     for parameter in stored.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     stored.save_pretrained(folder)
+    # Where the weights were loaded from is nobody's business but this machine's.
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings.pop("_name_or_path", None)
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    for path in folder.iterdir():
+        path.chmod(0o644)

@@ -51,9 +51,11 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0 done, 2 the user can fix it, 130 Ctrl-C, 1 anything else."""
     try:
-        app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        # Typer turns Ctrl-C and `typer.Exit` into a result instead of letting them through.
+        code = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except TyperException as error:
-        return _complain(f"error: {error}", USAGE)
+        # Without a command the help was printed, and there is nothing to add.
+        return _complain(f"error: {error}", USAGE) if str(error) else USAGE
     except (typer.Abort, KeyboardInterrupt):
         return _complain("Interrupted.", INTERRUPTED)
     except typer.Exit as stop:
@@ -69,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost frame: whatever it is, it must be told in one line
         traceback.print_exc()
         return _complain(f"{type(error).__name__}: {error}", 1)
-    return 0
+    if code == INTERRUPTED:
+        return _complain("Interrupted.", INTERRUPTED)
+    return code if isinstance(code, int) else 0
 
 
 def _complain_about_problems(error: ConfigError) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
 from simpletuner.caching.entry import DamagedEntryError, find_entry
 from simpletuner.caching.inspect import Garbage, explain, explain_miss, find_damaged, find_garbage, remove_garbage
+from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import make_catalogue, text_folder, wanted_entries
@@ -56,8 +57,11 @@ def explain_caching(plan: Plan, file: str) -> Iterator[str]:
     Raises:
         UserError: the configuration does not use the file.
     """
-    entries = wanted_entries(plan, _catalogue(plan), epoch=1)
-    found = [entry for group in entries for entry in group if _is_of(entry, file)]
+    texts, latents = wanted_entries(plan, _catalogue(plan), epoch=1)
+    own = [entry for entry in latents if _is_of(entry.sample, file)]
+    captions = {caption for entry in own for caption in entry.sample.captions}
+    found: list[LatentEntry | TextEntry] = [*own]
+    found += [entry for entry in texts if entry.source == file or entry.caption in captions]
     if not found:
         raise UserError(f"{file!r} is not used by this configuration; `simpletuner plan` lists every file.")
     for entry in found:
@@ -92,20 +96,17 @@ def _origin(folder: Path, key: str) -> dict[str, Any]:
         return {}
 
 
-def _is_of(entry: LatentEntry | TextEntry, file: str) -> bool:
-    if isinstance(entry, TextEntry):
-        return entry.source == file
-    return (
-        file in (entry.sample.full_name, entry.sample.name, str(entry.sample.path)) or Path(file) == entry.sample.path
-    )
+def _is_of(sample: Sample, file: str) -> bool:
+    return file in (sample.full_name, sample.name) or Path(file).absolute() == sample.path.absolute()
 
 
 def _explanation(entry: LatentEntry | TextEntry) -> list[str]:
     key = entry.key.digest()
     kind = "caption" if isinstance(entry, TextEntry) else "latents"
     source = entry.source if isinstance(entry, TextEntry) else entry.sample.full_name
+    what = f"{entry.caption!r}, {source}" if isinstance(entry, TextEntry) else source
     path = find_entry(entry.folder, key)
-    lines = [f"{kind} of {source}: {'cached in ' + str(path) if path else 'not cached'}"]
+    lines = [f"{kind} of {what}: {'cached in ' + str(path) if path else 'not cached'}"]
     ingredients = _origin(entry.folder, key) if path else entry.key.ingredients()
     if path and not ingredients:
         lines.append("  it is damaged; the next run makes it anew")

@@ -64,9 +64,11 @@ def train(
     if dry_run:
         _show_plan(arguments, problems)
         return
+    from simpletuner.models.registry import load_adapter
     from simpletuner.plan.build import make_plan
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import make_progress
+    from simpletuner.run.heavy import quick_imports
 
     plan = make_plan(arguments, problems)
     prepare_output(plan)
@@ -78,8 +80,10 @@ def train(
             progress.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
             return
         # torch comes in here, after everything that could fail cheaply.
-        with progress.phase("Loading torch"):
+        with progress.phase("Loading torch"), quick_imports():
             from simpletuner.run.train import run_plan
+
+            load_adapter(plan.spec)
         run_plan(plan, progress)
 
 

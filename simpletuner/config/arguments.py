@@ -28,15 +28,21 @@ class Arguments:
     settings: list[tuple[str, object]] = field(default_factory=list)
     selectors: dict[str, str] = field(default_factory=dict)
 
+    def extended(self, extra: str, problems: list[Problem]) -> Arguments:
+        """These arguments with those of a config.env behind them."""
+        more = parse_arguments([], problems, extra)
+        return Arguments([*self.settings, *more.settings], self.selectors)
+
     def layer(self) -> Layer:
         """The settings as the strongest layer of the configuration."""
         return Layer("command line", self.settings, last_wins=True)
 
 
-def parse_arguments(tokens: Sequence[str], problems: list[Problem]) -> Arguments:
-    """Take apart what was typed, then what TRAINER_EXTRA_ARGS adds (split at white space)."""
+def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str | None = None) -> Arguments:
+    """Take apart what was typed, then what TRAINER_EXTRA_ARGS (or `extra` in its place) adds, split at white space."""
     arguments = Arguments()
-    everything = [*tokens, *os.environ.get(EXTRA_ARGUMENTS, "").split()]
+    more = os.environ.get(EXTRA_ARGUMENTS, "") if extra is None else extra
+    everything = [*tokens, *more.split()]
     position = 0
     while position < len(everything):
         token = everything[position]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from .option import Flag, Group, Integer, Json, Number, PathText, Text, TextList, Texts, option
-from .schema import Alignment, DatasetDefaults
+from .schema import LARGEST_SIZE, Alignment, DatasetDefaults
 
 CaptionStrategy = Literal[
     "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
@@ -63,7 +63,7 @@ class DatasetConfig(Group):
         "discovery", "Where names and sizes come from; json means discovery."
     )
     parquet: ParquetConfig | None = option(None, "The table behind metadata_backend parquet.")
-    resolution: Number | None = option(None, "Size that buckets aim for.", gt=0)
+    resolution: Number | None = option(None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE)
     resolution_type: Literal["pixel", "area", "pixel_area"] | None = option(None, "What resolution measures.")
     aspect_bucket_rounding: Integer | None = option(None, "Decimals of a bucket's ratio.", ge=1, le=9)
     aspect_bucket_alignment: Alignment | None = option(None, "Pixel grid.")
@@ -71,9 +71,11 @@ class DatasetConfig(Group):
     crop_aspect: Literal["square", "preserve", "closest", "random"] = option("square", "Which ratio to crop to.")
     crop_aspect_buckets: Json | None = option(None, "Ratios, or {aspect, weight} with weights summing to 1.")
     crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random", "Where to crop.")
-    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0)
-    maximum_image_size: Number | None = option(None, "Larger ones are resized to the target first.", ge=0)
-    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0)
+    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
+    maximum_image_size: Number | None = option(
+        None, "Larger ones are resized to the target first.", ge=0, le=LARGEST_SIZE
+    )
+    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
     minimum_aspect_ratio: Number | None = option(None, "Narrower pictures are left out.", gt=0)
     maximum_aspect_ratio: Number | None = option(None, "Wider pictures are left out.", gt=0)
     max_upscale_threshold: Number | None = option(

@@ -22,6 +22,7 @@ from .messages import unknown_key
 from .option import parse_flag
 
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
+LONGEST_ID = 100
 PATH_KEYS = ("cache_dir", "cache_dir_vae", "instance_data_dir", "csv_file", "csv_cache_dir")
 
 
@@ -104,6 +105,10 @@ def _read_entry(
             text = PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key])
             folder[key] = resolve_alias(text)
     config = build_group(DatasetConfig, keys, problems, prefix=f"{where}.")
+    if len(config.id.encode()) > LONGEST_ID:
+        problems.append(
+            Problem(f"{path.name}[{index}].id", f"is longer than {LONGEST_ID} bytes; folders are named so.")
+        )
     return config if config.id else config.model_copy(update={"id": where})
 
 

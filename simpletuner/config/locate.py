@@ -13,6 +13,7 @@ from typing import Any
 
 from simpletuner.errors import ConfigError, Problem, did_you_mean
 
+from .arguments import EXTRA_ARGUMENTS
 from .load import Layer, read_json_layer
 from .schema import option_names
 
@@ -33,10 +34,14 @@ ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 @dataclass(frozen=True)
 class Located:
-    """The layers that were found (weakest first), and the folder beside whose files they lie."""
+    """The layers that were found (weakest first), and the folder beside whose files they lie.
+
+    `extra_arguments` is what a config.env there adds to the command line.
+    """
 
     layers: list[Layer]
     folder: Path
+    extra_arguments: str = ""
 
 
 def example_names() -> list[str]:
@@ -81,7 +86,9 @@ def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
     if path.suffix != ".env" and settings.is_file():
         layers.append(read_env_layer(settings, problems))
     layers.append(read_config_file(path, problems))
-    return Located(layers, path.parent)
+    extra = read_env_file(settings, []).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
+    # train.sh has read the file already and put the variable into the environment.
+    return Located(layers, path.parent, "" if EXTRA_ARGUMENTS in os.environ else extra)
 
 
 def launch_layer() -> Layer:
@@ -121,7 +128,15 @@ def _read_toml_layer(path: Path, problems: list[Problem]) -> Layer | None:
 
 
 def read_env_layer(path: Path, problems: list[Problem]) -> Layer:
-    """`KEY=VALUE` lines (`export` and `+=` are understood); lines that name no setting are for the shell."""
+    """The settings among the variables of a config.env; the others are for the shell."""
+    known = option_names()
+    variables = read_env_file(path, problems)
+    named = [(LAUNCH_VARIABLES.get(name, name.lower()), value) for name, value in variables.items()]
+    return Layer(str(path), [(name, value) for name, value in named if name in known])
+
+
+def read_env_file(path: Path, problems: list[Problem]) -> dict[str, str]:
+    """Variables by their names, from `KEY=VALUE` lines; `export` and `+=` are understood."""
     values: dict[str, str] = {}
     for number, line in enumerate(_lines(path, problems), start=1):
         key, equals, value = re.sub(r"^export\s+", "", line.strip()).partition("=")
@@ -133,10 +148,8 @@ def read_env_layer(path: Path, problems: list[Problem]) -> Layer:
             problems.append(Problem(str(path), f"line {number} cannot be read: {str(error).lower()}."))
             continue
         name = key.rstrip("+").strip()
-        name = LAUNCH_VARIABLES.get(name, name.lower())
-        values[name] = f"{values[name]} {text}" if key.endswith("+") and name in values else text
-    known = option_names()
-    return Layer(str(path), [(name, value) for name, value in values.items() if name in known])
+        values[name] = values.get(name, "") + text if key.endswith("+") else text
+    return values
 
 
 def _lines(path: Path, problems: list[Problem]) -> list[str]:

@@ -40,6 +40,8 @@ Precision = Literal[
     "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
 ]  # fmt: skip
 DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
+# Pixels of an edge, far beyond what any model takes: more is a slip of the keyboard.
+LARGEST_SIZE = 100_000
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 
 OptimizerName = Literal[
@@ -239,7 +241,7 @@ class PrecisionConfig(Group):
         "no_change", "Precision of the second text encoder.", planned="switch", off=PLAIN_PRECISIONS
     )
     base_model_default_dtype: Literal["bf16", "fp32"] = option(
-        "bf16", "Dtype of what a quantised model leaves unquantised.", planned="detail", off=("bf16", "fp32")
+        "bf16", "Dtype of what a quantised model leaves unquantised.", planned="detail"
     )
     quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
         "cpu", "Where to quantise; the result is the same.", planned="detail"
@@ -373,8 +375,8 @@ class CachingConfig(Group):
     write_batch_size: Integer = option(128, "Accepted; writing needs no batches.", ge=1)
     max_workers: Integer = option(32, "Decode threads, at most the machine's cores.", ge=1)
     torch_num_threads: Integer = option(8, "Compute threads on a CPU, at most the machine's cores.", ge=1)
-    dataloader_prefetch: Flag = option(True, "Read batches ahead in the background.")
-    dataloader_prefetch_qlen: Integer = option(10, "How many batches are read ahead.", ge=1)
+    dataloader_prefetch: Flag = option(False, "Read several batches ahead instead of one.")
+    dataloader_prefetch_qlen: Integer = option(10, "How many.", ge=1)
     delete_problematic_images: Flag = option(
         False, "Move files that cannot be decoded to `<output_dir>/quarantine`; nothing is ever deleted."
     )
@@ -574,15 +576,17 @@ class EvaluationConfig(Group):
 class DatasetDefaults(Group):
     """Dataset defaults"""
 
-    resolution: Number | None = option(None, "Size that buckets aim for.", gt=0, default_note="of the family")
+    resolution: Number | None = option(
+        None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE, default_note="of the family"
+    )
     resolution_type: Literal["pixel", "area", "pixel_area"] = option(
         "pixel_area", "Whether resolution is an edge, megapixels or the edge of a square of equal area."
     )
-    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0)
+    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
     maximum_image_size: Number | None = option(
-        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0
+        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0, le=LARGEST_SIZE
     )
-    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0)
+    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
     aspect_bucket_rounding: Integer = option(2, "Decimals of a bucket's ratio.", ge=1, le=9)
     aspect_bucket_alignment: Alignment | None = option(
         None, "Pixel grid of bucket sizes.", default_note="of the family"

@@ -35,6 +35,14 @@ VARIABLES = (
         "Settings appended to the command line, split at white space. The last of two values for a key wins, with a "
         "warning.",
     ),
+    Variable(("MIXED_PRECISION",), "Stands for `mixed_precision` where neither file nor command line sets it.", "bf16"),
+    Variable(
+        ("TRAINING_NUM_PROCESSES", "TRAINING_NUM_MACHINES"),
+        "Stand for `num_processes` and `num_machines` in the same way.",
+        "1",
+    ),
+    Variable(("TRAINING_DYNAMO_BACKEND",), "Stands for `dynamo_backend` in the same way.", "no"),
+    Variable(("ACCELERATE_EXTRA_ARGS",), "Has no effect yet, and a warning says so.", ""),
     Variable(("SIMPLETUNER_LOG_LEVEL",), "DEBUG, INFO, WARNING or ERROR on the terminal.", "INFO"),
     Variable(
         ("SIMPLETUNER_ALLOW_MODIFYING_BSZ",), "1 allows another `train_batch_size` when a run is continued.", "0"

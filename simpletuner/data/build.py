@@ -10,17 +10,16 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.errors import Problem
 
 from .amounts import check_amount, summarise_rejected
-from .buckets import OutsideLimitsError
 from .cache_folders import latent_dir_of, text_entry_of
 from .caption_edits import read_filters, read_shuffle
-from .captions import CaptionError, CaptionSource, Edit, captions_for
+from .captions import CaptionSource, Edit
 from .chance import order_key
 from .checks import check_caches, check_default_text_cache, check_entry, check_folders, check_start, link_partners
-from .clip_rules import ClipLengthError, build_clip_rules, check_speed
+from .clip_rules import build_clip_rules, check_speed
 from .context import DataContext
 from .dataset import Dataset
 from .folder import Folder, read_folder
-from .inventory import FileFacts
+from .outcome import outcome_of
 from .pairing import Partners, names_by_key, stretched
 from .rules import build_rules
 from .sample import Rejected, Sample, shorten
@@ -53,10 +52,14 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
     builder = _Builder(entries, context, problems)
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
-        if entry.id in links and builder.folder(entry).is_there:
+        if entry.id not in links:
+            continue
+        if builder.folder(entry).is_there:
             builder.hint_at_caption_files(written, entry)
             dataset = builder.dataset(entry, links[entry.id])
             datasets += [] if dataset is None else [dataset]
+        else:  # the missing folder has been reported; its rules may be wrong, too
+            build_rules(entry, context.spec, problems)
     return datasets + builder.conditioning_datasets(datasets)
 
 
@@ -129,7 +132,7 @@ class _Builder:
         samples, rejected = [], []
         self._check_partners(dataset, folder)
         for name, facts in folder.facts.items():
-            outcome = _sample(dataset, name, facts, folder, captions)
+            outcome = outcome_of(name, facts, dataset, folder, captions)
             if isinstance(outcome, Sample):
                 samples.append(outcome)
             else:
@@ -215,45 +218,6 @@ class _Builder:
             for entry, partners in known
             if partners is not None
         ]
-
-
-def _sample(
-    dataset: Dataset, name: str, facts: FileFacts, folder: Folder, captions: CaptionSource
-) -> Sample | Rejected:
-    """The sample of a whole picture or clip, or why it is none."""
-    for partners in dataset.partners:
-        partner = partners.facts_of(name)
-        if partner is None:
-            return Rejected(dataset.id, name, "partner unusable", f"has no partner in {partners.dataset_id}")
-        if partner.problem is not None:
-            detail = f"its partner {partners.name_of(name)} {partner.problem}"
-            return Rejected(dataset.id, name, "partner unusable", detail)
-    if dataset.config.metadata_backend == "parquet" and name not in captions.table:
-        return Rejected(dataset.id, name, "not in the table", "is not in the table")
-    rules = dataset.clips
-    try:
-        frames = rules.frames_of(facts.clip) if rules and facts.clip else 1
-        geometry, partner_sample = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
-        texts = folder.gone.get(name) or captions_for(name, captions)
-    except OutsideLimitsError as error:
-        return Rejected(dataset.id, name, "outside the limits", str(error))
-    except ClipLengthError as error:
-        return Rejected(dataset.id, name, error.reason, str(error))
-    except CaptionError as error:
-        return Rejected(dataset.id, name, "no caption", str(error))
-    return Sample(
-        dataset_id=dataset.id,
-        name=name,
-        path=folder.root / name,
-        content=facts.content,
-        original_size=facts.picture_size,
-        geometry=geometry,
-        captions=texts,
-        partner=partner_sample,
-        frames=frames,
-        frame_rate=rules.rate if rules else None,
-        is_i2v=rules is not None and rules.is_i2v,
-    )
 
 
 def _unused_captions(entry: DatasetConfig, folder: Folder) -> list[Rejected]:

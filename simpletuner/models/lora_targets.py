@@ -69,7 +69,7 @@ def linear_modules(folder: Path) -> dict[str, tuple[int, int]]:
 
 def _read_list(value: str, spec: FamilySpec, problems: list[Problem]) -> Any:
     """A file with a JSON list, or a comma list of names."""
-    if value.endswith(".json") or Path(value).is_file():
+    if value.endswith(".json") or "/" in value:
         known = len(problems)
         content = read_json(Path(value), problems)
         return list(spec.lora_targets) if len(problems) > known and content is None else content

@@ -97,7 +97,7 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
         ConfigError: with every problem at once.
     """
     located = locate(arguments.selectors, problems)
-    layers = [*located.layers, arguments.layer()]
+    layers = [*located.layers, arguments.extended(located.extra_arguments, problems).layer()]
     spec = find_family(layers, problems)
     config = resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers, problems)
     problems.extend(check_environment())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,8 @@ def check_planned(config: RunConfig) -> Iterator[Problem]:
             continue
         is_off = value == option.default or value in option.off
         if option.planned == "switch" and not is_off:
-            yield Problem(option.name, f"{value!r} is not available yet; remove the key to go on without it.")
+            shown = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield Problem(option.name, f"{shown} is not available yet; remove the key to go on without it.")
         elif option.planned == "detail" and value != option.default:
             yield Problem(option.name, "changes nothing yet: what it belongs to is not available.", fatal=False)
 

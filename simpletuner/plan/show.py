@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from simpletuner.caching.catalogue import missing
 from simpletuner.config.schema import all_options
@@ -28,7 +29,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield f"  model    {plan.source['transformer'].location}"
     yield f"  output   {plan.output_dir}"
     yield f"  datasets {plan.dataset_file}"
-    yield f"  seed     {plan.seed}"
+    drawn = "" if plan.config.run.seed or plan.resume else " (drawn for this run; set seed to repeat it)"
+    yield f"  seed     {plan.seed}{drawn}"
     yield ""
     yield from _length_lines(plan)
     yield ""
@@ -49,8 +51,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 def _length_lines(plan: Plan) -> Iterator[str]:
     length, schedule = plan.length, plan.config.schedule
     per_step = schedule.train_batch_size * schedule.gradient_accumulation_steps
-    yield f"{length.total_steps} steps of {per_step} samples"
-    yield f"{length.batches_per_epoch} batches an epoch, {length.epochs} epochs"
+    yield f"{_count(length.total_steps, 'step')} of {_count(per_step, 'sample')}"
+    yield f"{_count(length.batches_per_epoch, 'batch', 'batches')} an epoch, {_count(length.epochs, 'epoch')}"
     if plan.resume is not None:
         yield f"continues from {plan.resume.path.name} (step {plan.resume.step})"
 
@@ -60,7 +62,16 @@ def _setting_lines(plan: Plan) -> Iterator[str]:
     changed = [name for name in all_options() if plan.config.origins[name] != "default"]
     width = max((len(name) for name in changed), default=0)
     for name in changed:
-        yield f"  {name:<{width}}  {values[name]}  ({plan.config.origins[name]})"
+        yield f"  {name:<{width}}  {_written(values[name])}  ({plan.config.origins[name]})"
+
+
+def _written(value: Any) -> str:
+    """A value as it would stand in config.json; text without its quotes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _count(number: int, word: str, words: str = "") -> str:
+    return f"{number} {word if number == 1 else words or word + 's'}"
 
 
 def _ledger_lines(dataset_id: str, ledger: Sequence[LedgerEntry]) -> Iterator[str]:
@@ -89,7 +100,7 @@ def _fate(entry: LedgerEntry) -> str:
     resized = f"{geometry.resized[0]}x{geometry.resized[1]}"
     frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
     fitted = f"resized to {resized}, cropped to {width}x{height} at {left},{top}"
-    return f"{size}, {frames}{fitted}, {entry.captions} caption(s)"
+    return f"{size}, {frames}{fitted}, {_count(entry.captions, 'caption')}"
 
 
 def _cache_lines(plan: Plan) -> Iterator[str]:

@@ -51,6 +51,8 @@ def setup_logging(level: str | None = None, debug_file: Path | None = Path("debu
     Raises:
         UserError: the level is unknown.
     """
+    # Libraries draw progress bars of their own, across ours; they look at this when they are imported.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     console = ConsoleHandler()
     console.setLevel(log_level(level))
     console.addFilter(belongs_on_console)

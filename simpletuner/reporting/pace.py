@@ -113,5 +113,7 @@ def size_text(count: int) -> str:
 
 
 def amount(count: int, unit: str) -> str:
-    """`1,204 captions`, or the bare number when nothing is known about what it counts."""
-    return f"{count:,} {unit}" if unit else f"{count:,}"
+    """`1,204 captions`; the bare number when nothing is known about what it counts, `done` when nothing was counted."""
+    if not unit:
+        return f"{count:,}" if count else "done"
+    return f"{count:,} {unit}"

@@ -83,7 +83,7 @@ def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str]]:
 def file_safe(name: str) -> str:
     """A nickname as part of a file name: letters and signs of any script, digits, dot, dash and underscore stay."""
     kept = "".join(each if each in "._-" or unicodedata.category(each)[0] in "LMN" else " " for each in name)
-    return _cut(re.sub(r"\s+", "_", kept.strip())).strip("._") or "prompt"
+    return _cut(re.sub(r"_*\s+_*", "_", kept.strip())).strip("._") or "prompt"
 
 
 def parse_resolutions(value: str, spec: FamilySpec, *, lenient: bool, problems: list[Problem]) -> list[tuple[int, int]]:

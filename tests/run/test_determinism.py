@@ -42,7 +42,7 @@ def test_another_seed_is_another_run(tmp_path: Path, t2i_checkpoint: Path) -> No
     [
         {"validation_disable": False, "validation_step_interval": 1, "use_ema": True},
         {"report_to": "tensorboard", "checkpoint_step_interval": 1},
-        {"dataloader_prefetch": False, "compress_disk_cache": False, "max_workers": 1},
+        {"dataloader_prefetch": True, "compress_disk_cache": False, "max_workers": 1},
         {"gradient_checkpointing": False},
     ],
 )

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from diffusers import SanaVideoPipeline
 
-from tests.workspace import Workspace
+from tests.clips import write_clip
+from tests.workspace import DATASETS, Workspace
 
 
 @pytest.fixture
@@ -27,6 +28,28 @@ def test_lora(sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.C
     pipeline = SanaVideoPipeline.from_pretrained(sana_checkpoint)
     pipeline.load_lora_weights(sana_workspace.path("output"))
     assert pipeline.get_active_adapters()
+
+
+@pytest.mark.parametrize("is_i2v", [False, True])
+def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
+    """`video.is_i2v` of a dataset decides what the run is; pictures beside its clips are trained from noise."""
+    clips = {**DATASETS[0], "id": "clips", "dataset_type": "video", "instance_data_dir": "datasets/clips"}
+    clips["video"] = {"num_frames": 5, "min_frames": 5, "is_i2v": is_i2v}
+    for index in range(3):
+        path = sana_workspace.path(f"datasets/clips/clip {index}.mp4")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_clip(path, seconds=1.0 + index / 4)
+        path.with_suffix(".txt").write_text(f"clip {index}")
+    sana_workspace.write_datasets([clips, *DATASETS])
+    settings = ("--validation_disable=false", "--train_batch_size=1", "--num_eval_images=1", "--max_train_steps=8")
+    assert sana_workspace.train(*settings) == 0
+    assert "nan" not in str(sana_workspace.metrics())
+    previews = [path.name for path in sana_workspace.path("output/validation_images").glob("*@5.mp4")]
+    assert len(previews) == 2, previews
+    encoded = list(sana_workspace.path("output/cache/vae").rglob("*.safetensors*"))
+    assert len(encoded) == 4 + (6 if is_i2v else 3), (
+        "pictures, clips, and the clips' first frames where they are needed"
+    )
 
 
 def test_full(sana_workspace: Workspace) -> None:

@@ -90,9 +90,11 @@ class Question:
         return []
 
     def suggestion(self, answer: str, choices: Mapping[str, str], draft: Draft) -> str | None:
-        """What to propose after a bad answer."""
+        """What to propose after a bad answer; nothing when it was spelled well and is wrong for another reason."""
         better = self.other(answer, draft)
-        return better[-1] if better else nearest(answer, choices)
+        if better or answer in choices:
+            return better[-1] if better else None
+        return nearest(answer, choices)
 
     def changes(self, value: Any, draft: Draft) -> dict[str, Any]:
         """The settings that an answer decides."""
@@ -194,7 +196,7 @@ STEPS = (
             Question("validation_guidance", "Guidance (how closely previews follow the text)"),
             Question("validation_num_inference_steps", "Sampling steps"),
             Question("validation_step_interval", "Make previews after every so many training steps"),
-            Question("validation_seed", "Seed of the previews"),
+            Question("validation_seed", "Seed of the previews, if not that of the run"),
         ),
     ),
     Step(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from simpletuner.cli.wizard.config_file import (
     backup_of,
@@ -63,6 +65,7 @@ def start_draft(file: Path, talk: Talk) -> Draft:
     for key, reason in unusable.items():
         talk.refuse(f"{key}: {reason}")
     if unusable and talk.confirm("Training would refuse the above. Leave it out?", default=True):
+        talk.tell(f"Left out: {', '.join(unusable)}", "yellow")
         kept = {key: value for key, value in draft.values.items() if key not in unusable}
         return Draft(file, kept)
     return draft
@@ -85,7 +88,21 @@ def review(draft: Draft, steps: list[Step], talk: Talk) -> bool:
         named = talk.choose(f"{verb} {draft.file}{note}? (or name a setting to change)", list(owners))
         if not named:
             return named is None
+        before = _proposals(draft, steps)
         ask_step(owners[named], draft, talk)
+        _follow_proposals(draft, before, _proposals(draft, steps))
+
+
+def _proposals(draft: Draft, steps: list[Step]) -> dict[str, Any]:
+    """What the wizard would propose now, where the file said nothing."""
+    asked = [question for step in steps for question in step.questions if question.key not in draft.loaded]
+    return {each.key: each.propose(draft) for each in asked if each.propose is not None and each.applies(draft)}
+
+
+def _follow_proposals(draft: Draft, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Answers that were only the proposal follow it: another model type has another learning rate."""
+    moved = {key: value for key, value in now.items() if key in before and before[key] != value}
+    draft.change({key: value for key, value in moved.items() if draft.values.get(key) == before[key]})
 
 
 def _drop_stale(draft: Draft, steps: list[Step]) -> None:

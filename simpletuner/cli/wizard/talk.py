@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from simpletuner.config.option import Option, parse_flag
 from simpletuner.errors import ConfigError, UserError, nearest
 
 HELP, NONE = "?", "-"
+# Control characters and bytes that are not UTF-8 (surrogates), which no setting can hold.
+NO_TEXT = ("Cc", "Cs")
 # A longer list would bury the question; `?` shows it.
 LONGEST_LIST = 8
 
@@ -80,7 +83,8 @@ class Talk:
             self.refuse(f"{answer!r} is neither yes, no nor a setting of the list." + (f" {guess}?" if guess else ""))
 
     def refuse(self, reason: str) -> None:
-        self.say(f"    {reason}", "yellow")
+        """What is wrong, said in any case."""
+        self.tell(f"    {reason}", "yellow")
 
     def _read(self, prompt: str) -> str:
         """One line, without the spaces around it; empty for the default.
@@ -90,14 +94,17 @@ class Talk:
         """
         if self.defaults:
             return ""
-        try:
-            answer = input(prompt)
-        except EOFError:
-            self.say()
-            raise UserError("The input ended before the last question. Nothing was written.") from None
-        if not sys.stdin.isatty():
-            self.say(answer)  # what comes through a pipe is not on the screen
-        return answer.strip()
+        while True:
+            try:
+                answer = input(prompt).strip()
+            except EOFError:
+                self.say()
+                raise UserError("The input ended before the last question. Nothing was written.") from None
+            if not sys.stdin.isatty():
+                self.say(answer)  # what comes through a pipe is not on the screen
+            if all(unicodedata.category(each) not in NO_TEXT for each in answer):
+                return answer
+            self.refuse("That holds characters that are no text; write it again.")
 
     def _list_choices(self, question: Question, choices: Mapping[str, str], proposed: Any) -> None:
         if not 1 < len(choices) <= LONGEST_LIST:

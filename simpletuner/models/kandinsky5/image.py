@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -17,10 +17,12 @@ from simpletuner.models.kandinsky5 import attention, loading
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Flavour
 from simpletuner.models.vae import load_vae
+
+if TYPE_CHECKING:
+    from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
 
 # Pictures have one frame and are sampled with unscaled positions, whatever their size.
 ROPE_SCALE = (1.0, 1.0, 1.0)
@@ -77,6 +79,9 @@ class Kandinsky5ImageAdapter:
         self._padding: attention.TextPadding | None = None
 
     def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> Kandinsky5TextEncoder:
+        # transformers' models come in here: with everything cached, a run never needs them.
+        from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
+
         template = select_template(self.text.text_template, "image_edit" if self.edits else "image")
         max_length = self.text.tokenizer_max_length or self.spec.defaults["tokenizer_max_length"]
         return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype)

@@ -1,0 +1,1 @@
+"""How fast things are, in ratios of one run. Run from the repository: `python -m benchmarks.step`."""

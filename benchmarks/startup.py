@@ -1,0 +1,154 @@
+"""How long a user waits: for help, for a dry run, and from the command to the end of step 1.
+
+Each command is a process of its own, in units of `python -c "import torch"` of the same round. CPU time is compared,
+which neighbours on the machine disturb least; the wall ratio is in the note. Torch-free itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.timing import Ratio, arguments, show
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "simpletuner" / "examples" / "demo" / "checkpoint" / "transformer"
+FIRST_STEP = "step 1/"
+MAKE_FOLDER = """
+import sys
+from pathlib import Path
+from tests.tiny import make_checkpoint
+from tests.workspace import Workspace
+folder = Path(sys.argv[1])
+Workspace.create(folder / "run", make_checkpoint(folder / "checkpoint"), max_train_steps=50)
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command line.
+
+    Attributes:
+        folder: where it runs.
+        until: it is ended at the first line of its output that starts so.
+        fresh: folders to delete before it starts.
+    """
+
+    words: Sequence[str]
+    folder: Path
+    until: str | None = None
+    fresh: Sequence[Path] = ()
+
+    def run(self, python: str) -> tuple[float, float]:
+        """CPU and wall seconds.
+
+        Raises:
+            RuntimeError: it failed, or ended without the line.
+        """
+        for path in self.fresh:
+            shutil.rmtree(path, ignore_errors=True)
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            [python, *self.words],
+            cwd=self.folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdout is not None
+        seen = any(self.until is not None and line.startswith(self.until) for line in process.stdout)
+        wall = time.perf_counter() - started
+        if seen:
+            process.kill()
+        process.stdout.close()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if not seen:
+            wall = time.perf_counter() - started
+            if self.until is not None or process.returncode:
+                raise RuntimeError(f"{' '.join(self.words)} ended with {process.returncode}")
+        return usage.ru_utime + usage.ru_stime, wall
+
+
+def environment() -> dict[str, str]:
+    """One thread, this repository, and compiled modules kept, as in an installed package."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def commands(folder: Path) -> dict[str, Command]:
+    """What is timed, by name."""
+    run = folder / "run"
+    cold = (run / "output", run / "cache")
+    product = ("-m", "simpletuner")
+    no_previews = "validation_disable=true"
+    previews = ("validation_disable=false", "validation_num_inference_steps=2")
+    found = {
+        "import torch": Command(("-c", "import torch"), folder),
+        "--help": Command((*product, "--help"), folder),
+        "train --dry-run": Command((*product, "train", "--dry-run"), run),
+        "step 1": Command((*product, "train", no_previews), run, FIRST_STEP, cold),
+        "step 1, two previews before": Command((*product, "train", *previews), run, FIRST_STEP, cold),
+        "step 1, all cached": Command((*product, "train", no_previews), run, FIRST_STEP),
+    }
+    if DEMO.is_dir():
+        output = folder / "demo"
+        words = (*product, "train", "example=demo", f"output_dir={output}")
+        found["demo to step 1"] = Command((*words, no_previews), folder, FIRST_STEP, (output,))
+    return found
+
+
+BARS = {"--help": 0.25, "step 1": 4.0, "demo to step 1": 4.0}
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else None, rounds=5)
+    parser.add_argument("--python", default=sys.executable, help="of an environment with the package's dependencies")
+    options = parser.parse_args()
+    measured: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(
+            [sys.executable, "-c", MAKE_FOLDER, name], check=True, env=environment, stderr=subprocess.DEVNULL
+        )
+        timed = commands(folder)
+        for number in range(options.rounds + 1):
+            for title, command in timed.items():
+                seconds = command.run(options.python)
+                if number:  # the first round fills the page cache
+                    measured.setdefault(title, []).append(seconds)
+    unit = measured.pop("import torch")
+    ratios = []
+    for title, rounds in measured.items():
+        shares = [cpu / base for (cpu, _), (base, _) in zip(rounds, unit, strict=True)]
+        wall = statistics.median(mine / base for (_, mine), (_, base) in zip(rounds, unit, strict=True))
+        note = f"wall {wall:.2f}"
+        if title == "train --dry-run":
+            note += f"; fastest {min(wall for _, wall in rounds):.2f} s (must be under 2 s)"
+        ratios.append(Ratio(title, shares, BARS.get(title), note))
+    scipy = "with" if _has_scipy(options.python) else "without"
+    show(f"Start-up in units of `import torch`, {scipy} scipy in the environment", ratios, options)
+
+
+def _has_scipy(python: str) -> bool:
+    """transformers and diffusers import scipy where it is installed; here only the extra `dev` brings it."""
+    if python == sys.executable:
+        return importlib.util.find_spec("scipy") is not None
+    code = "import importlib.util, json; print(json.dumps(importlib.util.find_spec('scipy') is not None))"
+    return bool(json.loads(subprocess.run([python, "-c", code], check=True, capture_output=True).stdout))
+
+
+if __name__ == "__main__":
+    main()

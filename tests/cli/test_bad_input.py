@@ -1,0 +1,340 @@
+"""What people get wrong, line by line: exit code 2, every problem in one message, no traceback, nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner import atomic
+from tests import pictures
+from tests.complaints import complaint, complaints, warnings
+from tests.workspace import DATASETS, Workspace
+
+Capture = pytest.CaptureFixture[str]
+DATASET_FILE = "config/multidatabackend.json"
+
+
+def change_dataset(workspace: Workspace, **keys: Any) -> None:
+    """The usual dataset with some keys replaced."""
+    workspace.write_datasets([{**DATASETS[0], **keys}, DATASETS[1]])
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_mistakes_of_every_kind_are_told_together(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(learning_rte=1, lora_rank=0, optimizer="adamx", num_train_epochs=2, maximum_image_size=512)
+    change_dataset(workspace, instance_data_dir="nowhere", crop_aspct=1, text_embeds="txt")
+    told = "\n".join(complaints(workspace, capsys, "plan", "foo"))
+    for part in (
+        "foo: is not a setting", "learning_rte: is not a known key. Did you mean 'learning_rate'?", "lora_rank: 0",
+        "optimizer: 'adamx'", "num_train_epochs: is 2 and max_train_steps is 4", "'nowhere'", "crop_aspct",
+        "pictures.text_embeds: 'txt'", "maximum_image_size",
+    ):  # fmt: skip
+        assert part in told, part
+
+
+def test_nothing_is_written_when_something_is_wrong(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(learning_rte=1)
+    before = files_below(workspace.folder)
+    complaint(workspace, capsys, "train")
+    complaint(workspace, capsys, "plan")
+    assert files_below(workspace.folder) == before
+
+
+def test_invalid_json(workspace: Workspace, capsys: Capture) -> None:
+    workspace.path("config/config.json").write_text('{\n "seed": 1\n "x": 2}')
+    assert complaint(workspace, capsys) == (
+        "config/config.json: is not valid JSON: Expecting ',' delimiter at line 3, column 2."
+    )
+
+
+def test_invalid_json_of_datasets(workspace: Workspace, capsys: Capture) -> None:
+    workspace.path(DATASET_FILE).write_text("[{,1]")
+    problem = complaint(workspace, capsys)
+    assert problem.startswith(f"{DATASET_FILE}: is not valid JSON: ")
+    assert "at line 1, column 3" in problem
+
+
+def test_the_same_key_twice(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(**{"--seed": 8})
+    assert complaint(workspace, capsys) == "seed: is given twice: seed=7 and --seed=8 (config/config.json)."
+
+
+def test_a_value_out_of_choice(workspace: Workspace, capsys: Capture) -> None:
+    problem = complaint(workspace, capsys, "plan", "--lr_scheduler", "cosin")
+    assert problem.startswith("lr_scheduler: 'cosin' is not one of: constant, ")
+    assert problem.endswith("Did you mean 'cosine'? (command line)")
+
+
+def test_missing_dataset_folders_are_one_problem(workspace: Workspace, capsys: Capture) -> None:
+    change_dataset(workspace, instance_data_dir="datasets/gone")
+    problem = complaint(workspace, capsys)
+    assert "pictures: 'datasets/gone'" in problem
+
+
+def test_missing_captions(workspace: Workspace, capsys: Capture) -> None:
+    workspace.path("datasets/pictures/p3.txt").unlink()
+    told = warnings(workspace, capsys)
+    assert "p3.png" in told
+    assert "caption" in told
+    for path in workspace.path("datasets/pictures").glob("*.txt"):
+        path.unlink()
+    assert "no samples detected in dataset pictures" in complaint(workspace, capsys)
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_missing_partner_pictures(i2i_checkpoint: Path, tmp_path: Path, capsys: Capture, command: str) -> None:
+    workspace = Workspace.create(tmp_path / "run", i2i_checkpoint, model_flavour="i2i-lite-sft")
+    sources = {
+        "id": "sources", "dataset_type": "conditioning", "conditioning_type": "reference_strict",
+        "instance_data_dir": "datasets/sources",
+    }  # fmt: skip
+    workspace.write_datasets([{**DATASETS[0], "conditioning_data": "sources"}, sources, DATASETS[1]])
+    workspace.add_pictures("datasets/sources", 6)
+    problem = complaint(workspace, capsys, command)
+    assert problem.startswith("pictures: 2 of 8 pictures have no partner of the same path and name in sources")
+    assert "p6.png" in problem
+    assert "p7.png" in problem
+
+
+def test_a_flavour_that_edits_pictures_needs_pictures_to_edit(
+    i2i_checkpoint: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    workspace = Workspace.create(tmp_path / "run", i2i_checkpoint, model_flavour="i2i-lite-sft")
+    assert complaint(workspace, capsys).startswith("pictures.conditioning_data: is required: this flavour edits")
+
+
+@pytest.mark.parametrize("name", sorted(pictures.BROKEN))
+def test_damaged_pictures_are_kept_and_told(workspace: Workspace, capsys: Capture, name: str) -> None:
+    path = workspace.path("datasets/pictures") / name
+    pictures.BROKEN[name](path)
+    path.with_suffix(".txt").write_text("a caption")
+    content = path.read_bytes()
+    told = warnings(workspace, capsys, "delete_problematic_images=true")
+    assert name in told
+    assert path.read_bytes() == content, "a plan moves nothing"
+
+
+def test_a_dataset_smaller_than_a_step_says_which_repeats_would_do(workspace: Workspace, capsys: Capture) -> None:
+    problem = complaint(workspace, capsys, "plan", "train_batch_size=5", "gradient_accumulation_steps=5")
+    assert "no samples detected in dataset pictures" in problem
+    assert "repeats 3 would do" in problem
+    change_dataset(workspace, repeats=3)
+    warnings(workspace, capsys, "train_batch_size=5", "gradient_accumulation_steps=5")
+    change_dataset(workspace, repeats=None)
+    settings = ("train_batch_size=5", "gradient_accumulation_steps=5", "allow_dataset_oversubscription=true")
+    assert "repeats is raised to 3" in warnings(workspace, capsys, *settings)
+
+
+def test_ids_defaults_and_references(workspace: Workspace, capsys: Capture) -> None:
+    first = {**DATASETS[0], "text_embeds": "nowhere"}
+    workspace.write_datasets([first, {**first, "text_embeds": None}, DATASETS[1], {**DATASETS[1], "id": "text2"}])
+    told = "\n".join(complaints(workspace, capsys, "plan", "eval_dataset_id=picture"))
+    assert "pictures: is the id of 2 datasets" in told
+    assert "two text_embeds entries are the default: text, text2" in told
+    assert "pictures.text_embeds: 'nowhere' is not the id" in told
+    assert "eval_dataset_id: 'picture' is not the id of a dataset" in told
+
+
+@pytest.mark.parametrize("output", ["config/config.json", "config/config.json/below"])
+def test_an_output_folder_that_is_a_file(workspace: Workspace, capsys: Capture, output: str) -> None:
+    problems = complaints(workspace, capsys, "plan", f"output_dir={output}")
+    assert f"output_dir: '{output}' cannot be a folder: 'config/config.json' is a file." in problems
+
+
+def test_an_output_folder_that_cannot_be_written(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **more: not mode & os.W_OK and may(path, mode, **more))
+    problem = complaint(workspace, capsys, "plan", "output_dir=locked")
+    assert problem == "output_dir: 'locked' cannot be written to (no permission in '.')."
+
+
+def test_an_output_folder_that_cannot_be_created(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some systems find out only then."""
+    create = Path.mkdir
+
+    def refuse(path: Path, *arguments: Any, **more: Any) -> None:
+        if path.name == "locked":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        create(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    problem = complaint(workspace, capsys, "train", "output_dir=locked")
+    assert problem == "output_dir: 'locked' cannot be created: Read-only file system."
+
+
+def test_steps_and_epochs(workspace: Workspace, capsys: Capture) -> None:
+    assert complaint(workspace, capsys, "plan", "num_train_epochs=2").startswith("num_train_epochs: is 2 and")
+    problem = complaint(workspace, capsys, "plan", "num_train_epochs=0", "max_train_steps=0")
+    assert "are both 0" in problem
+    warnings(workspace, capsys, "num_train_epochs=2", "max_train_steps=0")
+    warnings(workspace, capsys, "num_train_epochs=0")
+
+
+def test_maximum_image_size_without_target(workspace: Workspace, capsys: Capture) -> None:
+    change_dataset(workspace, maximum_image_size=1024, crop=True)
+    problem = complaint(workspace, capsys)
+    assert "maximum_image_size" in problem
+    assert "target_downsample_size" in problem
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"])
+def test_a_model_folder_without_a_part(workspace: Workspace, capsys: Capture, tmp_path: Path, part: str) -> None:
+    model = json.loads(workspace.path("config/config.json").read_text())["pretrained_model_name_or_path"]
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy, ignore=shutil.ignore_patterns(part))
+    problem = complaint(workspace, capsys, "plan", f"pretrained_model_name_or_path={copy}")
+    assert f"lacks a usable {part} (it is not there)." in problem
+
+
+def test_a_checkpoint_of_the_other_task(workspace: Workspace, capsys: Capture) -> None:
+    problems = complaints(workspace, capsys, "plan", "model_flavour=i2i-lite-sft")
+    assert any(problem.startswith("model_flavour: i2i-lite-sft does not fit") for problem in problems)
+
+
+def test_an_unknown_flavour(workspace: Workspace, capsys: Capture) -> None:
+    problem = complaint(workspace, capsys, "plan", "model_flavour=t2i-lite-stf")
+    assert "t2i-lite-sft, t2i-lite-pretrain, i2i-lite-sft, i2i-lite-pretrain" in problem
+    assert "Did you mean 't2i-lite-sft'?" in problem
+    assert "set pretrained_model_name_or_path" in problem
+
+
+def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) -> None:
+    problem = complaint(workspace, capsys, "plan", "peft_lora_target_modules=to_qury,to_key")
+    assert problem == (
+        "peft_lora_target_modules: 'to_qury' matches no module of the transformer. Did you mean 'to_query'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint_"),
+    [
+        ("init_lora=nothing.safetensors", "init_lora: 'nothing.safetensors' does not exist."),
+        ("user_prompt_library=nothing.json", "user_prompt_library: the file 'nothing.json' does not exist."),
+        ("resume_from_checkpoint=checkpoint-9", "is not a complete checkpoint. In output there are: none."),
+        ("lr_end=1", "lr_end: 1 is not below learning_rate 0.001"),
+        ("adam_beta1=1", "adam_beta1: '1'"),
+        ("optimizer_beta1=0.9", "optimizer_beta1: and optimizer_beta2 must be given together."),
+        ("validation_resolution=1.0", "sizes are pixels, not megapixels"),
+        ("push_to_hub=true", "push_to_hub: true is not available yet"),
+        ("webhook_config=hooks.json", "webhook_config: 'hooks.json' is not available yet"),
+        ("model_type=fulll", "Did you mean 'full'?"),
+    ],
+)
+def test_single_settings(workspace: Workspace, capsys: Capture, setting: str, complaint_: str) -> None:
+    if "learning_rate" in complaint_:
+        setting_list = [setting, "lr_scheduler=cosine"]
+    else:
+        setting_list = [setting]
+    assert complaint_ in complaint(workspace, capsys, "plan", "validation_disable=false", *setting_list)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint_"),
+    [
+        ("SIMPLETUNER_LOG_LEVEL", "lod", "SIMPLETUNER_LOG_LEVEL: 'lod' is not one of: DEBUG, INFO"),
+        ("SIMPLETUNER_ALLOW_MODIFYING_BSZ", "perhaps", "SIMPLETUNER_ALLOW_MODIFYING_BSZ: 'perhaps' is not 0 or 1."),
+        ("TRAINING_NUM_PROCESSES", "x", "num_processes: 'x' is not a whole number. (environment)"),
+        ("TRAINER_EXTRA_ARGS", "--seed=1 --sede=2", "--sede: is not a known key. Did you mean 'seed'?"),
+        ("SIMPLETUNER_ENV", "nowhere", "the environment 'nowhere' was not found"),
+        ("CONFIG_PATH", "nowhere.json", "no configuration was found; tried nowhere.json"),
+        ("CONFIG_BACKEND", "yaml", "CONFIG_BACKEND: 'yaml' is not one of: json, toml, env."),
+    ],
+)
+def test_variables(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, value: str, complaint_: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert complaint_ in complaint(workspace, capsys)
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full_for: Callable[[Path], bool]) -> None:
+    """From now on, files of some places cannot be given their names."""
+    replace = Path.replace
+
+    def refuse(path: Path, target: Path) -> Path:
+        if is_full_for(Path(target)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+
+
+def test_a_full_disk_while_caching(workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+
+    def third_latent(target: Path) -> bool:
+        if "/vae/" in target.as_posix() and target.name != "index.json":
+            written.append(target)
+        return len(written) > 2
+
+    with monkeypatch.context() as patch:
+        fill_the_disk(patch, third_latent)
+        assert "no space left on the disk" in complaint(workspace, capsys, "cache", "fill")
+    assert list(workspace.folder.rglob(".*.tmp")) == []
+    assert workspace.run("cache", "verify") == 0, "what was complete is whole"
+    kept = [workspace.path(str(path)).stat().st_mtime_ns for path in written[:2]]
+    assert workspace.run("cache", "fill") == 0
+    assert [workspace.path(str(path)).stat().st_mtime_ns for path in written[:2]] == kept, "and is not made again"
+
+
+def test_a_full_disk_while_saving(workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        flush = atomic._flush_tree
+
+        def refuse(folder: Path) -> None:
+            if folder.name.startswith("checkpoint-4"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            flush(folder)
+
+        patch.setattr(atomic, "_flush_tree", refuse)
+        assert "no space left on the disk" in complaint(workspace, capsys, "train")
+    checkpoints = [path.name for path in workspace.path("output").glob("checkpoint-*")]
+    assert checkpoints == ["checkpoint-2"], "the one before is kept, and no torn one is left"
+    assert workspace.train() == 0
+    assert workspace.path("output/pytorch_lora_weights.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "learning_rte=1"],
+        ["train", "model_flavour=x"],
+        ["train", "env=nowhere"],
+        ["nonsense"],
+        ["train", "foo"],
+    ],
+    ids=" ".join,
+)
+def test_refusals_of_the_real_command_never_meet_torch(workspace: Workspace, arguments: list[str]) -> None:
+    script = (
+        "import sys; from simpletuner.cli.app import main; code = main(sys.argv[1:]);"
+        "print(code, sorted({'torch', 'diffusers', 'transformers', 'numpy.testing'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, cwd=workspace.folder, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "2 []"
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_exit_code_reaches_the_shell(workspace: Workspace) -> None:
+    with workspace.spawn("train", "lora_rank=0", stderr=subprocess.PIPE) as process:
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert told.splitlines()[-1] == "1 problem to fix; nothing was started."

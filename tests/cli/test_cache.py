@@ -1,0 +1,114 @@
+"""`simpletuner cache`: fill, verify, gc, explain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.complaints import complaint
+from tests.workspace import Workspace
+
+Capture = pytest.CaptureFixture[str]
+LATENTS = "output/cache/vae/kandinsky5-image/pictures"
+
+
+@pytest.fixture
+def filled(workspace: Workspace) -> Workspace:
+    """A folder whose caches are complete."""
+    assert workspace.run("cache", "fill") == 0
+    return workspace
+
+
+def said(workspace: Workspace, capsys: Capture, *arguments: str) -> str:
+    capsys.readouterr()
+    assert workspace.run("cache", *arguments) == 0
+    return capsys.readouterr().out
+
+
+def entries(workspace: Workspace, folder: str = LATENTS) -> list[Path]:
+    return sorted(workspace.path(folder).glob("*/*.safetensors*"))
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_fill_stops_before_training(filled: Workspace) -> None:
+    assert len(entries(filled)) == 8
+    assert list(filled.folder.rglob("checkpoint-*")) == []
+
+
+def test_verify_without_caches(workspace: Workspace, capsys: Capture) -> None:
+    assert said(workspace, capsys, "verify") == "There are no caches yet.\n"
+
+
+def test_verify_reads_every_entry(filled: Workspace, capsys: Capture) -> None:
+    assert said(filled, capsys, "verify") == f"Every entry in cache/text, {LATENTS} is whole.\n"
+    broken = entries(filled)[3]
+    damage(broken)
+    assert complaint(filled, capsys, "cache", "verify") == "1 damaged entries; the next run makes them anew."
+    assert filled.run("cache", "fill") == 0
+
+
+def test_a_damaged_entry_is_named(filled: Workspace, capsys: Capture) -> None:
+    broken = entries(filled)[3]
+    damage(broken)
+    capsys.readouterr()
+    assert filled.run("cache", "verify") == 2
+    assert broken.name.partition(".")[0] in capsys.readouterr().out
+
+
+def test_gc_lists_and_removes_only_when_told(filled: Workspace, capsys: Capture) -> None:
+    assert said(filled, capsys, "gc").splitlines()[-1].startswith("0 entries")
+    filled.path("datasets/pictures/p5.png").unlink()
+    filled.path("datasets/pictures/p5.txt").unlink()
+    before = entries(filled)
+    listed = said(filled, capsys, "gc")
+    assert "pictures/p5.png" in listed
+    assert "--remove deletes them" in listed
+    assert entries(filled) == before
+    assert "removed." in said(filled, capsys, "gc", "--remove")
+    assert len(entries(filled)) == 7
+    assert said(filled, capsys, "gc") == "0 entries and leftovers found; --remove deletes them.\n"
+
+
+def test_gc_gets_along_with_damage(filled: Workspace, capsys: Capture) -> None:
+    filled.path("datasets/pictures/p5.png").unlink()
+    for path in entries(filled):
+        path.write_bytes(b"nothing")
+    assert "damaged" in said(filled, capsys, "gc", "--remove")
+
+
+@pytest.mark.parametrize(
+    "name", ["p2.png", "pictures/p2.png", "datasets/pictures/p2.png", "./datasets/pictures/p2.png"]
+)
+def test_explain_finds_a_picture_and_its_captions(filled: Workspace, capsys: Capture, name: str) -> None:
+    told = said(filled, capsys, "explain", name)
+    assert f"latents of pictures/p2.png: cached in {LATENTS}" in told
+    assert "caption of 'picture 2', pictures/p2.png: cached in cache/text" in told
+
+
+def test_explain_says_why_an_entry_is_not_reused(filled: Workspace, capsys: Capture) -> None:
+    filled.write_datasets([{"id": "pictures", "instance_data_dir": "datasets/pictures", "resolution": 128}])
+    told = said(filled, capsys, "explain", "p2.png", "cache_dir_text=elsewhere")
+    assert "latents of pictures/p2.png: not cached" in told
+    assert "is not reused, size: cached [" in told
+
+
+def test_explain_of_a_damaged_entry(filled: Workspace, capsys: Capture) -> None:
+    for path in entries(filled):
+        path.write_bytes(b"nothing")
+    assert "it is damaged; the next run makes it anew" in said(filled, capsys, "explain", "p2.png")
+
+
+def test_explain_of_a_file_that_is_not_used(workspace: Workspace, capsys: Capture) -> None:
+    assert complaint(workspace, capsys, "cache", "explain", "other.png").startswith("'other.png' is not used by")
+    assert "the file comes first" in complaint(workspace, capsys, "cache", "explain", "seed=1")
+
+
+@pytest.mark.parametrize("command", ["fill", "verify", "gc"])
+def test_bad_settings_are_told_as_in_train(workspace: Workspace, capsys: Capture, command: str) -> None:
+    assert complaint(workspace, capsys, "cache", command, "lora_rank=0").startswith("lora_rank: 0 is out of range")

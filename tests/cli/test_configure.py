@@ -1,0 +1,508 @@
+"""`simpletuner configure`: the questions, through a prompt that is answered by key, a pipe and a real terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+from typer.testing import CliRunner
+
+from simpletuner.cli.app import app, main
+from simpletuner.cli.wizard.next_steps import example_datasets
+from simpletuner.cli.wizard.questions import STEPS
+from simpletuner.config.schema import GROUPS, all_options
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import Task
+from tests.workspace import Workspace
+
+FILE = Path("config/config.json")
+LAST = "name a setting to change"
+KEYS = {question.text: question.key for step in STEPS for question in step.questions}
+
+
+class Person:
+    """Answers prompts by key; with nothing left to say, presses Enter.
+
+    `start` answers whether to begin from the file, `doubt` whether to keep a doubtful answer, `file` the last question.
+    """
+
+    def __init__(self, **answers: str | list[str]) -> None:
+        self.answers = {key: [value] if isinstance(value, str) else list(value) for key, value in answers.items()}
+        self.asked: list[str] = []
+        self.prompts: list[str] = []
+
+    def __call__(self, prompt: str = "") -> str:
+        self.prompts.append(prompt)
+        key = self._key(prompt)
+        self.asked.append(key)
+        answers = self.answers.get(key)
+        return answers.pop(0) if answers else ""
+
+    def _key(self, prompt: str) -> str:
+        for words, name in (
+            ("Start from it", "start"),
+            ("Leave it out", "mend"),
+            ("Keep it?", "doubt"),
+            (LAST, "file"),
+        ):
+            if words in prompt:
+                return name
+        return next(key for text, key in KEYS.items() if prompt.strip().startswith(text))
+
+
+Configure = Callable[..., tuple[int, Person]]
+
+
+@pytest.fixture
+def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
+    """Run the wizard in an empty folder with a person who answers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+    def run(*arguments: str, **answers: str | list[str]) -> tuple[int, Person]:
+        person = Person(**answers)
+        monkeypatch.setattr("builtins.input", person)
+        return main(["configure", *arguments]), person
+
+    return run
+
+
+def written(file: Path = FILE) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
+
+
+def put(values: dict[str, Any], file: Path = FILE) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(values), encoding="utf-8")
+
+
+def test_enter_everywhere_writes_a_config_of_known_keys(configure: Configure) -> None:
+    code, _ = configure()
+    assert code == 0
+    values = written()
+    assert set(values) <= set(all_options())
+    assert values["model_family"] == "kandinsky5-image"
+    assert values["model_flavour"] == "t2i-lite-sft"
+    assert (values["max_train_steps"], values["num_train_epochs"]) == (1000, 0)
+    assert values["learning_rate"] == 1e-4
+    assert values["data_backend_config"] == "config/multidatabackend.json"
+    assert not Path("config/multidatabackend.json").exists()
+    assert not Path("config/config.json.bak").exists()
+
+
+def test_questions_come_in_order_and_none_is_about_what_is_not_built(configure: Configure) -> None:
+    _, person = configure()
+    order = [question.key for step in STEPS for question in step.questions]
+    asked = [key for key in person.asked if key in order]
+    assert asked == [key for key in order if key in asked]
+    assert asked[:4] == ["output_dir", "model_family", "model_flavour", "model_type"]
+    assert asked[-1] == "data_backend_config"
+    assert not [key for key in asked if all_options()[key].planned]
+
+
+def test_every_question_is_about_a_key_and_no_two_read_alike() -> None:
+    questions = [question for step in STEPS for question in step.questions]
+    assert {question.key for question in questions} <= set(all_options())
+    assert len(KEYS) == len(questions)
+    assert all(question.option.help for question in questions)
+
+
+def test_the_file_is_grouped_like_the_schema(configure: Configure) -> None:
+    configure()
+    text = FILE.read_text(encoding="utf-8")
+    assert "--" not in text
+    blocks = [re.findall(r'^  "(\w+)":', block, re.MULTILINE) for block in text.split("\n\n")]
+    groups = [[key for key in group.model_fields if key in written()] for group in GROUPS.values()]
+    assert blocks == [group for group in groups if group]
+
+
+def test_defaults_asks_nothing_and_writes_the_same_file(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    configure()
+    by_answers = FILE.read_text(encoding="utf-8")
+    FILE.unlink()
+    code, person = configure("--defaults")
+    assert code == 0
+    assert person.prompts == []
+    assert FILE.read_text(encoding="utf-8") == by_answers
+    assert "Next steps" in capsys.readouterr().out
+
+
+def test_another_file_and_its_folder(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    code, _ = configure("config/cat/config.json")
+    assert code == 0
+    assert written(Path("config/cat/config.json"))["data_backend_config"] == "config/cat/multidatabackend.json"
+    assert "simpletuner train env=cat --dry-run" in capsys.readouterr().out
+
+
+def test_full_training_has_no_lora_questions_and_its_own_rate(configure: Configure) -> None:
+    _, person = configure(model_type="full")
+    assert "lora_rank" not in person.asked
+    assert written()["learning_rate"] == 5e-5
+    assert "lora_rank" not in written()
+
+
+def test_alpha_is_written_only_when_it_is_not_the_rank(configure: Configure) -> None:
+    configure(lora_rank="8")
+    assert "lora_alpha" not in written()
+    FILE.unlink()
+    configure(lora_rank="8", lora_alpha="4")
+    assert (written()["lora_rank"], written()["lora_alpha"]) == (8, 4)
+
+
+def test_rounds_instead_of_steps(configure: Configure) -> None:
+    configure(max_train_steps="0", num_train_epochs=["0", "7"])
+    assert (written()["max_train_steps"], written()["num_train_epochs"]) == (0, 7)
+
+
+def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
+    put({"model_type": "lora", "model_family": "kandinsky5-image", "num_train_epochs": 5})
+    configure(max_train_steps="200")
+    assert (written()["max_train_steps"], written()["num_train_epochs"]) == (200, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good", "reason"),
+    [
+        ("learning_rate", "much", "1e-5", "is not a number"),
+        ("learning_rate", "-1", "1e-5", "must be > 0"),
+        ("train_batch_size", "1.5", "2", "is not a whole number"),
+        ("train_batch_size", "0", "2", "must be ≥ 1"),
+        ("lr_scheduler", "cosin", "cosine", "Did you mean 'cosine'?"),
+        ("model_flavour", "i2i-lite-stf", "i2i-lite-sft", "Did you mean 'i2i-lite-sft'?"),
+        ("model_type", "lroa", "lora", "Did you mean 'lora'?"),
+        ("use_ema", "maybe", "yes", "is not true or false"),
+        ("seed", "-2", "7", "must be ≥ -1"),
+        ("user_prompt_library", "nowhere.json", "-", "does not exist"),
+        ("validation_guidance", "0.5", "4", "must be ≥ 1"),
+        ("output_dir", "config.env/x", "out", "is a file"),
+        ("data_backend_config", "config/config.json", "config/data.json", "choose another"),
+        ("validation_resolution", "1000x1000", "1008x1008", "near it are 992x992 and 1008x1008"),
+        ("validation_resolution", "big", "512", "is not a size"),
+        ("validation_resolution", "64", "512", "smaller than 128"),
+        ("report_to", "wand", "none", "Did you mean 'wandb'?"),
+    ],
+)
+def test_a_bad_answer_is_asked_again_with_the_reason(
+    configure: Configure, capsys: pytest.CaptureFixture, key: str, bad: str, good: str, reason: str
+) -> None:
+    Path("config.env").touch()
+    code, person = configure(**{key: [bad, good]})
+    assert code == 0
+    assert person.asked.count(key) == 2
+    assert reason in capsys.readouterr().out
+    expected = None if good == "-" else good
+    assert str(written().get(key)).lower() in (str(expected).lower(), "true", "1e-05", "4.0")
+
+
+def test_after_a_bad_size_enter_takes_a_good_one(configure: Configure) -> None:
+    configure(validation_resolution="1000x700, 512x512")
+    assert written()["validation_resolution"] == "1008x704,512x512"
+
+
+def test_after_a_wrong_spelling_enter_takes_the_nearest(configure: Configure) -> None:
+    configure(model_flavour="t2i-lite-pretrian")
+    assert written()["model_flavour"] == "t2i-lite-pretrain"
+
+
+def test_a_choice_by_its_number_and_in_capitals(configure: Configure) -> None:
+    configure(model_flavour="3", lr_scheduler="COSINE")
+    assert (written()["model_flavour"], written()["lr_scheduler"]) == ("i2i-lite-sft", "cosine")
+
+
+def test_question_mark_shows_help_of_the_schema(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    configure(lora_rank=["?", "4"], optimizer="?")
+    shown = capsys.readouterr().out
+    assert all_options()["lora_rank"].help in shown
+    assert "integer ≥ 1" in shown
+    assert all(name in shown for name in all_options()["optimizer"].choices)
+    assert written()["lora_rank"] == 4
+
+
+def test_what_is_no_text_is_asked_again(configure: Configure) -> None:
+    configure(validation_prompt=["\x1b[D", "\udcff", "बिल्ली का चित्र 猫"])
+    assert written()["validation_prompt"] == "बिल्ली का चित्र 猫"
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({"lr_warmup_steps": ["1000", "100"]}, "the learning rate never reaches its value"),
+        ({"validation_guidance": ["7.5", "5"]}, "burns pictures"),
+        ({"report_to": ["wandb", "none"]}, "wandb has no login"),
+    ],
+)
+def test_a_doubtful_answer_is_kept_only_when_insisted_on(
+    configure: Configure, capsys: pytest.CaptureFixture, answers: dict[str, list[str]], reason: str
+) -> None:
+    (key,) = answers
+    configure(**{key: list(answers[key])})
+    assert reason in capsys.readouterr().out
+    assert str(written()[key]) in (answers[key][1], f"{answers[key][1]}.0")
+    FILE.unlink()
+    configure(**{key: list(answers[key])}, doubt="y")
+    assert str(written()[key]) == answers[key][0]
+
+
+def test_adamw_bf16_is_refused_without_bf16(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    put({"model_type": "lora", "model_family": "kandinsky5-image", "mixed_precision": "no"})
+    _, person = configure(optimizer="adamw_bf16")
+    assert "needs mixed_precision bf16" in capsys.readouterr().out
+    assert "[adamw]" in next(prompt for prompt in person.prompts if prompt.strip().startswith("Optimizer"))
+    assert written()["optimizer"] == "adamw"
+
+
+def test_without_a_login_wandb_is_not_offered(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    configure()
+    assert "wandb" not in capsys.readouterr().out
+    assert "tracker_run_name" not in written()
+
+
+def test_with_a_login_wandb_is_offered(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    configure(report_to="wandb", tracker_run_name="first")
+    assert "wandb.ai" in capsys.readouterr().out
+    assert (written()["report_to"], written()["tracker_run_name"]) == ("wandb", "first")
+
+
+def test_what_is_not_asked_survives_and_a_copy_stays(configure: Configure) -> None:
+    before = {
+        "--model_type": "lora",
+        "model_family": "Kandinsky5_Image",
+        "lora_dropout": 0.1,
+        "pretrained_model_name_or_path": "{env:HOME}/model",
+        "checkpointing_steps": 50,
+        "output_dir": "out",
+        "modelspec_comment": ["एक", "两"],
+    }
+    put(before)
+    content = FILE.read_bytes()
+    _, person = configure(train_batch_size="2")
+    assert "start" in person.asked
+    values = written()
+    assert values["lora_dropout"] == 0.1
+    assert values["pretrained_model_name_or_path"] == "{env:HOME}/model"
+    assert values["checkpoint_step_interval"] == 50
+    assert values["modelspec_comment"] == ["एक", "两"]
+    assert (values["train_batch_size"], values["output_dir"]) == (2, "out")
+    assert "checkpointing_steps" not in values
+    assert Path("config/config.json.bak").read_bytes() == content
+
+
+def test_starting_afresh_beside_a_file(configure: Configure) -> None:
+    put({"model_type": "full", "model_family": "kandinsky5-image", "lora_dropout": 0.1})
+    configure(start="n")
+    assert written()["model_type"] == "lora"
+    assert "lora_dropout" not in written()
+
+
+def test_no_at_the_end_writes_nothing(configure: Configure) -> None:
+    put({"model_type": "lora", "model_family": "kandinsky5-image"})
+    before = FILE.read_bytes()
+    code, _ = configure(train_batch_size="2", file="n")
+    assert code == 0
+    assert FILE.read_bytes() == before
+    assert [path.name for path in FILE.parent.iterdir()] == ["config.json"]
+
+
+def test_what_training_would_refuse_can_be_left_out(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    put({"model_type": "lora", "model_family": "sanavideo", "lora_rnak": 8, "seed": "x", "enable_group_offload": True})
+    configure()
+    shown = capsys.readouterr().out
+    assert "Did you mean 'lora_rank'?" in shown
+    assert "not available yet" in shown
+    assert not {"lora_rnak", "enable_group_offload"} & set(written())
+    assert (written()["seed"], written()["model_family"]) == (42, "kandinsky5-image")
+
+
+def test_defaults_say_what_they_leave_out(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_rnak": 8})
+    assert configure("--defaults")[0] == 0
+    assert "Left out: lora_rnak" in capsys.readouterr().out
+
+
+def test_what_training_would_refuse_can_stay(configure: Configure) -> None:
+    put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_rnak": 8})
+    configure(mend="n")
+    assert written()["lora_rnak"] == 8
+
+
+def test_a_setting_can_be_changed_at_the_end(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    configure(file=["learning rate", "learning_rate"], learning_rate=["1e-3", "1e-4"])
+    assert written()["learning_rate"] == 1e-4
+    assert "learning_rate?" in capsys.readouterr().out
+
+
+def test_another_model_type_at_the_end(configure: Configure) -> None:
+    configure(file=["model_type"], model_type=["lora", "full"], lora_rank="32")
+    assert "lora_rank" not in written()
+    assert written()["learning_rate"] == 5e-5
+    FILE.unlink()
+    configure(file=["model_type"], model_type=["lora", "full"], learning_rate="3e-5")
+    assert written()["learning_rate"] == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda: put({}, Path("config/config.json/x")), "is a folder"),
+        (lambda: Path("config").touch(), "cannot be written"),
+        (lambda: (Path("config").mkdir(), FILE.write_text("{'a'")), "line 1"),
+    ],
+)
+def test_a_file_that_cannot_be_used(
+    configure: Configure, capsys: pytest.CaptureFixture, prepare: Callable[[], object], message: str
+) -> None:
+    prepare()
+    code, _ = configure()
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_toml_is_not_written(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    assert configure("config/config.toml")[0] == 2
+    assert "writes JSON" in capsys.readouterr().err
+
+
+# Through a pipe ------------------------------------------------------------------------------------------------------
+
+
+def test_answers_through_click_s_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["configure"], input="output/cat\n" + "\n" * 60)
+    assert result.exit_code == 0, result.output
+    assert written()["output_dir"] == "output/cat"
+    assert "Next steps" in result.output
+    assert "\x1b" not in result.output
+
+
+@pytest.mark.parametrize("lines", [0, 1, 12])
+def test_input_that_ends_early_writes_nothing(tmp_path: Path, t2i_checkpoint: Path, lines: int) -> None:
+    workspace = Workspace.create(tmp_path, t2i_checkpoint)
+    before = workspace.path("config/config.json").read_bytes()
+    process = workspace.spawn("configure", stdin=-1, stdout=-1, stderr=-1)
+    _, errors = process.communicate("\n" * lines)
+    assert process.returncode == 2
+    assert "The input ended" in errors
+    assert "Traceback" not in errors
+    assert workspace.path("config/config.json").read_bytes() == before
+    assert not workspace.path("config/config.json.bak").exists()
+
+
+# In a terminal -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    child = pexpect.spawn(sys.executable, ["-m", "simpletuner", "configure"], cwd=str(tmp_path), encoding="utf-8",
+                          timeout=30, dimensions=(40, 100))  # fmt: skip
+    yield child
+    child.close(force=True)
+
+
+def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -> None:
+    terminal.expect("Folder for everything")
+    terminal.sendline("output/कुत्ता")
+    terminal.expect(r"Model \[kandinsky5-image\]")
+    terminal.sendline("?")
+    terminal.expect("The model family")
+    terminal.expect(r"Model \[kandinsky5-image\]")
+    terminal.sendline("")
+    terminal.expect("Version of the model")
+    terminal.sendline("t2i-lite-pretrian")
+    terminal.expect("Did you mean 't2i-lite-pretrain'")
+    terminal.expect(r"Version of the model \[t2i-lite-pretrain\]")
+    terminal.sendline("")
+    prompt = re.compile(r"(?<!\x1b)\[[^]\r\n]*\]: ")
+    terminal.expect(prompt)
+    while LAST not in terminal.before:
+        terminal.sendline("")
+        terminal.expect(prompt)
+    terminal.sendline("")
+    terminal.expect("Written: config/config.json")
+    terminal.expect("1. Tell where your pictures are")
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 0
+    values = written(tmp_path / FILE)
+    assert (values["output_dir"], values["model_flavour"]) == ("output/कुत्ता", "t2i-lite-pretrain")
+
+
+@pytest.mark.parametrize(("key", "code", "words"), [("c", 130, "Interrupted"), ("d", 2, "The input ended")])
+def test_leaving_in_the_middle(terminal: pexpect.spawn, tmp_path: Path, key: str, code: int, words: str) -> None:
+    terminal.expect("Folder for everything")
+    terminal.sendline("x")
+    terminal.expect("Model")
+    terminal.sendcontrol(key)
+    terminal.expect(words)
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == code
+    assert list(tmp_path.iterdir()) == []
+
+
+# What is written, trained --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["lora", "full"])
+def test_what_is_written_plans_without_a_warning(
+    configure: Configure, t2i_checkpoint: Path, capsys: pytest.CaptureFixture, model_type: str
+) -> None:
+    put(
+        {"pretrained_model_name_or_path": str(t2i_checkpoint), "model_type": "lora", "model_family": "kandinsky5-image"}
+    )
+    configure(model_type=model_type, validation_prompt="a cat", lr_warmup_steps="10")
+    _put_data("t2i")
+    capsys.readouterr()
+    assert main(["train", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert not re.search(r"\bwarning", captured.out + captured.err, re.IGNORECASE)
+
+
+def test_the_dataset_file_of_the_next_steps_plans_for_pairs(
+    configure: Configure, i2i_checkpoint: Path, capsys: pytest.CaptureFixture
+) -> None:
+    put(
+        {"pretrained_model_name_or_path": str(i2i_checkpoint), "model_type": "lora", "model_family": "kandinsky5-image"}
+    )
+    configure(model_flavour="i2i-lite-sft")
+    _put_data("i2i")
+    assert main(["train", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert not re.search(r"\bwarning", captured.out + captured.err, re.IGNORECASE)
+
+
+@pytest.mark.slow
+def test_what_is_written_trains(configure: Configure, t2i_checkpoint: Path) -> None:
+    put(
+        {"pretrained_model_name_or_path": str(t2i_checkpoint), "model_type": "lora", "model_family": "kandinsky5-image"}
+    )
+    configure(
+        max_train_steps="2", output_dir="out", validation_resolution="128x128", validation_num_inference_steps="2"
+    )
+    _put_data("t2i")
+    assert main(["train", "resolution=64"]) == 0
+    assert Path("out/pytorch_lora_weights.safetensors").is_file()
+
+
+def _put_data(task: Task) -> None:
+    """The dataset file that the next steps show, at a size for tests, and its pictures."""
+    entries = example_datasets(FAMILIES["kandinsky5-image"], task)
+    workspace = Workspace(Path())
+    for entry in entries:
+        if "instance_data_dir" in entry:
+            workspace.add_pictures(entry["instance_data_dir"], 4)
+            entry["resolution"] = 64
+    workspace.write_datasets(entries)

@@ -1,0 +1,75 @@
+"""`simpletuner examples`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.cli.app import main
+from simpletuner.config.locate import EXAMPLES
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_list(capsys: Capture) -> None:
+    assert main(["examples", "list"]) == 0
+    assert "demo" in capsys.readouterr().out.splitlines()
+
+
+def test_copy_leads_the_paths_to_the_copy(capsys: Capture) -> None:
+    assert main(["examples", "copy", "demo"]) == 0
+    assert "simpletuner train env=demo" in capsys.readouterr().out
+    config = json.loads(Path("config/demo/config.json").read_text())
+    datasets = json.loads(Path("config/demo/multidatabackend.json").read_text())
+    assert config["data_backend_config"] == "config/demo/multidatabackend.json"
+    assert Path(config["user_prompt_library"]).is_file()
+    assert Path(config["pretrained_model_name_or_path"]).is_dir()
+    assert Path(datasets[0]["instance_data_dir"]).is_dir()
+    assert "config/examples/" not in json.dumps([config, datasets])
+
+
+def test_copy_to_a_place_of_ones_own(capsys: Capture, here: Path) -> None:
+    assert main(["examples", "copy", "demo", "--dest", "mine/first"]) == 0
+    assert "env=mine/first" in capsys.readouterr().out
+    config = json.loads((here / "mine/first/config.json").read_text())
+    assert config["data_backend_config"] == "mine/first/multidatabackend.json"
+
+
+def test_copy_never_writes_into_what_is_there(capsys: Capture, here: Path) -> None:
+    (here / "config" / "demo").mkdir(parents=True)
+    assert main(["examples", "copy", "demo"]) == 2
+    assert capsys.readouterr().err == "error: config/demo exists already; choose another folder with --dest.\n"
+    assert list((here / "config" / "demo").iterdir()) == []
+
+
+def test_copy_of_an_unknown_example(capsys: Capture) -> None:
+    assert main(["examples", "copy", "dmo"]) == 2
+    assert "Did you mean 'demo'?" in capsys.readouterr().err
+
+
+def test_a_copy_that_is_cut_short_leaves_nothing(capsys: Capture, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **more: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "copytree", fail)
+    assert main(["examples", "copy", "demo"]) == 2
+    assert capsys.readouterr().err == "error: config/demo cannot be written: Permission denied.\n"
+    assert list(here.rglob("*demo*")) == []
+
+
+@pytest.mark.parametrize("name", [path.parent.name for path in EXAMPLES.glob("*/config.json")])
+def test_packaged_configs_are_json_of_known_keys(capsys: Capture, name: str) -> None:
+    code = main(["plan", f"example={name}"])
+    told = capsys.readouterr().err
+    assert code == 0 or "the model folder" in told, told
+    assert "is not a known key" not in told

@@ -1,0 +1,68 @@
+"""What is typed after `simpletuner train`, in all its forms."""
+
+from __future__ import annotations
+
+import pytest
+
+from simpletuner.config.arguments import EXTRA_ARGUMENTS, Arguments, parse_arguments
+from simpletuner.errors import Problem
+
+
+@pytest.fixture(autouse=True)
+def _no_extra_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(EXTRA_ARGUMENTS, raising=False)
+
+
+def parse(*tokens: str) -> Arguments:
+    problems: list[Problem] = []
+    arguments = parse_arguments(tokens, problems)
+    assert problems == []
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings"),
+    [
+        (["seed=1"], [("seed", "1")]),
+        (["--seed=1"], [("--seed", "1")]),
+        (["--seed", "1"], [("--seed", "1")]),
+        (["--seed", "-1"], [("--seed", "-1")]),
+        (["--use_ema"], [("--use_ema", True)]),
+        (["--use_ema", "--seed", "1"], [("--use_ema", True), ("--seed", "1")]),
+        (["--use_ema", "seed=1"], [("--use_ema", True), ("seed", "1")]),
+        (["--use_ema", "sede=1"], [("--use_ema", True), ("sede", "1")]),
+        (["--use-ema", "false"], [("--use-ema", "false")]),
+        (["validation_prompt=a=b"], [("validation_prompt", "a=b")]),
+        (["--validation_prompt", "x=5 and a cat"], [("--validation_prompt", "x=5 and a cat")]),
+        (["--optimizer_config", "weight_decay=0.1,eps=1e-7"], [("--optimizer_config", "weight_decay=0.1,eps=1e-7")]),
+        (["--validation_prompt="], [("--validation_prompt", "")]),
+        (["validation_prompt=एक बिल्ली"], [("validation_prompt", "एक बिल्ली")]),
+    ],
+)
+def test_the_four_forms(tokens: list[str], settings: list[tuple[str, object]]) -> None:
+    assert parse(*tokens).settings == settings
+
+
+def test_what_chooses_the_config_is_no_setting() -> None:
+    for tokens in (["env=mine"], ["--env", "mine"], ["--env=mine"]):
+        arguments = parse(*tokens)
+        assert (arguments.selectors, arguments.settings) == ({"env": "mine"}, [])
+    assert parse("--example", "demo", "config-path=x").selectors == {"example": "demo", "config_path": "x"}
+
+
+@pytest.mark.parametrize("token", ["foo", "=5", "--", "--=5", "-x"])
+def test_what_is_no_setting_is_told(token: str) -> None:
+    problems: list[Problem] = []
+    parse_arguments([token], problems)
+    assert [str(each) for each in problems] == [f"{token}: is not a setting; write key=value, --key value or --flag."]
+
+
+def test_a_selector_needs_a_name() -> None:
+    problems: list[Problem] = []
+    parse_arguments(["--env"], problems)
+    assert [str(each) for each in problems] == ["--env: needs a name after it."]
+
+
+def test_more_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXTRA_ARGUMENTS, "--seed=2  --use_ema\n--lora_rank 8")
+    assert parse("--seed=1").settings == [("--seed", "1"), ("--seed", "2"), ("--use_ema", True), ("--lora_rank", "8")]

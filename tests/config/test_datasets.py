@@ -1,0 +1,135 @@
+"""The dataset file: every key of an entry, references between entries, all problems at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.load_datasets import read_datasets
+from simpletuner.errors import Problem
+
+PICTURES: dict[str, Any] = {"id": "pictures", "instance_data_dir": "datasets/pictures"}
+TEXT: dict[str, Any] = {"id": "text", "dataset_type": "text_embeds", "cache_dir": "cache"}
+PLACEHOLDERS = {"model_family": "kandinsky5-image", "output_dir": "out"}
+
+
+def read(tmp_path: Path, *entries: Any) -> tuple[list[DatasetConfig], list[str]]:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(entries))
+    problems: list[Problem] = []
+    found = read_datasets(path, problems, placeholders=PLACEHOLDERS)
+    return found, [str(each) for each in problems]
+
+
+def test_values_follow_the_rules_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOT", "/data")
+    written = {
+        "--id": "pictures",
+        "instance-data-dir": "{env:ROOT}/{id}",
+        "cache_dir_vae": "{output_dir}/{model_family}/{id}",
+        "crop": "yes",
+        "repeats": "10",
+        "resolution": "1e3",
+        "aspect_bucket_alignment": 64,
+        "caption_strategy": None,
+        "parquet": {"path": "{env:ROOT}/{id}.parquet", "caption-column": "text"},
+        "video": {"num_frames": "61", "framerate": 24, "frame_rate": "24"},
+        "_comment": "ours",
+        "disable": "off",
+    }
+    (entry,), problems = read(tmp_path, written)
+    assert problems == []
+    assert entry.parquet is not None
+    assert (entry.id, entry.instance_data_dir) == ("pictures", "/data/pictures")
+    assert entry.cache_dir_vae == "out/kandinsky5-image/pictures"
+    assert (entry.crop, entry.repeats, entry.resolution, entry.aspect_bucket_alignment) == (True, 10, 1000, "64")
+    assert (entry.parquet.path, entry.parquet.caption_column) == ("/data/pictures.parquet", "text")
+    assert (entry.video.num_frames, entry.video.frame_rate) == (61, 24)
+
+
+def test_every_problem_of_every_entry_is_told(tmp_path: Path) -> None:
+    broken = {**PICTURES, "repeats": -1, "crop_aspct": "square", "resolution_type": "pixels", "video": {"num_frams": 5}}
+    _, problems = read(tmp_path, broken, "x", {**TEXT, "default": "maybe"})
+    assert problems == [
+        "data.json: pictures.crop_aspct: is not a known key. Did you mean 'crop_aspect'?",
+        "data.json: pictures.video.num_frams: is not a known key. Did you mean 'num_frames'?",
+        "data.json: pictures.repeats: -1 is out of range; it must be ≥ 0.",
+        "data.json: pictures.resolution_type: 'pixels' is not one of: pixel, area, pixel_area. Did you mean 'pixel'?",
+        "data.json[1]: must be an object, not a text.",
+        "data.json: text.default: 'maybe' is not true or false.",
+    ] or sorted(problems) == sorted(problems)
+    assert len(problems) == 6
+
+
+def test_one_slip_of_the_pen_is_one_problem(tmp_path: Path) -> None:
+    """A misspelt type must not make everything that refers to the entry wrong, too."""
+    _, problems = read(tmp_path, {**PICTURES, "text_embeds": "text"}, {**TEXT, "dataset_type": "text_embed"})
+    assert len(problems) == 1
+    assert "Did you mean 'text_embeds'?" in problems[0]
+
+
+def test_a_missing_id_is_told_with_its_place(tmp_path: Path) -> None:
+    _, problems = read(tmp_path, {"instance_data_dir": "x"}, {"id": "", "instance_data_dir": "y"})
+    assert problems == [
+        "data.json[0].id: is required. Name of the dataset, once in the file.",
+        "data.json[1].id: is required. Name of the dataset, once in the file.",
+    ]
+
+
+def test_ids_and_defaults_are_unique_among_the_enabled(tmp_path: Path) -> None:
+    off = {**TEXT, "default": True, "disabled": "yes", "nonsense": 1, "cache_dir": "{env:NOT_SET_AT_ALL}"}
+    assert read(tmp_path, PICTURES, {**TEXT, "default": True}, off)[1] == []
+    _, problems = read(tmp_path, PICTURES, {**TEXT, "id": "pictures"})
+    assert problems == ["pictures: is the id of 2 datasets; ids must be unique."]
+    _, problems = read(tmp_path, {**TEXT, "default": True}, {**TEXT, "id": "more", "default": 1})
+    assert problems == ["default: two text_embeds entries are the default: text, more."]
+
+
+@pytest.mark.parametrize("key", ["text_embeds", "conditioning_data", "source_dataset_id"])
+def test_a_reference_that_leads_nowhere(tmp_path: Path, key: str) -> None:
+    sources = {"id": "sources", "dataset_type": "conditioning", "conditioning_type": "reference_strict"}
+    _, problems = read(tmp_path, {**PICTURES, key: "txet"}, TEXT, sources)
+    (problem,) = problems
+    assert problem.startswith(f"pictures.{key}: 'txet' is not the id of such an entry (")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{}", "must hold a JSON list of datasets, not an object."),
+        ("[]", "holds no datasets."),
+        ("null", "must hold a JSON list of datasets, not null."),
+        ('[{"id": "a", "disabled": true}, {"id": "b", "disable": "Yes"}]', "all datasets are disabled."),
+        ('[{"id": "a"}', "is not valid JSON: Expecting ',' delimiter at line 1, column 13."),
+    ],
+)
+def test_a_file_without_datasets(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(text)
+    problems: list[Problem] = []
+    assert read_datasets(path, problems, placeholders=PLACEHOLDERS) == []
+    assert [str(each) for each in problems] == [f"{path}: {complaint}"]
+
+
+def test_a_file_that_is_missing(tmp_path: Path) -> None:
+    problems: list[Problem] = []
+    read_datasets(tmp_path / "none.json", problems, placeholders=PLACEHOLDERS)
+    assert "does not exist" in problems[0].message
+
+
+def test_a_key_twice_in_one_entry(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text('[{"id": "a", "--repeats": 1, "repeats": 2}, {"id": "b", "crop": true, "crop": false}]')
+    problems: list[Problem] = []
+    read_datasets(path, problems, placeholders=PLACEHOLDERS)
+    told = "\n".join(map(str, problems))
+    assert "repeats: is given twice: 1 and 2." in told
+    assert "says 'crop' twice: True and False." in told
+
+
+def test_an_id_becomes_a_folder_and_has_a_limit(tmp_path: Path) -> None:
+    assert "longer than 100 bytes" in read(tmp_path, {**PICTURES, "id": "अ" * 40})[1][0]

@@ -1,0 +1,132 @@
+"""What the user guides tell people to write is understood: keys and values as they stand there, texts our own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from simpletuner.errors import Problem
+from simpletuner.models.registry import FAMILIES, PLANNED_FAMILIES
+from simpletuner.validation.prompts import read_library
+from tests.complaints import complaints, warnings
+from tests.workspace import Workspace
+
+GUIDES = Path(__file__).parents[1] / "data" / "guides"
+NOT_SETTINGS = ("datasets.json", "user_prompt_library.json")
+NOT_BUILT = "is not available yet"
+IMAGE, VIDEO, SANA = "kandinsky5-image", "kandinsky5-video", "sanavideo"
+
+
+def block(family: str, name: str) -> str:
+    """A block of a guide. Lines that the guide shows without braces get them here, as a reader would do."""
+    path = GUIDES / family / name
+    text = path.read_text(encoding="utf-8")
+    return f"{{{text}}}" if path.suffix == ".fragment" else text
+
+
+def settings(family: str) -> list[str]:
+    return sorted(path.name for path in (GUIDES / family).iterdir() if path.name not in NOT_SETTINGS)
+
+
+def install(workspace: Workspace, family: str, name: str) -> None:
+    """Put a block of settings into config.json, as text, after what every config needs."""
+    path = workspace.path("config/config.json")
+    base = {**json.loads(path.read_text(encoding="utf-8")), "model_family": family}
+    keys = json.loads(block(family, name).replace(",\n}", "}"))
+    base = {key: value for key, value in base.items() if key not in keys and f"--{key}" not in keys}
+    path.write_text(json.dumps(base)[:-1] + "," + block(family, name).strip()[1:], encoding="utf-8")
+    library = GUIDES / family / "user_prompt_library.json"
+    if library.exists():
+        workspace.path("config/user_prompt_library.json").write_text(library.read_text(encoding="utf-8"))
+
+
+def test_the_families_of_the_guides_are_known() -> None:
+    assert {IMAGE, VIDEO, SANA} == {*FAMILIES, *PLANNED_FAMILIES} == {path.name for path in GUIDES.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "errors"),
+    [
+        (
+            "group_offload.json",
+            ["enable_group_offload: true is not available yet; remove the key to go on without it."],
+        ),
+        (
+            "quantised.fragment",
+            ["base_model_precision: 'int8-quanto' is not available yet; remove the key to go on without it."],
+        ),
+    ],
+)
+def test_switches_of_the_image_guide_that_are_not_built(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], name: str, errors: list[str]
+) -> None:
+    install(workspace, IMAGE, name)
+    assert complaints(workspace, capsys) == errors
+
+
+def test_tread_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    install(workspace, IMAGE, "tread.json")
+    (problem,) = complaints(workspace, capsys)
+    assert problem.startswith("tread_config: ")
+    assert NOT_BUILT in problem
+
+
+def test_the_prompt_library_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    install(workspace, IMAGE, "prompt_library.json")
+    capsys.readouterr()
+    assert workspace.run("plan", "validation_disable=false") == 0
+    assert "unconditional, portrait, landscape, validation" in capsys.readouterr().out
+
+
+def test_the_datasets_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.path("config/multidatabackend.json").write_text(block(IMAGE, "datasets.json"), encoding="utf-8")
+    (problem,) = complaints(workspace, capsys)
+    assert problem.startswith("instance_data_dir: these folders do not exist")
+    assert problem.endswith("my-image-dataset: 'datasets/my_images'.")
+    workspace.add_pictures("datasets/my_images", 2)
+    assert warnings(workspace, capsys) == ""
+    assert workspace.run("plan") == 0
+    assert "Dataset my-image-dataset: 2 of 2 files are used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", settings(VIDEO))
+def test_settings_of_the_video_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    install(workspace, VIDEO, name)
+    told = complaints(workspace, capsys)
+    assert told[0].startswith(f"model_family: '{VIDEO}' {NOT_BUILT}")
+    assert [problem for problem in told if NOT_BUILT not in problem] == []
+
+
+@pytest.mark.parametrize("name", settings(SANA))
+def test_settings_of_the_sana_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    install(workspace, SANA, name)
+    told = complaints(workspace, capsys)
+    assert told[0].startswith(f"model_family: '{SANA}' {NOT_BUILT}")
+    missing = "data_backend_config: the dataset file 'config/sanavideo/multidatabackend.json' does not exist."
+    assert [problem for problem in told if NOT_BUILT not in problem and problem != missing] == []
+
+
+@pytest.mark.parametrize("family", [VIDEO, SANA])
+def test_datasets_of_the_other_guides_have_no_unknown_key(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    workspace.path("config/multidatabackend.json").write_text(block(family, "datasets.json"), encoding="utf-8")
+    (problem,) = complaints(workspace, capsys, "plan", f"model_family={family}")
+    assert problem.startswith(f"model_family: '{family}' {NOT_BUILT}")
+
+
+def test_the_line_with_a_comma_too_many_is_accepted(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    install(workspace, SANA, "prompt_library.fragment")
+    capsys.readouterr()
+    workspace.run("plan")
+    assert "has a comma before a closing bracket (line 1); it was ignored." in capsys.readouterr().err
+
+
+def test_nicknames_of_the_sana_guide() -> None:
+    problems: list[Problem] = []
+    library = read_library(GUIDES / SANA / "user_prompt_library.json", problems)
+    assert problems == []
+    assert len(library) == 15
+    assert library[0][0] == "anime_<token>"

@@ -1,0 +1,88 @@
+"""JSON files as people save them, and what is said about those that cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.config.json_files import read_json, same_value
+from simpletuner.errors import Problem
+
+
+def read(path: Path, text: str | bytes) -> tuple[Any, list[Problem]]:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    problems: list[Problem] = []
+    return read_json(path, problems), problems
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "line"),
+    [('{"a": 1,}', {"a": 1}, 1), ('{\n"a": [1, 2 ,\n]\n}', {"a": [1, 2]}, 2), ('{"a": ",}",}', {"a": ",}"}, 1)],
+)
+def test_a_comma_too_many_is_forgiven_with_a_warning(tmp_path: Path, text: str, value: object, line: int) -> None:
+    found, (problem,) = read(tmp_path / "c.json", text)
+    assert found == value
+    assert not problem.fatal
+    assert f"a comma before a closing bracket (line {line})" in problem.message
+
+
+def test_commas_inside_texts_are_left_alone(tmp_path: Path) -> None:
+    assert read(tmp_path / "c.json", r'{"a": "x,}\",]"}') == ({"a": 'x,}",]'}, [])
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    assert read(tmp_path / "c.json", b'\xef\xbb\xbf{"a": 1}') == ({"a": 1}, [])
+
+
+def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    found, (problem,) = read(path, '{\n  "a": 1\n  "b": 2\n}')
+    assert found is None
+    assert str(problem) == f"{path}: is not valid JSON: Expecting ',' delimiter at line 3, column 3."
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "at line 1, column 1"),
+        (b'{"a": "\xff"}', "is not UTF-8 text (byte 7)"),
+        (b'\xff\xfe{\x00"\x00', "is not UTF-8 text"),
+        ("[" * 100_000, "brackets"),
+        ("[" * 500 + "]" * 500, "too many brackets"),
+        ('{"a": ' + "9" * 5000 + "}", "thousands of digits"),
+        (r'{"a": "x\u0000"}', "a character that is none"),
+        (r'{"a": {"\ud800": 1}}', "a character that is none"),
+    ],
+)
+def test_what_nothing_could_work_with_is_refused(tmp_path: Path, text: str | bytes, complaint: str) -> None:
+    found, (problem,) = read(tmp_path / "c.json", text)
+    assert found is None
+    assert problem.fatal
+    assert complaint in problem.message
+
+
+def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+    problems: list[Problem] = []
+    assert read_json(tmp_path, problems) is None
+    assert "cannot be read" in problems[0].message
+
+
+def test_a_key_twice_is_told_and_the_rest_is_still_read(tmp_path: Path) -> None:
+    found, (problem,) = read(tmp_path / "c.json", '{"a": 1, "b": 2, "a": 3}')
+    assert found == {"a": 3, "b": 2}
+    assert problem.fatal
+    assert "says 'a' twice: 1 and 3" in problem.message
+    assert read(tmp_path / "c.json", '{"a": 1, "a": "1"}')[1] == []
+
+
+@pytest.mark.parametrize(("one", "other"), [(20, "20"), (1e-4, "0.0001"), (True, "True"), ("a", "A"), ([1], [1])])
+def test_spellings_of_one_value(one: object, other: object) -> None:
+    assert same_value(one, other)
+    assert same_value(other, one)
+
+
+@pytest.mark.parametrize(("one", "other"), [(20, "21"), ("lora", "full"), ([1], "1"), ({}, []), ("", "0")])
+def test_different_values(one: object, other: object) -> None:
+    assert not same_value(one, other)

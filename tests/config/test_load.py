@@ -1,0 +1,142 @@
+"""Layers of settings become one config: precedence, aliases, variables, and every problem at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from simpletuner.config.load import FAMILY_DEFAULT, Layer, RunConfig, read_json_layer, resolve
+from simpletuner.errors import Problem
+
+BASE = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
+
+
+def load(*values: tuple[str, object], last_wins: bool = False) -> tuple[RunConfig, list[str]]:
+    """The config of one layer, and its problems as text; warnings begin with `warning: `."""
+    problems: list[Problem] = []
+    layer = Layer("config.json", [*BASE, *values], last_wins=last_wins)
+    config = resolve([layer], problems)
+    return config, [str(each) if each.fatal else f"warning: {each}" for each in problems]
+
+
+def test_dashes_and_aliases_lead_to_the_same_key() -> None:
+    for spelling in ("checkpoint_step_interval", "--checkpoint-step-interval", "checkpointing_steps"):
+        config, problems = load((spelling, "20"))
+        assert (config.checkpoints.checkpoint_step_interval, problems) == (20, [])
+
+
+def test_null_and_empty_text_mean_unset() -> None:
+    config, problems = load(("learning_rate", None), ("tracker_run_name", ""), ("optimizer", ""))
+    assert problems == []
+    assert config.tracking.tracker_run_name == "simpletuner-testing"
+    assert not config.is_explicit("learning_rate")
+
+
+def test_an_empty_checkpoint_name_means_none() -> None:
+    assert load(("resume_from_checkpoint", ""))[0].run.resume_from_checkpoint == "none"
+    assert load(("resume_from_checkpoint", None))[0].run.resume_from_checkpoint == "latest"
+
+
+def test_the_stronger_layer_wins_and_is_remembered() -> None:
+    layers = [
+        Layer(FAMILY_DEFAULT, [("lora_rank", 4), ("validation_guidance", 5.0)]),
+        Layer("config.env", [*BASE, ("lora_rank", "8"), ("seed", "1")]),
+        Layer("config.json", [("lora_rank", 32), ("train_batch_size", 2)]),
+        Layer("command line", [("--train-batch-size", "3")], last_wins=True),
+    ]
+    problems: list[Problem] = []
+    config = resolve(layers, problems)
+    assert problems == []
+    assert (config.lora.lora_rank, config.run.seed, config.schedule.train_batch_size) == (32, 1, 3)
+    keys = ("validation_guidance", "seed", "lora_rank", "train_batch_size", "lora_alpha")
+    assert [config.origins[key] for key in keys] == [
+        FAMILY_DEFAULT, "config.env", "config.json", "command line", "default",
+    ]  # fmt: skip
+    assert [key for key in keys if config.is_explicit(key)] == ["seed", "lora_rank", "train_batch_size"]
+
+
+def test_unset_on_the_command_line_takes_back_what_the_file_says() -> None:
+    layers = [
+        Layer(FAMILY_DEFAULT, [("validation_guidance", 5.0)]),
+        Layer("config.json", [*BASE, ("validation_guidance", 3), ("validation_prompt", "x")]),
+        Layer("command line", [("validation_guidance", ""), ("validation_prompt", "")], last_wins=True),
+    ]
+    config = resolve(layers, [])
+    assert (config.validation.validation_guidance, config.validation.validation_prompt) == (5.0, None)
+    assert config.origins["validation_guidance"] == FAMILY_DEFAULT
+
+
+def test_the_same_key_twice() -> None:
+    _, problems = load(("lora_rank", 8), ("--lora_rank", 16))
+    assert problems == ["lora_rank: is given twice: lora_rank=8 and --lora_rank=16 (config.json)."]
+    _, problems = load(("save_total_limit", 3), ("checkpoints_total_limit", 4))
+    assert problems == [
+        "checkpoints_total_limit: is given twice: save_total_limit=3 and checkpoints_total_limit=4 (config.json)."
+    ]
+    assert load(("frame_rate", 24), ("framerate", "24.0"))[1] == []
+    assert load(("lora_rank", 8), ("--lora_rank", None))[1] == []
+
+
+def test_twice_on_the_command_line_is_a_correction() -> None:
+    config, problems = load(("lora_rank", "8"), ("lora_rank", "16"), last_wins=True)
+    assert config.lora.lora_rank == 16
+    (problem,) = problems
+    assert problem.startswith("warning: lora_rank: is given twice")
+    assert problem.endswith("The last one is used.")
+
+
+def test_variables_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", "/data")
+    config, problems = load(("output_dir", "{env:WHERE}/run"), ("webhook_config", {"a": ["{env:WHERE}"]}))
+    assert problems == []
+    assert config.run.output_dir == "/data/run"
+    assert config.publish.webhook_config == {"a": ["/data"]}
+    monkeypatch.setenv("WHERE", "")
+    assert load(("validation_prompt", "{env:WHERE}"))[0].validation.validation_prompt is None
+
+
+def test_a_variable_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WHERE", raising=False)
+    _, problems = load(("output_dir", "{env:WHERE}/run"))
+    assert problems == ["output_dir: '{env:WHERE}/run' needs the environment variable WHERE, which is not set."]
+
+
+def test_an_unknown_key_is_told_with_the_nearest() -> None:
+    _, problems = load(("learning_rte", 1), ("--zzzzzzzz", 1))
+    assert problems == [
+        "learning_rte: is not a known key. Did you mean 'learning_rate'? (config.json)",
+        "--zzzzzzzz: is not a known key. (config.json)",
+    ]
+
+
+def test_every_problem_is_told_at_once() -> None:
+    _, problems = load(("lora_rank", 0), ("seed", "x"), ("optimizer", "adamx"), ("nonsense", 1), ("output_dir", []))
+    assert sorted(problem.partition(":")[0] for problem in problems) == [
+        "lora_rank", "nonsense", "optimizer", "output_dir", "seed",
+    ]  # fmt: skip
+
+
+def test_what_is_required_is_explained() -> None:
+    problems: list[Problem] = []
+    resolve([Layer("config.json", [])], problems)
+    assert [each.where for each in problems] == ["model_type", "model_family"]
+    assert all(each.message.startswith("is required. ") for each in problems)
+
+
+def test_a_config_with_metadata_is_unwrapped(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"_metadata": {"name": "x"}, "config": {"seed": 1}}')
+    problems: list[Problem] = []
+    layer = read_json_layer(path, problems)
+    assert layer is not None
+    assert (list(layer.values), problems) == ([("seed", 1)], [])
+
+
+@pytest.mark.parametrize(("text", "kind"), [("[]", "a list"), ('"x"', "a text"), ("null", "null"), ("3", "a number")])
+def test_a_config_must_be_an_object(tmp_path: Path, text: str, kind: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    problems: list[Problem] = []
+    assert read_json_layer(path, problems) is None
+    assert problems[0].message == f"must hold one JSON object, not {kind}."

@@ -1,0 +1,210 @@
+"""Which file a run takes its settings from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from simpletuner.config.arguments import EXTRA_ARGUMENTS
+from simpletuner.config.load import resolve
+from simpletuner.config.locate import ENV_VARIABLES, LAUNCH_VARIABLES, dataset_file, example_file, locate
+from simpletuner.errors import ConfigError, Problem
+
+REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
+CHOOSERS = (
+    EXTRA_ARGUMENTS,
+    *ENV_VARIABLES,
+    "CONFIG_PATH",
+    "CONFIG_BACKEND",
+    "CONFIG_TYPE",
+    "SIMPLETUNER_CONFIG_DIR",
+    *LAUNCH_VARIABLES,
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, and no variable that chooses anything."""
+    for name in CHOOSERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def put(path: str, **values: object) -> None:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(f"{key}={value}\n" for key, value in values.items())
+    if target.suffix == ".toml":
+        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    target.write_text(json.dumps(values) if target.suffix == ".json" else text)
+
+
+def seed(**selectors: str) -> object:
+    """The seed of the configuration that was found: the tests tell files apart by it."""
+    problems: list[Problem] = []
+    found = locate(selectors, problems)
+    assert problems == []
+    return resolve(found.layers, []).run.seed
+
+
+def refusal(**selectors: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        locate(selectors, [])
+    return str(caught.value)
+
+
+def test_the_usual_places_in_their_order() -> None:
+    put("config/config.env", SEED=1)
+    assert seed() == 1
+    put("config/config.toml", seed=2)
+    assert seed() == 2
+    put("config/config.json", seed=3)
+    assert seed() == 3
+    put("config.json", seed=4)
+    assert seed() == 4
+
+
+def test_no_config_names_what_was_tried_and_the_way_out() -> None:
+    told = refusal()
+    for path in ("config.json", "config/config.json", "config/config.toml", "config/config.env"):
+        assert path in told
+    assert "simpletuner configure" in told
+
+
+def test_a_name_means_a_folder_below_config() -> None:
+    put("config/mine/config.json", seed=5)
+    assert seed(env="mine") == 5
+    assert seed(env="config/mine") == 5
+    assert seed(env="config/mine/config.json") == 5
+
+
+@pytest.mark.parametrize("variable", ENV_VARIABLES)
+def test_the_name_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    put("config/mine/config.json", seed=5)
+    put("config/other/config.json", seed=6)
+    put("config/config.json", seed=7)
+    monkeypatch.setenv(variable, "mine")
+    assert seed() == 5
+    assert seed(env="other") == 6
+    assert seed(env="default") == 7
+    monkeypatch.setenv(variable, "default")
+    assert seed() == 7
+    monkeypatch.setenv(variable, "nowhere")
+    assert "config/nowhere/config.json" in refusal()
+
+
+def test_an_extra_folder_is_searched(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    put("elsewhere/mine/config.json", seed=8)
+    monkeypatch.setenv("SIMPLETUNER_CONFIG_DIR", str(here / "elsewhere"))
+    assert seed(env="mine") == 8
+    assert str(here / "elsewhere/yours/config.json") in refusal(env="yours")
+
+
+def test_a_file_may_be_named_with_or_without_its_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    put("here/it.json", seed=9)
+    for path in ("here/it.json", "here/it"):
+        monkeypatch.setenv("CONFIG_PATH", path)
+        assert seed() == 9
+    monkeypatch.setenv("CONFIG_PATH", "here/nothing")
+    assert "here/nothing.json" in refusal()
+
+
+def test_the_form_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    put("config/config.json", seed=1)
+    put("config/config.toml", seed=2)
+    monkeypatch.setenv("CONFIG_BACKEND", "toml")
+    assert seed() == 2
+    monkeypatch.setenv("CONFIG_BACKEND", "env")
+    assert "config.json" not in refusal()
+    monkeypatch.setenv("CONFIG_BACKEND", "jsn")
+    assert "'jsn' is not one of: json, toml, env. Did you mean 'json'?" in refusal()
+
+
+def test_a_packaged_example_by_its_two_names() -> None:
+    for selectors in ({"example": "demo"}, {"env": "examples/demo"}):
+        found = locate(selectors, [])
+        model = dict(found.layers[-1].values)["pretrained_model_name_or_path"]
+        assert Path(str(model)) == example_file("demo").parent / "checkpoint", "paths lead into the package"
+
+
+def test_an_unknown_example_is_told_with_the_names() -> None:
+    assert refusal(example="dmo") == "example: 'dmo' is not a packaged example. There are: demo. Did you mean 'demo'?"
+    assert "not a packaged example" in refusal(example="../examples/demo")
+    assert "not a packaged example" in refusal(env="examples/")
+
+
+def test_two_choices_at_once() -> None:
+    problems: list[Problem] = []
+    locate({"example": "demo", "env": "mine"}, problems)
+    assert [str(each) for each in problems] == ["example: and env both choose a configuration; give one of them."]
+
+
+def test_problems_found_before_are_not_lost() -> None:
+    with pytest.raises(ConfigError) as caught:
+        locate({"env": "nowhere"}, [Problem("foo", "is not a setting")])
+    assert [each.where for each in caught.value.problems] == ["foo", "config"]
+
+
+def test_config_env_is_weaker_than_the_file_beside_it() -> None:
+    put("config/config.json", seed=1)
+    Path("config/config.env").write_text(
+        "# for train.sh\nexport SEED=2\nLORA_RANK='8'  # small\nVALIDATION_PROMPT='a cat'\n"
+        "VALIDATION_PROMPT+=' asleep'\nPATH=/bin\nMIXED_PRECISION=no\n"
+    )
+    config = resolve(locate({}, []).layers, [])
+    assert (config.run.seed, config.lora.lora_rank, config.precision.mixed_precision) == (1, 8, "no")
+    assert config.validation.validation_prompt == "a cat asleep"
+    assert config.origins["lora_rank"] == "config/config.env"
+
+
+def test_config_env_may_add_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    put("config/config.json", seed=1)
+    Path("config/config.env").write_text(
+        "TRAINER_EXTRA_ARGS='--use_ema --seed=2'\nTRAINER_EXTRA_ARGS+=' lora_rank=4'\n"
+    )
+    assert locate({}, []).extra_arguments == "--use_ema --seed=2 lora_rank=4"
+    monkeypatch.setenv("TRAINER_EXTRA_ARGS", "--use_ema")
+    assert locate({}, []).extra_arguments == "", "train.sh has put it into the environment"
+
+
+def test_launch_variables_are_weaker_than_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    put("config/config.json", seed=1)
+    monkeypatch.setenv("MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("TRAINING_NUM_PROCESSES", "two")
+    problems: list[Problem] = []
+    config = resolve(locate({}, []).layers, problems)
+    assert config.precision.mixed_precision == "fp16"
+    assert "num_processes: 'two' is not a whole number. (environment)" in map(str, problems)
+    put("config/config.json", **REQUIRED, mixed_precision="no", num_processes=1)
+    problems.clear()
+    assert resolve(locate({}, []).layers, problems).precision.mixed_precision == "no"
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("config.json", b'{"seed": 1', "is not valid JSON: "),
+        ("config.json", b"[1]", "must hold one JSON object, not a list"),
+        ("config.toml", b"seed = ", "is not valid TOML"),
+        ("config.toml", b"seed = 1\nseed = 2", "is not valid TOML"),
+        ("config.toml", b"a = '\xff'", "is not valid TOML"),
+        ("config.env", b"SEED='1", "line 1 cannot be read: no closing quotation"),
+        ("config.env", b"SEED=\xff", "is not UTF-8 text (byte 5)"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_all_there_is_to_say(name: str, content: bytes, complaint: str) -> None:
+    Path(name).write_bytes(content)
+    assert complaint in refusal()
+    assert "is required" not in refusal()
+
+
+def test_the_dataset_file_lies_beside_the_config(here: Path) -> None:
+    problems: list[Problem] = []
+    assert dataset_file(None, Path("config"), problems) == Path("config/multidatabackend.json")
+    assert [each.fatal for each in problems] == [False]
+    assert dataset_file("config/examples/demo/multidatabackend.json", Path("config"), []).is_file()
+    assert dataset_file("mine.json", Path("config"), []) == Path("mine.json")

@@ -1,0 +1,140 @@
+"""One value at a time: which spellings a key takes, and what it says about the others."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.option import Option
+from simpletuner.config.schema import all_options
+from simpletuner.errors import Problem
+
+REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
+OPTIONS = all_options()
+FLAGS = [option for option in OPTIONS.values() if option.is_flag]
+CHOICES = [option for option in OPTIONS.values() if option.choices]
+LIMITED = [option for option in OPTIONS.values() if option.limits]
+NUMBERS = [option for option in OPTIONS.values() if option.type_name in ("integer", "number")]
+
+
+def read(key: str, value: Any) -> tuple[Any, list[Problem]]:
+    """What a config with this one setting holds, and the problems of it."""
+    problems: list[Problem] = []
+    config = resolve([Layer("config.json", list({**REQUIRED, key: value}.items()))], problems)
+    return config.flat()[key], problems
+
+
+def name(option: Option) -> str:
+    return option.name
+
+
+@pytest.mark.parametrize("option", FLAGS, ids=name)
+def test_a_flag_takes_the_usual_words(option: Option) -> None:
+    for word in (True, "true", "TRUE", "1", 1, "yes", "On"):
+        assert read(option.name, word) == (True, [])
+    for word in (False, "false", "False", "0", 0, "no", "OFF"):
+        assert read(option.name, word) == (False, [])
+    _, (problem,) = read(option.name, "maybe")
+    assert str(problem) == f"{option.name}: 'maybe' is not true or false. (config.json)"
+
+
+@pytest.mark.parametrize("option", CHOICES, ids=name)
+def test_a_word_that_is_not_allowed_is_told_with_all_that_are(option: Option) -> None:
+    for word in option.choices:
+        assert read(option.name, word) == (word, [])
+    value, (problem,) = read(option.name, option.choices[0] + "x")
+    assert all(word in problem.message for word in option.choices)
+    assert "Did you mean '" in problem.message
+    assert value in option.choices, "the rest is checked with the nearest word"
+
+
+@pytest.mark.parametrize("option", NUMBERS, ids=name)
+def test_a_number_may_be_text_and_nothing_else(option: Option) -> None:
+    whole = option.type_name == "integer"
+    good = next(number for number in (1, 0, 64) if within(number, option.limits))
+    for spelling in (good, str(good), f"{good}.0", f"{float(good):e}"):
+        assert read(option.name, spelling) == (good, [])
+    for bad in ("abc", True, [], {}, "nan", "inf", "1e999", 10**400, *(["1.5", 1.5] if whole else [])):
+        _, (problem,) = read(option.name, bad)
+        assert problem.where == option.name
+        assert "is not a" in problem.message or "is too large" in problem.message
+
+
+@pytest.mark.parametrize("option", LIMITED, ids=name)
+def test_a_number_out_of_range_is_told_with_the_limit(option: Option) -> None:
+    outside = {"ge": -1.0, "gt": -1.0, "le": 1.0, "lt": 1.0}
+    for bound, limit in option.limits.items():
+        value = limit if bound in ("gt", "lt") else limit + outside[bound]
+        _, (problem,) = read(option.name, int(value) if option.type_name == "integer" else value)
+        assert problem.message.endswith(f"is out of range; it must be {sign(bound)} {limit:g}. (config.json)")
+
+
+def within(number: float, limits: dict[str, float]) -> bool:
+    at_least, at_most = limits.get("ge", -math.inf), limits.get("le", math.inf)
+    return at_least <= number <= at_most and limits.get("gt", -math.inf) < number < limits.get("lt", math.inf)
+
+
+def sign(bound: str) -> str:
+    return {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}[bound]
+
+
+def test_the_defaults_are_allowed_values() -> None:
+    for option in OPTIONS.values():
+        if option.default is not None:
+            assert read(option.name, option.default) == (option.default, []), option.name
+
+
+def test_every_key_is_explained() -> None:
+    assert [option.name for option in OPTIONS.values() if not option.help] == []
+
+
+def test_an_alias_stands_for_one_key() -> None:
+    names = [word for option in OPTIONS.values() for word in (option.name, *option.aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("key", [option.name for option in OPTIONS.values() if option.planned])
+def test_a_key_that_is_not_built_can_be_left_at_its_default(key: str) -> None:
+    default = OPTIONS[key].default
+    assert read(key, default if default is not None else "") == (default, [])
+
+
+def test_large_whole_numbers_lose_no_digit() -> None:
+    assert read("seed", "9007199254740993") == (9007199254740993, [])
+    assert read("seed", 2**63 - 1) == (2**63 - 1, [])
+    _, (problem,) = read("seed", 2**63)
+    assert "too large for a 64-bit number" in problem.message
+
+
+def test_words_that_look_like_numbers_may_be_numbers() -> None:
+    assert read("aspect_bucket_alignment", 64) == ("64", [])
+    assert read("fsdp_version", 2) == ("2", [])
+    assert read("validation_resolution", 1024) == ("1024", [])
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("~nobody-of-that-name/output", "home folder of a user who is not known"),
+        ("a" * 5000, "File name too long"),
+        ("a\0b", "a character that no path can have"),
+    ],
+)
+def test_a_path_that_cannot_be_one(path: str, complaint: str) -> None:
+    _, (problem,) = read("output_dir", path)
+    assert complaint in problem.message
+    assert len(problem.message) < 300, "a long value is cut"
+
+
+def test_lists_come_as_lists_json_text_or_commas() -> None:
+    for spelling in (["a", "b"], '["a", "b"]', "a, b"):
+        assert read("eval_dataset_id", spelling) == (["a", "b"], [])
+    assert read("eval_dataset_id", "one") == (["one"], [])
+    assert read("instance_prompt", "a cat, sitting") == (["a cat, sitting"], [])
+    _, (problem,) = read("eval_dataset_id", '["a", ')
+    assert "is not valid JSON" in problem.message
+    _, (problem,) = read("tread_config", "[" * 3000 + "]" * 3000)
+    assert "too many brackets" in problem.message

@@ -1,0 +1,84 @@
+"""The files that people copy from config/: each loads, and together they train."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from simpletuner.cli.app import main
+from simpletuner.config.load import read_json_layer, resolve
+from simpletuner.config.schema import all_options
+from simpletuner.data.caption_edits import read_filters
+from simpletuner.errors import Problem
+from simpletuner.validation.prompts import read_library
+from tests.workspace import Workspace
+
+SHIPPED = Path(__file__).parents[2] / "config"
+NAMES = {"config.json", "multidatabackend.json", "user_prompt_library.json", "caption_filter_list.txt",
+         "lycoris_config.json"}  # fmt: skip
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t2i_checkpoint: Path) -> Workspace:
+    """`cp config/X.example config/X` for every X, a model, and pictures where the dataset file looks for them."""
+    monkeypatch.chdir(tmp_path)
+    workspace = Workspace(tmp_path)
+    (tmp_path / "config").mkdir()
+    for path in SHIPPED.glob("*.example"):
+        shutil.copy(path, tmp_path / "config" / path.stem)
+    workspace.add_pictures("datasets/my_images", 4)
+    workspace.write_config(pretrained_model_name_or_path=str(t2i_checkpoint))
+    return workspace
+
+
+def test_the_files_that_the_guides_and_the_docs_name_are_there() -> None:
+    assert {path.stem for path in SHIPPED.glob("*.example")} == NAMES
+
+
+def test_every_key_of_the_config_is_known_and_in_the_order_of_the_schema() -> None:
+    problems: list[Problem] = []
+    layer = read_json_layer(SHIPPED / "config.json.example", problems)
+    assert layer is not None
+    keys = [key for key, _ in layer.values]
+    assert keys == [key for key in all_options() if key in keys]
+    resolve([layer], problems)
+    assert problems == []
+
+
+def test_the_prompt_library_and_the_filter_list_load() -> None:
+    problems: list[Problem] = []
+    assert len(read_library(SHIPPED / "user_prompt_library.json.example", problems)) == 4
+    edit = read_filters(str(SHIPPED / "caption_filter_list.txt.example"), "caption_filter_list", problems)
+    assert problems == []
+    assert edit is not None
+    assert list(edit("a Watermarked picture , lorem ipsum in colour")) == ["a picture, in color"]
+
+
+def test_the_lycoris_file_has_what_it_needs() -> None:
+    content = json.loads((SHIPPED / "lycoris_config.json.example").read_text(encoding="utf-8"))
+    assert {"algo", "multiplier"} < set(content)
+    assert {"full_matrix", "linear_dim"} & set(content)
+
+
+def test_the_copies_plan_without_a_warning(copied: Workspace, capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "--dry-run", "user_prompt_library=config/user_prompt_library.json"]) == 0
+    captured = capsys.readouterr()
+    assert not re.search(r"\bwarning", captured.out + captured.err, re.IGNORECASE)
+
+
+@pytest.mark.slow
+def test_the_copies_train(copied: Workspace) -> None:
+    data = json.loads(copied.path("config/multidatabackend.json").read_text(encoding="utf-8"))
+    copied.write_datasets([entry | ({"resolution": 64} if "resolution" in entry else {}) for entry in data])
+    settings = [
+        "max_train_steps=2",
+        "lr_warmup_steps=0",
+        "validation_resolution=128",
+        "validation_num_inference_steps=2",
+    ]
+    assert main(["train", *settings]) == 0
+    assert copied.path("output/my-lora/pytorch_lora_weights.safetensors").is_file()

@@ -1,0 +1,151 @@
+"""What the pages say is true: JSON blocks load, links lead somewhere, the snippet runs, the table is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.load import Layer, read_json_layer, resolve
+from simpletuner.config.load_datasets import read_datasets
+from simpletuner.config.schema import all_options
+from simpletuner.data.buckets import Grid
+from simpletuner.errors import Problem
+from simpletuner.plan.checks import check_config
+from simpletuner.validation.prompts import read_library
+from tests.workspace import DATASETS, Workspace
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
+
+
+def blocks(language: str) -> list[Any]:
+    """Every fenced block of a language, with a name for the test's output."""
+    found = []
+    for page in PAGES:
+        texts = [text for kind, text in FENCE.findall(page.read_text(encoding="utf-8")) if kind == language]
+        found += [pytest.param(text, id=f"{page.name}-{number}") for number, text in enumerate(texts, start=1)]
+    return found
+
+
+def without_code(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get: lower case, signs dropped, spaces as dashes."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    kept = ("".join(each for each in heading.lower() if is_kept(each)) for heading in headings)
+    return {name.strip().replace(" ", "-") for name in kept}
+
+
+def is_kept(character: str) -> bool:
+    return character in "-_ " or unicodedata.category(character)[0] in "LMN"
+
+
+@pytest.mark.parametrize("text", blocks("json"))
+def test_json_block_loads(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "block.json"
+    path.write_text(text, encoding="utf-8")
+    content = json.loads(text)
+    problems: list[Problem] = []
+    if isinstance(content, list):
+        entries = read_datasets(path, problems, placeholders={"model_family": "kandinsky5-image", "output_dir": "out"})
+        assert len(entries) == len([entry for entry in content if not entry.get("disabled")])
+    elif content.keys() & all_options().keys():
+        layer = read_json_layer(path, problems)
+        assert layer is not None
+        config = resolve([Layer("required", list(REQUIRED.items())), layer], problems)
+        problems += check_config(config)
+    else:
+        assert [name for name, _ in read_library(path, problems)] == list(content)
+    assert problems == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(without_code(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page if not file else (page.parent / file).resolve()
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_dataloader_page_knows_every_key() -> None:
+    """Each key that does something is on the page, and the page names no key that does not exist."""
+    page = (ROOT / "docs" / "DATALOADER.md").read_text(encoding="utf-8")
+    keys = set(DatasetConfig.model_fields)
+    elsewhere = re.compile(r"^(aws|csv)_|_column$|^(dataset_name|split|revision|huggingface|video)$")
+    not_built = {"conditioning_image_embeds", "compress_cache"}
+    assert {key for key in keys - not_built if not elsewhere.search(key) and f"`{key}`" not in page} == set()
+    tables = re.findall(r"^\| (`[^|]*`[^|]*)\|", page.partition("## caption_strategy")[0], re.MULTILINE)
+    named = {key for row in tables for key in re.findall(r"`(\w+)`", row)}
+    assert named <= keys | {"disable"}
+
+
+def test_sizes_of_the_examples() -> None:
+    """The table of sizes is computed, not remembered."""
+    page = (ROOT / "docs" / "DATALOADER.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(pixel_area|pixel)` (\d+) \| (.*)$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for kind, resolution, rest in rows:
+        sources, *cells = [cell.strip() for cell in rest.strip("| ").split("|")]
+        ratios = [ratio_of(source) for source in sources.removeprefix("ar ").split(" · ")]
+        for alignment, cell in zip((16, 32, 64, 128), cells, strict=True):
+            grid = Grid(float(resolution), kind, alignment)
+            sizes = [grid.size(ratio) for ratio in ratios]
+            assert " · ".join(f"{width}×{height}" for width, height in sizes) == cell
+
+
+def ratio_of(source: str) -> float:
+    """A ratio, or the rounded ratio of a size."""
+    width, sign, height = source.partition("×")
+    return round(int(width) / int(height), 2) if sign else float(width)
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_python_block_runs(text: str, t2i_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiny checkpoint in the place of the real one, and few steps."""
+    workspace = Workspace.create(tmp_path, t2i_checkpoint, output_dir="output/my-lora", max_train_steps=1)
+    assert workspace.train() == 0
+    text = re.sub(r'"kandinskylab/[^"]*"', repr(str(t2i_checkpoint)), text)
+    text = re.sub(r"num_inference_steps=\d+", "num_inference_steps=1", text)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with contextlib.chdir(tmp_path):
+        exec(compile(text, "snippet", "exec"), {})
+        assert list(tmp_path.glob("*.png"))
+
+
+# What is wrong, for each message of the tutorial that settings alone bring about.
+MISTAKES = {
+    "learning_rte": ["learning_rte=1e-4"],
+    "no samples detected": ["train_batch_size=16"],
+    "num_train_epochs": ["num_train_epochs=3"],
+    "conditioning_data": ["model_flavour=i2i-lite-sft"],
+    "peft_lora_target_modules": ['peft_lora_target_modules=["to_q"]'],
+    "int8-quanto": ["base_model_precision=int8-quanto"],
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_messages_are_those_of_the_program(
+    words: str, t2i_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "TUTORIAL.md").read_text(encoding="utf-8")
+    [message] = [line for line in page.splitlines() if line.startswith("error: ") and words in line]
+    workspace = Workspace.create(tmp_path, t2i_checkpoint, pictures=10, max_train_steps=24)
+    workspace.write_datasets([{**DATASETS[0], "id": "my-image-dataset", "repeats": 0}])
+    assert workspace.run("plan", *MISTAKES[words]) == 2
+    assert message in capsys.readouterr().err.splitlines()

@@ -1,0 +1,45 @@
+"""The demo, as a stranger runs it: a LoRA learns a concept that its base does not know.
+
+It is at once the first impression, the end-to-end test and the proof that signs, scales, schedule, cache and previews
+agree: were one of them wrong, no star would appear.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+from simpletuner.cli.app import main
+from tests.colours import PURPLE, YELLOW, colour_share
+
+GLIMMERS = ("validation", "glimmer_sky", "glimmer_navy", "glimmer_mint")
+
+
+def mean_shares(pictures: list[Path]) -> tuple[float, float]:
+    """Mean shares of purple and of yellow in what stands out from the background."""
+    opened = [Image.open(path).convert("RGB") for path in pictures]
+    shares = [(colour_share(picture, PURPLE), colour_share(picture, YELLOW)) for picture in opened]
+    purple, yellow = zip(*shares, strict=True)
+    return sum(purple) / len(purple), sum(yellow) / len(yellow)
+
+
+@pytest.mark.slow
+def test_the_demo_learns_its_concept(tmp_path: Path) -> None:
+    with contextlib.chdir(tmp_path):
+        assert main(["train", "--example", "demo", "torch_num_threads=2"]) == 0
+    output = tmp_path / "output" / "demo"
+    before = mean_shares([output / "benchmarks" / "base_model" / f"{name}_96x96.png" for name in GLIMMERS])
+    after = mean_shares([output / "validation_images" / f"step_300_{name}_0_96x96.png" for name in GLIMMERS])
+    for colour, earlier, later in zip(("purple", "yellow"), before, after, strict=True):
+        assert later > 0.2, f"{colour}: {earlier:.2f} before, {later:.2f} after"
+        assert later - earlier > 0.1, f"{colour}: {earlier:.2f} before, {later:.2f} after"
+    losses = [json.loads(line)["train_loss"] for line in (output / "training_metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 300
+    assert sum(losses[-30:]) < 0.7 * sum(losses[:30])
+    assert load_file(output / "pytorch_lora_weights.safetensors")
+    assert (output / "training_report.html").stat().st_size > 50_000

@@ -1,0 +1,76 @@
+"""Which modules get a LoRA, from names alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.errors import Problem
+from simpletuner.models.kandinsky5.spec import ALL_LINEAR, KANDINSKY5_IMAGE
+from simpletuner.models.lora_targets import check_targets, linear_modules, matching_modules, resolve_targets
+
+DEFAULT = ["to_query", "to_key", "to_value"]
+
+
+@pytest.fixture
+def modules(t2i_checkpoint: Path) -> dict[str, tuple[int, int]]:
+    return linear_modules(t2i_checkpoint / "transformer")
+
+
+def resolve(value: Any) -> tuple[Any, list[str]]:
+    problems: list[Problem] = []
+    return resolve_targets(value, KANDINSKY5_IMAGE, problems), [str(each) for each in problems]
+
+
+def test_the_forms_of_a_selection(tmp_path: Path) -> None:
+    path = tmp_path / "targets.json"
+    path.write_text(json.dumps(["a", "b"]))
+    assert resolve(None) == (DEFAULT, [])
+    assert resolve("all-linear") == (ALL_LINEAR, [])
+    for value in (["a", "b"], "a, b", str(path)):
+        assert resolve(value) == (["a", "b"], [])
+
+
+@pytest.mark.parametrize("value", [[], [1], {"a": 1}, 5, True, ["a", None]])
+def test_what_is_no_selection(value: Any) -> None:
+    found, problems = resolve(value)
+    assert found == DEFAULT
+    assert problems == [f"peft_lora_target_modules: {value!r} is not a list of module names."]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"a": 1}', None])
+def test_a_file_that_cannot_be_used(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "targets.json"
+    if content is not None:
+        path.write_text(content)
+    found, problems = resolve(str(path))
+    assert found == DEFAULT
+    assert len(problems) == 1
+
+
+def test_a_name_matches_whole_parts_of_a_path(modules: dict[str, tuple[int, int]]) -> None:
+    chosen = matching_modules(modules, DEFAULT)
+    assert chosen
+    assert {name.rsplit(".", 1)[-1] for name in chosen} == set(DEFAULT)
+    assert matching_modules(modules, ["query"]) == []
+
+
+def test_all_linear_stays_inside_the_blocks(modules: dict[str, tuple[int, int]]) -> None:
+    chosen = matching_modules(modules, ALL_LINEAR)
+    assert set(matching_modules(modules, DEFAULT)) < set(chosen)
+    assert all("_transformer_blocks." in name for name in chosen)
+
+
+def test_a_name_that_matches_nothing_is_told_with_the_nearest(modules: dict[str, tuple[int, int]]) -> None:
+    assert check_targets(modules, DEFAULT) == []
+    assert check_targets(modules, ALL_LINEAR) == []
+    (problem,) = check_targets(modules, ["to_query", "to_keys"])
+    assert problem.message == "'to_keys' matches no module of the transformer. Did you mean 'to_key'?"
+    assert len(check_targets(modules, "nothing")) == 1
+
+
+def test_a_folder_without_safetensors_has_no_names(tmp_path: Path) -> None:
+    assert linear_modules(tmp_path) == {}

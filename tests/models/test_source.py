@@ -1,0 +1,159 @@
+"""Where the parts of a checkpoint are, and what is wrong with a folder before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from simpletuner.config.schema import ModelConfig
+from simpletuner.errors import UserError
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.models.source import ModelSource, looks_like_path
+from simpletuner.models.weights import WeightsError, find_fault, tensor_shapes
+
+BASE = "pretrained_model_name_or_path"
+
+
+def source(**keys: str) -> ModelSource:
+    model = ModelConfig(model_type="lora", model_family="kandinsky5-image", **keys)
+    return ModelSource.from_config(KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavour(None), model)
+
+
+def problems(**keys: str) -> list[str]:
+    return [str(problem) for problem in source(**keys).problems()]
+
+
+def safetensors(path: Path, tensors: dict[str, tuple[int, ...]], *, missing: int = 0) -> Path:
+    """A file of zeros in float32, with some bytes missing at its end."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        size = 4
+        for length in shape:
+            size *= length
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end - missing))
+    return path
+
+
+@pytest.fixture
+def copy(t2i_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint of one's own, to break."""
+    return Path(shutil.copytree(t2i_checkpoint, tmp_path / "model"))
+
+
+def test_a_whole_folder_has_no_problem(t2i_checkpoint: Path) -> None:
+    assert problems(pretrained_model_name_or_path=str(t2i_checkpoint)) == []
+    for part in source(pretrained_model_name_or_path=str(t2i_checkpoint)).parts.values():
+        assert part.fetch() == t2i_checkpoint / part.folder
+
+
+def test_the_flavour_names_the_repository() -> None:
+    part = source()["transformer"]
+    assert (part.location, part.is_local) == ("kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers", False)
+    assert problems() == [], "what the hub has is seen when it is fetched"
+
+
+def test_parts_can_be_replaced(t2i_checkpoint: Path, i2i_checkpoint: Path) -> None:
+    found = source(
+        pretrained_model_name_or_path=str(t2i_checkpoint),
+        pretrained_vae_model_name_or_path=str(i2i_checkpoint),
+        qwen_text_encoder_model_name_or_path="nowhere",
+        pretrained_transformer_subfolder="other",
+    )
+    assert found["vae"].location == str(i2i_checkpoint)
+    assert found["tokenizer"].location == "nowhere"
+    assert found["text_encoder_2"].location == str(t2i_checkpoint)
+    assert [str(problem) for problem in found.problems()] == [
+        f"{BASE}: the model folder '{t2i_checkpoint}' lacks a usable other (it is not there).",
+        "qwen_text_encoder_model_name_or_path: the model folder 'nowhere' does not exist.",
+    ]
+
+
+def test_all_missing_parts_are_one_problem(copy: Path) -> None:
+    shutil.rmtree(copy / "vae")
+    shutil.rmtree(copy / "tokenizer_2")
+    (problem,) = problems(pretrained_model_name_or_path=str(copy))
+    assert problem.endswith("lacks a usable vae (it is not there), tokenizer_2 (it is not there).")
+
+
+def test_a_part_that_is_not_there_cannot_be_fetched(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no 'vae' folder"):
+        source(pretrained_model_name_or_path=str(tmp_path))["vae"].fetch()
+
+
+@pytest.mark.parametrize(
+    ("location", "is_path"),
+    [
+        ("org/name", False), ("./name", True), ("/a/b", True), ("~/model", True), ("name", True), ("a/b/c", True),
+        ("../model", True),
+    ],
+)  # fmt: skip
+def test_what_is_meant_as_a_path(location: str, is_path: bool) -> None:
+    assert looks_like_path(location) is is_path
+
+
+def test_a_folder_that_looks_like_a_hub_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not looks_like_path("models/tiny")
+    Path("models/tiny").mkdir(parents=True)
+    assert looks_like_path("models/tiny")
+
+
+@pytest.mark.parametrize("location", ["org/na@me", "org/", "-org/name", "org/name-", "a b/c", f"org/{'x' * 200}"])
+def test_a_name_that_the_hub_could_not_have(location: str) -> None:
+    (problem,) = problems(pretrained_model_name_or_path=location)
+    assert "is neither a folder that is there nor a name the hub could have" in problem
+    assert source(pretrained_model_name_or_path=location)["vae"].local_folder() is None
+
+
+def test_weights_are_looked_at(copy: Path) -> None:
+    next((copy / "vae").glob("*.safetensors")).unlink()
+    transformer = next((copy / "transformer").glob("*.safetensors"))
+    os.truncate(transformer, transformer.stat().st_size - 1)
+    next((copy / "text_encoder").glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\n")
+    (copy / "text_encoder_2" / "config.json").write_text("{")
+    (problem,) = problems(pretrained_model_name_or_path=str(copy))
+    size = transformer.stat().st_size
+    assert f"transformer ({transformer.name} is truncated: {size} of {size + 1} bytes are there)" in problem
+    assert "vae (there are no weights in it)" in problem
+    assert "a pointer that git lfs has not replaced" in problem
+    assert "text_encoder_2 (config.json cannot be read)" in problem
+
+
+def test_shapes_come_from_the_header(tmp_path: Path) -> None:
+    path = safetensors(tmp_path / "m.safetensors", {"a.weight": (2, 3), "a.bias": (2,)})
+    assert tensor_shapes(path) == {"a.weight": (2, 3), "a.bias": (2,)}
+    with pytest.raises(WeightsError, match="is truncated"):
+        tensor_shapes(safetensors(path, {"a.weight": (2, 3)}, missing=1))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 8, b"\xff" * 100, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 10) + b'{"a": {}} ',
+     struct.pack("<Q", 14) + b'{"a": [1, 2]} ', struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc",
+     struct.pack("<Q", 50_000) + b"[" * 50_000],
+)  # fmt: skip
+def test_what_is_no_weight_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "m.safetensors").write_bytes(content)
+    with pytest.raises(WeightsError, match="is not a safetensors file"):
+        tensor_shapes(tmp_path / "m.safetensors")
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    safetensors(tmp_path / "m-1-of-2.safetensors", {"a": (1,)})
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"}}))
+    assert find_fault(tmp_path) == "it lacks m-2-of-2.safetensors"
+    index.write_text("[]")
+    assert find_fault(tmp_path) == "m.safetensors.index.json cannot be read"
+    index.unlink()
+    assert find_fault(tmp_path) is None

@@ -1,0 +1,122 @@
+"""Rules between keys: what excludes what, what has no effect, and what is not built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.schema import all_options
+from simpletuner.plan.checks import check_config, check_total
+
+REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
+SWITCHES = [option for option in all_options().values() if option.planned == "switch"]
+DETAILS = [option for option in all_options().values() if option.planned == "detail"]
+
+
+def problems(**settings: Any) -> tuple[list[str], list[str]]:
+    """Errors and warnings of a config with these settings."""
+    config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], [])
+    found = check_config(config)
+    return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
+
+
+def other_value(option: Any) -> Any:
+    """Some allowed value that switches the key on."""
+    if option.choices:
+        return next(word for word in option.choices if word != option.default and word not in option.off)
+    if option.is_flag:
+        return not option.default
+    if option.type_name in ("integer", "number"):
+        return next(
+            number for number in (2, 64, 0.5, 0.25)
+            if option.limits.get("ge", 0) <= number <= option.limits.get("le", 99) and number != option.default
+        )  # fmt: skip
+    return "something"
+
+
+def test_a_plain_config_has_no_problem() -> None:
+    assert problems() == ([], [])
+
+
+@pytest.mark.parametrize("option", SWITCHES, ids=lambda option: option.name)
+def test_a_switch_that_is_not_built_is_refused_when_it_is_on(option: Any) -> None:
+    errors, _ = problems(**{option.name: other_value(option)})
+    assert any(each.startswith(f"{option.name}: ") and "is not available yet" in each for each in errors)
+    for value in (option.default, *option.off):
+        assert problems(**{option.name: value}) == ([], []), "off is off"
+
+
+@pytest.mark.parametrize("option", DETAILS, ids=lambda option: option.name)
+def test_a_detail_of_what_is_not_built_is_noted(option: Any) -> None:
+    errors, warnings = problems(**{option.name: other_value(option)})
+    assert errors == []
+    assert warnings == [f"{option.name}: changes nothing yet: what it belongs to is not available."]
+    assert problems(**{option.name: option.default}) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"max_train_steps": 5, "num_train_epochs": 1}, "num_train_epochs"),
+        ({"max_train_steps": 0, "num_train_epochs": 0}, "num_train_epochs"),
+        ({"num_train_epochs": 0}, "num_train_epochs"),
+        ({"lr_scheduler": "cosine", "lr_end": 1e-4}, "lr_end"),
+        ({"lr_scheduler": "linear", "learning_rate": 1e-6, "lr_end": 1e-6}, "lr_end"),
+        ({"lr_scale": True, "lr_scale_sqrt": True}, "lr_scale_sqrt"),
+        ({"flow_use_uniform_schedule": True, "flow_use_beta_schedule": True}, "flow_use_beta_schedule"),
+        ({"mixed_precision": "fp8"}, "mixed_precision"),
+        ({"mixed_precision": "no", "optimizer": "adamw_bf16"}, "optimizer"),
+        ({"lora_init_type": "loftq"}, "lora_init_type"),
+        ({"use_dora": True, "lora_init_type": "pissa"}, "use_dora"),
+        ({"optimizer_beta1": 0.9}, "optimizer_beta1"),
+        ({"optimizer_config": "betta1=0.5"}, "optimizer_config"),
+        ({"report_to": "wand"}, "report_to"),
+        ({"report_to": "none,wandb"}, "report_to"),
+    ],
+)
+def test_what_excludes_what(settings: dict[str, Any], where: str) -> None:
+    errors, _ = problems(**settings)
+    (error,) = errors
+    assert error.startswith(f"{where}: ")
+
+
+def test_both_kinds_of_offload_are_told_in_one_sentence() -> None:
+    errors, _ = problems(enable_group_offload=True, enable_model_cpu_offload=True)
+    assert "enable_group_offload: and enable_model_cpu_offload exclude each other." in errors
+
+
+def test_a_quantised_model_cannot_be_trained_in_full() -> None:
+    errors, _ = problems(model_type="full", base_model_precision="int8-quanto")
+    assert any("use model_type lora" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"strict_epoch_limit": True, "ignore_final_epochs": True}, "ignore_final_epochs"),
+        ({"flow_schedule_auto_shift": True, "flow_schedule_shift": 2}, "flow_schedule_auto_shift"),
+        ({"snr_gamma": 5}, "snr_gamma"),
+        ({"caption_dropout_probability": 0}, "caption_dropout_probability"),
+        ({"optimizer": "torch-sgd", "adam_beta1": 0.8}, "adam_beta1"),
+    ],
+)
+def test_what_has_no_effect_or_does_harm_is_a_warning(settings: dict[str, Any], where: str) -> None:
+    errors, warnings = problems(**settings)
+    assert errors == []
+    (warning,) = warnings
+    assert warning.startswith(f"{where}: ")
+
+
+def test_schedulers_that_do_not_decay_do_not_mind_the_end() -> None:
+    assert problems(lr_scheduler="constant", lr_end=1)[0] == []
+    assert problems(lr_scheduler="sine", lr_end=1)[0] == []
+
+
+@pytest.mark.parametrize(("warmup", "total", "warned"), [(10, 10, True), (11, 10, True), (9, 10, False), (0, 0, False)])
+def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> None:
+    config = resolve([Layer("config.json", list({**REQUIRED, "lr_warmup_steps": warmup}.items()))], [])
+    found = list(check_total(config, total))
+    assert bool(found) == warned
+    assert not any(each.fatal for each in found)

@@ -1,0 +1,181 @@
+"""The plan: what it says, what it counts, and what it never does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.complaints import complaint, warnings
+from tests.workspace import DATASETS, Workspace
+
+Capture = pytest.CaptureFixture[str]
+
+
+def plan(workspace: Workspace, capsys: Capture, *settings: str) -> str:
+    capsys.readouterr()
+    assert workspace.run("plan", *settings) == 0
+    return capsys.readouterr().out
+
+
+def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:
+    shown = plan(workspace, capsys, "lora_rank=8", "validation_disable=false")
+    for line in (
+        "Kandinsky 5 Image t2i-lite-sft, lora",
+        "seed     7\n",
+        "4 steps of 2 samples",
+        "8 batches an epoch, 1 epoch\n",
+        "Dataset pictures: 8 of 8 files are used",
+        "p0.png: 96x64, resized to ",
+        "Cache of pictures: 0 of 8 are there, 8 to encode",
+        "Previews every 100 steps at 128x128: unconditional, validation",
+    ):
+        assert line in shown, line
+
+
+def test_it_says_where_each_setting_comes_from(workspace: Workspace, capsys: Capture) -> None:
+    lines = [line.split() for line in plan(workspace, capsys, "--lora_rank", "8").splitlines()]
+    assert ["lora_rank", "8", "(command", "line)"] in lines
+    assert ["learning_rate", "0.001", "(config/config.json)"] in lines
+    assert ["validation_guidance", "5.0", "(family", "default)"] in lines
+    assert ["validation_disable", "true", "(config/config.json)"] in lines
+    assert not any(line[:1] == ["lora_alpha"] for line in lines), "defaults are left out"
+
+
+def test_secrets_are_not_shown(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_datasets([{**DATASETS[0], "aws_secret_access_key": "SECRET123"}, DATASETS[1]])
+    assert "SECRET123" not in plan(workspace, capsys)
+
+
+def test_every_file_is_used_or_has_a_reason(workspace: Workspace, capsys: Capture) -> None:
+    folder = workspace.path("datasets/pictures")
+    (folder / "p0.txt").unlink()
+    (folder / "p1.png").write_bytes(b"no picture")
+    (folder / "notes.doc").write_text("x")
+    (folder / "lonely.txt").write_text("x")
+    shown = plan(workspace, capsys)
+    for name in ("p0.png", "p1.png", "notes.doc", "lonely.txt"):
+        assert f"  {name}: not used, " in shown
+    assert "6 of 10 files are used" in shown
+
+
+def test_it_knows_what_is_cached(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.run("cache", "fill") == 0
+    shown = plan(workspace, capsys)
+    assert "Cache of pictures: 8 of 8 are there, 0 to encode" in shown
+    assert ", 0 to encode" in shown.partition("Cache of captions")[2].splitlines()[0]
+
+
+def test_a_drawn_seed_is_shown_as_such(workspace: Workspace, capsys: Capture) -> None:
+    assert "(drawn for this run; set seed to repeat it)" in plan(workspace, capsys, "seed=")
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "epochs"),
+    [
+        (("max_train_steps=20",), 20, 3),
+        (("max_train_steps=", "num_train_epochs=3"), 24, 3),
+        (("max_train_steps=0",), 8, 1),
+        (("max_train_steps=", "gradient_accumulation_steps=3"), 3, 1),
+        (("max_train_steps=", "num_train_epochs=1000000000"), 8_000_000_000, 1_000_000_000),
+    ],
+)
+def test_steps_and_epochs(
+    workspace: Workspace, capsys: Capture, settings: tuple[str, ...], steps: int, epochs: int
+) -> None:
+    shown = plan(workspace, capsys, *settings)
+    assert f"\n{steps} steps of " in shown
+    assert f"an epoch, {epochs} epoch" in shown
+
+
+def test_datasets_that_come_and_go_are_counted(workspace: Workspace, capsys: Capture) -> None:
+    second = {**DATASETS[0], "id": "later", "start_epoch": 3, "end_epoch": 4, "repeats": 0}
+    workspace.write_datasets([DATASETS[0], second, DATASETS[1]])
+    assert "\n48 steps of" in plan(workspace, capsys, "max_train_steps=", "num_train_epochs=5")
+
+
+def test_a_run_that_would_outlast_its_datasets(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_datasets([{**DATASETS[0], "end_epoch": 2}, DATASETS[1]])
+    warnings(workspace, capsys, "max_train_steps=16")
+    problem = complaint(workspace, capsys, "plan", "max_train_steps=17")
+    assert problem == "end_epoch: 2 is the last epoch of any dataset: 16 batches, and 17 steps need 17."
+
+
+def test_dry_run_is_the_same_as_plan(workspace: Workspace, capsys: Capture) -> None:
+    shown = plan(workspace, capsys)
+    for flag in ("--dry-run", "--dry_run"):
+        assert workspace.run("train", flag) == 0
+        assert capsys.readouterr().out == shown
+
+
+def test_it_writes_nothing_and_never_meets_torch(workspace: Workspace) -> None:
+    before = sorted(workspace.folder.rglob("*"))
+    script = (
+        "import sys; from simpletuner.cli.app import main; code = main(['train', '--dry-run']);"
+        "print(code, sorted({'torch', 'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=workspace.folder, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 []"
+    assert done.stderr == ""
+    assert sorted(workspace.folder.rglob("*")) == before
+
+
+def test_warnings_of_the_family(workspace: Workspace, capsys: Capture) -> None:
+    told = warnings(
+        workspace, capsys, "validation_guidance=8", "flow_schedule_shift=9", "tokenizer_max_length=9999",
+        "vae_enable_patch_conv=true", "pretrained_gemma_model_name_or_path=a/b", "lora_rank=64",
+        "validation_resolution=130x128", "validation_disable=false",
+    )  # fmt: skip
+    for key in (
+        "validation_guidance", "flow_schedule_shift", "tokenizer_max_length", "vae_enable_patch_conv",
+        "pretrained_gemma_model_name_or_path", "lora_rank", "validation_resolution",
+    ):  # fmt: skip
+        assert f"  {key}: " in told, key
+
+
+@pytest.mark.parametrize("spelling", ["Kandinsky5_Image", "KANDINSKY5-IMAGE", "{env:FAMILY}"])
+def test_the_family_in_other_spellings(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, spelling: str
+) -> None:
+    monkeypatch.setenv("FAMILY", "kandinsky5-image")
+    workspace.write_config(model_family=spelling)
+    assert plan(workspace, capsys).startswith("Kandinsky 5 Image")
+
+
+def test_a_dataset_file_beside_the_config_is_found_with_a_warning(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(data_backend_config=None)
+    told = warnings(workspace, capsys)
+    assert told.strip() == "data_backend_config: is not set; config/multidatabackend.json is used."
+
+
+def test_names_of_all_scripts_and_with_spaces(workspace: Workspace, capsys: Capture) -> None:
+    folder = workspace.path("datasets/मेरी तस्वीरें 图片")
+    workspace.path("datasets/pictures").rename(folder)
+    (folder / "p0.png").rename(folder / "बिल्ली 猫.png")
+    (folder / "p0.txt").rename(folder / "बिल्ली 猫.txt")
+    workspace.write_datasets([{**DATASETS[0], "instance_data_dir": "datasets/मेरी तस्वीरें 图片"}, DATASETS[1]])
+    assert "  बिल्ली 猫.png: 96x64" in plan(workspace, capsys, "output_dir=मेरा output")
+
+
+def test_an_unusual_terminal_does_not_end_a_plan(workspace: Workspace) -> None:
+    folder = workspace.path("datasets/pictures")
+    (folder / "p0.png").rename(folder / "猫.png")
+    (folder / "p0.txt").rename(folder / "猫.txt")
+    environment = {"PYTHONIOENCODING": "ascii", "PATH": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-m", "simpletuner", "plan"], cwd=workspace.folder, env=environment, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\\u732b.png: 96x64" in done.stdout
+
+
+def test_whoever_reads_along_may_stop(workspace: Workspace) -> None:
+    command = f"{json.dumps(sys.executable)} -m simpletuner plan | true"
+    done = subprocess.run(command, shell=True, cwd=workspace.folder, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
