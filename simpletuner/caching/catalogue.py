@@ -104,7 +104,7 @@ class Catalogue:
                 for each in (sample, sample.partner):
                     if each is not None:
                         entry = self.latent(each)
-                        entries[entry.key.digest()] = entry
+                        entries[(entry.key.digest(), entry.folder)] = entry
         return list(entries.values())
 
     def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> list[TextEntry]:
