@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from benchmarks.timing import Ratio, arguments, show
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "simpletuner" / "examples" / "demo" / "checkpoint" / "transformer"
 FIRST_STEP = "step 1/"
+UNIT = "import torch"
+BARS = {"help": 0.25, "step 1": 4.0, "demo to step 1": 4.0}
 MAKE_FOLDER = """
 import sys
 from pathlib import Path
@@ -67,7 +70,11 @@ class Command:
             text=True,
         )
         assert process.stdout is not None
-        seen = any(self.until is not None and line.startswith(self.until) for line in process.stdout)
+        try:
+            seen = any(self.until is not None and line.startswith(self.until) for line in process.stdout)
+        except BaseException:
+            process.kill()
+            raise
         wall = time.perf_counter() - started
         if seen:
             process.kill()
@@ -95,9 +102,9 @@ def commands(folder: Path) -> dict[str, Command]:
     no_previews = "validation_disable=true"
     previews = ("validation_disable=false", "validation_num_inference_steps=2")
     found = {
-        "import torch": Command(("-c", "import torch"), folder),
-        "--help": Command((*product, "--help"), folder),
-        "train --dry-run": Command((*product, "train", "--dry-run"), run),
+        UNIT: Command(("-c", "import torch"), folder),
+        "help": Command((*product, "--help"), folder),
+        "dry run": Command((*product, "train", "--dry-run"), run),
         "step 1": Command((*product, "train", no_previews), run, FIRST_STEP, cold),
         "step 1, two previews before": Command((*product, "train", *previews), run, FIRST_STEP, cold),
         "step 1, all cached": Command((*product, "train", no_previews), run, FIRST_STEP),
@@ -109,13 +116,12 @@ def commands(folder: Path) -> dict[str, Command]:
     return found
 
 
-BARS = {"--help": 0.25, "step 1": 4.0, "demo to step 1": 4.0}
-
-
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else None, rounds=5)
     parser.add_argument("--python", default=sys.executable, help="of an environment with the package's dependencies")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="lines of the table to measure; by default all")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the command under way ends, too
     measured: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -123,19 +129,23 @@ def main() -> None:
         subprocess.run(
             [sys.executable, "-c", MAKE_FOLDER, name], check=True, env=environment, stderr=subprocess.DEVNULL
         )
-        timed = commands(folder)
+        timed = {
+            title: command
+            for title, command in commands(folder).items()
+            if title == UNIT or not options.only or title in options.only
+        }
         for number in range(options.rounds + 1):
             for title, command in timed.items():
                 seconds = command.run(options.python)
                 if number:  # the first round fills the page cache
                     measured.setdefault(title, []).append(seconds)
-    unit = measured.pop("import torch")
+    unit = measured.pop(UNIT)
     ratios = []
     for title, rounds in measured.items():
         shares = [cpu / base for (cpu, _), (base, _) in zip(rounds, unit, strict=True)]
         wall = statistics.median(mine / base for (_, mine), (_, base) in zip(rounds, unit, strict=True))
         note = f"wall {wall:.2f}"
-        if title == "train --dry-run":
+        if title == "dry run":
             note += f"; fastest {min(wall for _, wall in rounds):.2f} s (must be under 2 s)"
         ratios.append(Ratio(title, shares, BARS.get(title), note))
     scipy = "with" if _has_scipy(options.python) else "without"

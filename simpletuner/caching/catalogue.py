@@ -123,7 +123,7 @@ class Catalogue:
             for sample in dataset.at_epoch(epoch).samples:
                 for entry in (self.latent(sample), self.condition(sample)):
                     if entry is not None:
-                        entries[entry.key.digest()] = entry
+                        entries[(entry.key.digest(), entry.folder)] = entry
         return list(entries.values())
 
     def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> list[TextEntry]:

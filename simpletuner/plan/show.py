@@ -38,7 +38,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from _setting_lines(plan)
     for dataset in plan.datasets:
         yield ""
-        yield from _ledger_lines(dataset.id, dataset.ledger())
+        yield from _ledger_lines(dataset.id, dataset.ledger(), dataset.changes_each_epoch)
     yield ""
     yield from _cache_lines(plan)
     yield from _preview_lines(plan)
@@ -74,9 +74,11 @@ def _count(number: int, word: str, words: str = "") -> str:
     return f"{number} {word if number == 1 else words or word + 's'}"
 
 
-def _ledger_lines(dataset_id: str, ledger: Sequence[LedgerEntry]) -> Iterator[str]:
+def _ledger_lines(dataset_id: str, ledger: Sequence[LedgerEntry], changes_each_epoch: bool) -> Iterator[str]:
     used = [entry for entry in ledger if not entry.use]
     yield f"Dataset {dataset_id}: {len(used)} of {len(ledger)} files are used"
+    if changes_each_epoch:
+        yield "  crops are drawn and encoded anew each epoch (vae_cache_clear_each_epoch false keeps the first)"
     buckets: dict[str, int] = {}
     for entry in used:
         if entry.geometry is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -176,10 +177,20 @@ def intent_of(plan: Plan) -> Intent:
 
 def prepare_machine(plan: Plan) -> None:
     """Process-wide settings of torch."""
-    torch.set_num_threads(min(plan.config.caching.torch_num_threads, os.cpu_count() or 1))
+    torch.set_num_threads(compute_threads(plan.config.caching.torch_num_threads))
     allowed = not plan.config.precision.disable_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
+
+
+def compute_threads(wanted: int) -> int:
+    """Threads for computing on a CPU: never more than this process may use, or than OMP_NUM_THREADS says.
+
+    With more threads than cores they wait for each other at every operation, and tiny models crawl.
+    """
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(wanted, usable, int(given) if given.isdecimal() else usable))
 
 
 def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:

@@ -97,13 +97,21 @@ def other_family(workspace: Workspace, family: str) -> None:
     workspace.write_config(validation_resolution=None)
 
 
-@pytest.mark.parametrize("name", settings(VIDEO))
-def test_settings_of_the_video_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str], name: str) -> None:
+@pytest.mark.parametrize("name", ["group_offload.json", "tread.json"])
+def test_switches_of_the_video_guide_that_are_not_built(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     other_family(workspace, VIDEO)
-    workspace.write_datasets([{**DATASETS[0], "id": "my-image-dataset"}, DATASETS[1]])
     install(workspace, VIDEO, name)
     told = complaints(workspace, capsys)
     assert [problem for problem in told if NOT_BUILT not in problem] == []
+
+
+def test_previews_from_a_dataset_as_the_video_guide_has_them(workspace: Workspace) -> None:
+    other_family(workspace, VIDEO)
+    workspace.write_datasets([{**DATASETS[0], "id": "my-image-dataset"}, DATASETS[1]])
+    install(workspace, VIDEO, "first_frames.json")
+    assert workspace.run("plan") == 0
 
 
 def test_the_whole_config_of_the_sana_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:

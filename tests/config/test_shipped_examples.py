@@ -75,6 +75,7 @@ def test_the_copies_train(copied: Workspace) -> None:
     data = json.loads(copied.path("config/multidatabackend.json").read_text(encoding="utf-8"))
     copied.write_datasets([entry | ({"resolution": 64} if "resolution" in entry else {}) for entry in data])
     settings = [
+        "torch_num_threads=1",
         "max_train_steps=2",
         "lr_warmup_steps=0",
         "validation_resolution=128",

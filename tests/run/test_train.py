@@ -34,7 +34,7 @@ def test_previews_have_true_sizes_and_names(workspace: Workspace) -> None:
     )
     assert workspace.train() == 0
     found = sorted(path.name for path in workspace.path("output/validation_images").iterdir())
-    names = ("unconditional", "anime__token", "नमस्ते", "validation")
+    names = ("unconditional", "anime_token", "नमस्ते", "validation")
     for name in names:
         for size in ("128x160", "144x144"):
             for suffix in ("", "_ema"):

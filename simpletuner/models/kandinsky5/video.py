@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.diffusion.first_frame import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, PreviewRequest
 from simpletuner.models.kandinsky5 import attention, loading, sparse
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
@@ -99,16 +99,8 @@ class Kandinsky5VideoAdapter:
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
-        """i2v: frame 0 is the clean picture and is left out of the loss, which stays a mean over the other frames."""
-        if not self.animates:
-            return noisy
-        if noisy.batch.condition is None:
-            raise RuntimeError("an i2v batch needs the latents of its first frames")
-        frames = noisy.noisy_latents.shape[2]
-        noisy_latents = torch.cat([noisy.batch.condition, noisy.noisy_latents[:, :, 1:]], dim=2)
-        mask = torch.full_like(noisy_latents[:, :1], frames / max(frames - 1, 1))
-        mask[:, :, 0] = 0
-        return replace(noisy, noisy_latents=noisy_latents, batch=replace(noisy.batch, loss_mask=mask))
+        """i2v: frame 0 is the clean picture and is left out of the loss. Pictures and t2v clips stay as they are."""
+        return hold_first_frame(noisy) if self.animates else noisy
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         if self._padding is None:
@@ -116,7 +108,7 @@ class Kandinsky5VideoAdapter:
         hidden_states = channels_last(noisy.noisy_latents)
         sparsity = None
         if self._settings["visual_cond"]:
-            hidden_states = torch.cat([hidden_states, *self._condition_channels(hidden_states)], dim=-1)
+            hidden_states = torch.cat([hidden_states, *self._condition_channels(noisy)], dim=-1)
         if sparse.is_sparse(self._settings):
             sparsity = sparse.sparse_params(tuple(hidden_states.shape), self._settings, hidden_states.device)
         velocity = predict_velocity(
@@ -149,9 +141,10 @@ class Kandinsky5VideoAdapter:
 
         return Kandinsky5I2VPipeline if self.animates else Kandinsky5T2VPipeline
 
-    def _condition_channels(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Sixteen channels of zeros, and a mask that is 1 on the frame that i2v is given."""
+    def _condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, Tensor]:
+        """Sixteen channels of zeros, and a mask that is 1 on a first frame that is given."""
+        latents = channels_last(noisy.noisy_latents)
         mask = torch.zeros_like(latents[..., :1])
-        if self.animates:
+        if self.animates and noisy.batch.condition is not None and latents.shape[1] > 1:
             mask[:, 0] = 1
         return torch.zeros_like(latents), mask
