@@ -44,6 +44,7 @@ VARIABLES = (
     Variable(("TRAINING_DYNAMO_BACKEND",), "Stands for `dynamo_backend` in the same way.", "no"),
     Variable(("ACCELERATE_EXTRA_ARGS",), "Has no effect yet, and a warning says so.", ""),
     Variable(("SIMPLETUNER_LOG_LEVEL",), "DEBUG, INFO, WARNING or ERROR on the terminal.", "INFO"),
+    Variable(("OMP_NUM_THREADS",), "Compute threads on a CPU, where `torch_num_threads` is larger.", "the cores"),
     Variable(
         ("SIMPLETUNER_ALLOW_MODIFYING_BSZ",), "1 allows another `train_batch_size` when a run is continued.", "0"
     ),
