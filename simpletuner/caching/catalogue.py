@@ -17,11 +17,12 @@ from simpletuner.data.dataset import Dataset, Sample
 
 @dataclass(frozen=True)
 class LatentEntry:
-    """The latents of one sample, and where they lie."""
+    """The latents of one sample, where they lie, and whether they are written compressed."""
 
     key: LatentKey
     folder: Path
     sample: Sample
+    compress: bool
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class TextEntry:
     folder: Path
     caption: str
     source: str
+    compress: bool
     picture: Sample | None = None
     negative: bool = False
 
@@ -66,6 +68,8 @@ class Catalogue:
         latent_folders: latent cache of each dataset, by id.
         text_folders: text cache of each dataset, by id.
         default_text_folder: text cache of prompts that belong to no dataset.
+        compressed: whether a dataset's entries are written compressed, by id; prompts that belong to none are where
+            `compress` says so.
     """
 
     def __init__(
@@ -74,11 +78,15 @@ class Catalogue:
         latent_folders: Mapping[str, Path],
         text_folders: Mapping[str, Path],
         default_text_folder: Path,
+        compressed: Mapping[str, bool],
+        compress: bool,
     ) -> None:
         self.encoders = encoders
         self.latent_folders = latent_folders
         self.text_folders = text_folders
         self.default_text_folder = default_text_folder
+        self.compressed = compressed
+        self.compress = compress
 
     def latent(self, sample: Sample) -> LatentEntry:
         """Where the latents of a sample are or will be."""
@@ -88,7 +96,7 @@ class Catalogue:
         key = LatentKey(
             sample.content, geometry.size, geometry.resized, geometry.crop, vae, frames=sample.frames, rate=rate
         )
-        return LatentEntry(key, self.latent_folders[sample.dataset_id], sample)
+        return LatentEntry(key, self.latent_folders[sample.dataset_id], sample, self.compressed[sample.dataset_id])
 
     def condition(self, sample: Sample) -> LatentEntry | None:
         """The latents that a sample is conditioned on: of its partner, or of its frame 0 encoded alone (i2v)."""
@@ -114,7 +122,8 @@ class Catalogue:
         bare = encoders.bare_template if negative or not cleaned else None
         key = TextKey(cleaned, bare or encoders.template, encoders.max_length, encoders.text, fingerprint)
         folder = self.text_folders.get(dataset_id, self.default_text_folder) if dataset_id else self.default_text_folder
-        return TextEntry(key, folder, caption, source or repr(caption[:60]), held, negative)
+        compress = self.compressed[dataset_id] if dataset_id else self.compress
+        return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, held, negative)
 
     def latents_of(self, datasets: Iterable[Dataset], epoch: int) -> list[LatentEntry]:
         """Every latent that training in an epoch reads: of the samples and of what they are conditioned on."""

@@ -58,7 +58,7 @@ def fill_texts(
         for group in _chunks(entries, config.text_encoder_batch_size):
             requests = [TextRequest(entry.caption, _picture(entry.picture), entry.negative) for entry in group]
             for entry, embeds in zip(group, encoder.encode(requests), strict=True):
-                writes.append(writers.submit(_write, entry, embeds, config.compress_disk_cache))
+                writes.append(writers.submit(_write, entry, embeds))
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
                     notes.append(f"{entry.source}: the caption is too long, this is not read: {cut!r}")
@@ -87,7 +87,7 @@ def fill_latents(
             pixels = torch.stack([to_pixels(array) for _, array in group])
             latents = encoder.encode(pixels, [entry.key.seed() for entry, _ in group])
             for (entry, _), latent in zip(group, latents, strict=True):
-                writes.append(writers.submit(_write, entry, {"latents": latent}, config.compress_disk_cache))
+                writes.append(writers.submit(_write, entry, {"latents": latent}))
             writes = _settle(writes)
             phase.advance(len(group), group[-1][0].sample.name)
     _settle(writes, wait=True)
@@ -172,9 +172,9 @@ def _picture(sample: Sample | None) -> Image.Image | None:
     return None if sample is None else prepared_picture(sample)
 
 
-def _write(entry: LatentEntry | TextEntry, tensors: dict[str, Tensor], compress: bool) -> None:
+def _write(entry: LatentEntry | TextEntry, tensors: dict[str, Tensor]) -> None:
     source = entry.source if isinstance(entry, TextEntry) else entry.sample.full_name
-    CacheStore(entry.folder, compress).write(entry.key.digest(), tensors, provenance_of(entry.key, source))
+    CacheStore(entry.folder, entry.compress).write(entry.key.digest(), tensors, provenance_of(entry.key, source))
 
 
 def _settle(writes: list[Future[None]], *, wait: bool = False) -> list[Future[None]]:

@@ -45,6 +45,8 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         latent_folders={dataset.id: dataset.latent_dir for dataset in plan.datasets},
         text_folders={dataset.id: text_folder(plan, dataset) for dataset in plan.datasets},
         default_text_folder=text_folder(plan),
+        compressed={dataset.id: bool(dataset.config.compress_cache) for dataset in plan.datasets},
+        compress=plan.config.caching.compress_disk_cache,
     )
 
 

@@ -19,3 +19,11 @@ def test_a_picture_in_two_datasets_is_cached_in_both(workspace: Workspace) -> No
     ]
     assert counts == [8, 8]
     assert workspace.run("cache", "explain", str(workspace.path("datasets/again/p0.png"))) == 0
+
+
+def test_each_dataset_decides_whether_its_entries_are_compressed(workspace: Workspace) -> None:
+    workspace.write_datasets([{**DATASETS[0], "compress_cache": False}, DATASETS[1]])
+    assert workspace.run("cache", "fill") == 0
+    latents = [path.name for path in workspace.path("output/cache/vae").rglob("*.safetensors*")]
+    assert len(latents) == 8
+    assert all(name.endswith(".safetensors") for name in latents)
