@@ -53,7 +53,7 @@ def catalogue(tmp_path: Path) -> Catalogue:
     encoders = Encoders(
         vae=ENCODER, text=ENCODER, template="", max_length=8, clean=lambda text: text, prompt_holds_picture=False
     )
-    return Catalogue(encoders, {"films": tmp_path / "latents"}, {}, tmp_path / "texts")
+    return Catalogue(encoders, {"films": tmp_path / "latents"}, {}, tmp_path / "texts", {"films": True}, True)
 
 
 @pytest.fixture
