@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import Layer, read_json_layer, resolve
+from simpletuner.config.datasets import DatasetConfig, VideoConfig
+from simpletuner.config.load import Layer, RunConfig, read_json_layer, resolve
 from simpletuner.config.load_datasets import read_datasets
 from simpletuner.config.schema import all_options
 from simpletuner.data.buckets import Grid
 from simpletuner.errors import Problem
-from simpletuner.plan.checks import check_config
+from simpletuner.models.registry import FAMILIES
+from simpletuner.plan.checks import check_config, check_family, check_flavour
 from simpletuner.validation.prompts import read_library
 from tests.workspace import DATASETS, Workspace
 
@@ -66,10 +67,17 @@ def test_json_block_loads(text: str, tmp_path: Path) -> None:
         layer = read_json_layer(path, problems)
         assert layer is not None
         config = resolve([Layer("required", list(REQUIRED.items())), layer], problems)
-        problems += check_config(config)
+        problems += [*check_config(config), *check_settings(config)]
     else:
         assert [name for name, _ in read_library(path, problems)] == list(content)
     assert problems == []
+
+
+def check_settings(config: RunConfig) -> list[Problem]:
+    """What the family and the flavour of a block say to its settings."""
+    spec = FAMILIES[config.model.model_family]
+    flavour = spec.flavour(config.model.model_flavour)
+    return [*check_family(config, spec), *check_flavour(config, spec, flavour), *spec.check(config, flavour)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -87,12 +95,14 @@ def test_dataloader_page_knows_every_key() -> None:
     """Each key that does something is on the page, and the page names no key that does not exist."""
     page = (ROOT / "docs" / "DATALOADER.md").read_text(encoding="utf-8")
     keys = set(DatasetConfig.model_fields)
-    elsewhere = re.compile(r"^(aws|csv)_|_column$|^(dataset_name|split|revision|huggingface|video)$")
+    elsewhere = re.compile(r"^(aws|csv)_|_column$|^(dataset_name|split|revision|huggingface)$")
     not_built = {"conditioning_image_embeds", "compress_cache"}
     assert {key for key in keys - not_built if not elsewhere.search(key) and f"`{key}`" not in page} == set()
+    clip_keys = set(re.findall(r"^\| `video\.(\w+)`", page, re.MULTILINE))
+    assert clip_keys == set(VideoConfig.model_fields)
     tables = re.findall(r"^\| (`[^|]*`[^|]*)\|", page.partition("## caption_strategy")[0], re.MULTILINE)
     named = {key for row in tables for key in re.findall(r"`(\w+)`", row)}
-    assert named <= keys | {"disable"}
+    assert named <= keys | {"disable", "framerate"}
 
 
 def test_sizes_of_the_examples() -> None:
