@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "OPTIONS.md"
 
 def main(arguments: list[str]) -> None:
     """Write the page, or exit with 1 when `--check` finds it stale."""
-    text = render_options({name: spec.defaults for name, spec in FAMILIES.items()})
+    text = render_options({name: {**spec.defaults, **spec.fixed} for name, spec in FAMILIES.items()})
     if "--check" not in arguments:
         PAGE.write_text(text, encoding="utf-8")
     elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
