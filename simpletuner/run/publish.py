@@ -30,11 +30,12 @@ def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, 
     """
     if not assembly.accelerator.is_main_process:
         return ""
-    if assembly.lora is None:
-        return _publish_pipeline(plan, assembly, ema)
-    if ema is not None:
-        _publish_lora(plan.output_dir / "ema", assembly, note, lora_names(ema.average))
-    path, checked = _publish_lora(plan.output_dir, assembly, note)
+    with assembly.sampling_weights():
+        if assembly.lora is None:
+            return _publish_pipeline(plan, assembly, ema)
+        if ema is not None:
+            _publish_lora(plan.output_dir / "ema", assembly, note, lora_names(ema.average))
+        path, checked = _publish_lora(plan.output_dir, assembly, note)
     size = path.stat().st_size / 1e6
     return f"Saved {path} ({size:.1f} MB); all {checked} tensors load through the stock pipeline as they were trained."
 

@@ -92,6 +92,7 @@ def assemble(
             base_learning_rate=intent.learning_rate,
             shift_is_explicit=config.is_explicit("flow_schedule_shift"),
             shared_noise=not config.run.seed_for_each_device,
+            mixed_precision=config.precision.mixed_precision,
             flow=config.flow,
             loss=config.loss,
             optimizer=config.optimizer,

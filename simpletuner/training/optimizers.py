@@ -50,17 +50,22 @@ def sampling_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig, 
     """The weights as they should be sampled with and published; afterwards those that training continues from.
 
     Only schedule-free optimizers tell the two apart: gradients are taken at one point and the average of another
-    sequence is the result (Defazio et al., arXiv 2405.15682). The switch and back rounds in the last bit, so a
-    checkpoint that must continue exactly is saved outside of this block.
+    sequence is the result (Defazio et al., arXiv 2405.15682). The switch and back rounds in the last bit, so the
+    weights are kept and put back.
     """
     if not OPTIMIZERS[optimizer_name(config, mixed_precision)].schedule_free:
         yield
         return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = [parameter.detach().clone() for parameter in parameters]
     optimizer.eval()  # type: ignore[attr-defined]
     try:
         yield
     finally:
         optimizer.train()  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for parameter, weights in zip(parameters, kept, strict=True):
+                parameter.copy_(weights)
 
 
 def _arguments(settings: dict[str, Setting]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from simpletuner.config.schema import FlowConfig, LossConfig, OptimizerConfig
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.techniques.base import Technique
 from simpletuner.training.lora import LoraAdapter
+from simpletuner.training.optimizers import sampling_weights
 
 
 @dataclass
@@ -55,6 +57,7 @@ class StepSettings:
     base_learning_rate: float
     shift_is_explicit: bool
     shared_noise: bool
+    mixed_precision: str
     flow: FlowConfig
     loss: LossConfig
     optimizer: OptimizerConfig
@@ -79,6 +82,10 @@ class Assembly:
     settings: StepSettings
     lora: LoraAdapter | None = None
     techniques: list[Technique] = field(default_factory=list)
+
+    def sampling_weights(self) -> AbstractContextManager[None]:
+        """The weights to sample with and to publish, where the optimizer trains at others (schedule-free)."""
+        return sampling_weights(self.optimizer, self.settings.optimizer, self.settings.mixed_precision)
 
 
 def random_states() -> dict[str, Any]:

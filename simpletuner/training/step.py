@@ -20,7 +20,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss
-from simpletuner.diffusion.seeds import generator_for, step_seed
+from simpletuner.diffusion.seeds import generator_for, seed_device, step_seed
 from simpletuner.errors import NonFiniteLossError
 from simpletuner.training.clipping import clip_gradients
 from simpletuner.training.schedules import learning_rate_at
@@ -132,7 +132,7 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
     settings = assembly.settings
     rank = 0 if settings.shared_noise else assembly.accelerator.process_index
     place = (settings.seed, global_step, micro_step, rank)
-    torch.manual_seed(step_seed(*place, "forward"))
+    seed_device(batch.latents.device, step_seed(*place, "forward"))
     height, width = batch.latents.shape[-2:]
     tokens = height * width // assembly.adapter.spec.patch_size**2 * batch.latents.shape[2]
     shift = choose_shift(settings.flow, tokens, shift_is_explicit=settings.shift_is_explicit)

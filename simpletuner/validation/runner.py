@@ -202,7 +202,7 @@ def _quiet(assembly: Assembly) -> Iterator[None]:
     states = random_states()
     assembly.transformer.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), assembly.sampling_weights():
             yield
     finally:
         assembly.transformer.train()
