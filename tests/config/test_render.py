@@ -22,7 +22,7 @@ OF_OTHERS = {"TERM", "NETRC", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "WANDB_DIR",
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return render_options({name: spec.defaults for name, spec in FAMILIES.items()})
+    return render_options({name: {**spec.defaults, **spec.fixed} for name, spec in FAMILIES.items()})
 
 
 def test_the_page_in_the_repository_is_not_stale(page: str) -> None:
