@@ -32,3 +32,13 @@ def generator_for(seed: int, global_step: int, micro_step: int, rank: int, purpo
     it belongs to two steps that have nothing else in common.
     """
     return torch.Generator("cpu").manual_seed(step_seed(seed, global_step, micro_step, rank, purpose))
+
+
+def seed_device(device: torch.device, seed: int) -> None:
+    """Seed what operations without a generator (dropout) draw from: `torch.manual_seed` for this device alone.
+
+    That one also reaches for every other kind of device, which costs more than drawing the noise of a small batch.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from simpletuner.diffusion.seeds import generator_for, step_seed
+from simpletuner.diffusion.seeds import generator_for, seed_device, step_seed
 
 
 def test_seeds_never_change() -> None:
@@ -26,3 +26,11 @@ def test_generators_repeat_and_differ() -> None:
     torch.rand(1000)  # the global generator plays no part
     assert torch.equal(first, torch.rand(8, generator=generator_for(1, 2, 3, 4, "noise")))
     assert not torch.equal(first, torch.rand(8, generator=generator_for(1, 3, 3, 4, "noise")))
+
+
+def test_seed_device_seeds_as_torch_does() -> None:
+    seed = step_seed(7, 3, 0, 0, "forward")
+    torch.manual_seed(seed)
+    expected = torch.rand(5)
+    seed_device(torch.device("cpu"), seed)
+    assert torch.equal(torch.rand(5), expected)
