@@ -71,5 +71,5 @@ def test_a_copy_that_is_cut_short_leaves_nothing(capsys: Capture, here: Path, mo
 def test_packaged_configs_are_json_of_known_keys(capsys: Capture, name: str) -> None:
     code = main(["plan", f"example={name}"])
     told = capsys.readouterr().err
-    assert code == 0 or "the model folder" in told, told
+    assert code == 0 or "the model folder" in told or "instance_data_dir: these folders do not exist" in told, told
     assert "is not a known key" not in told

@@ -9,7 +9,7 @@ import pytest
 
 from simpletuner.config.arguments import EXTRA_ARGUMENTS
 from simpletuner.config.load import resolve
-from simpletuner.config.locate import ENV_VARIABLES, LAUNCH_VARIABLES, dataset_file, example_file, locate
+from simpletuner.config.locate import ENV_VARIABLES, LAUNCH_VARIABLES, dataset_file, example_file, example_names, locate
 from simpletuner.errors import ConfigError, Problem
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
@@ -131,7 +131,10 @@ def test_a_packaged_example_by_its_two_names() -> None:
 
 
 def test_an_unknown_example_is_told_with_the_names() -> None:
-    assert refusal(example="dmo") == "example: 'dmo' is not a packaged example. There are: demo. Did you mean 'demo'?"
+    names = ", ".join(example_names())
+    assert refusal(example="dmo") == (
+        f"example: 'dmo' is not a packaged example. There are: {names}. Did you mean 'demo'?"
+    )
     assert "not a packaged example" in refusal(example="../examples/demo")
     assert "not a packaged example" in refusal(env="examples/")
 

@@ -1,0 +1,92 @@
+"""The packaged configurations: each loads as it is, and with files in its folders the plan has nothing to say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from simpletuner.cli.app import main
+from simpletuner.config.locate import EXAMPLES, example_names
+from simpletuner.config.schema import all_options
+from simpletuner.models.registry import FAMILIES
+from tests.clips import write_clip
+from tests.workspace import Workspace
+
+Capture = pytest.CaptureFixture[str]
+# The demo brings its own model and pictures.
+NAMES = [name for name in example_names() if name != "demo"]
+MISSING = "error: instance_data_dir: these folders do not exist"
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clip that is long enough for every example."""
+    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
+    write_clip(path, seconds=6.0)
+    return path
+
+
+def read(name: str, file: str = "config.json") -> dict:
+    return json.loads((EXAMPLES / name / file).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_users_files_are_missing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", f"example={name}"]) == 2
+    told, summary = capsys.readouterr().err.splitlines()
+    assert told.startswith(MISSING)
+    assert summary.startswith("1 problem")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_files_the_plan_has_nothing_to_say(
+    name: str, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    workspace = Workspace(tmp_path)
+    for entry in read(name, "multidatabackend.json"):
+        if entry["dataset_type"] == "video":
+            target = workspace.path(entry["instance_data_dir"]) / "clip.mp4"
+            target.parent.mkdir(parents=True)
+            shutil.copy(clip, target)
+            target.with_suffix(".txt").write_text("a clip")
+        elif "instance_data_dir" in entry:
+            workspace.add_pictures(entry["instance_data_dir"], 2)
+    assert main(["plan", f"example={name}"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "warning" not in captured.out.lower()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_are_in_the_order_of_the_schema_and_named_after_the_example(name: str) -> None:
+    config = read(name)
+    assert list(config) == [key for key in all_options() if key in config]
+    assert config["output_dir"] == f"output/{name}"
+    assert config["data_backend_config"] == f"config/examples/{name}/multidatabackend.json"
+
+
+def test_every_kind_of_flavour_has_an_example() -> None:
+    """A family, what it does, and the size of the model."""
+
+    def kind(family: str, flavour: str) -> tuple[str, str, bool]:
+        return family, FAMILIES[family].flavour(flavour).task, "-pro-" in flavour
+
+    shown = {kind(config["model_family"], config["model_flavour"]) for config in map(read, NAMES)}
+    wanted = {kind(family, name) for family, spec in FAMILIES.items() for name in spec.flavour_names}
+    assert wanted - shown == {("kandinsky5-video", "i2v", True)}
+
+
+def test_a_copy_is_ready_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["examples", "list"]) == 0
+    assert set(NAMES) < set(capsys.readouterr().out.splitlines())
+    assert main(["examples", "copy", "sanavideo-lora"]) == 0
+    assert main(["plan", "env=sanavideo-lora"]) == 2
+    assert capsys.readouterr().err.startswith(MISSING)
