@@ -26,6 +26,7 @@ from simpletuner.caching.store import CacheStore
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data import clips, media
 from simpletuner.data.dataset import Sample
+from simpletuner.errors import UserError
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
 
 logger = logging.getLogger(__name__)
@@ -86,12 +87,24 @@ def fill_latents(
         for group in _batches(decoding, config.vae_batch_size, failures):
             pixels = torch.stack([to_pixels(array) for _, array in group])
             latents = encoder.encode(pixels, [entry.key.seed() for entry, _ in group])
+            stop_if_not_finite(latents, [entry.sample.full_name for entry, _ in group])
             for (entry, _), latent in zip(group, latents, strict=True):
                 writes.append(writers.submit(_write, entry, {"latents": latent}))
             writes = _settle(writes)
             phase.advance(len(group), group[-1][0].sample.name)
     _settle(writes, wait=True)
     return failures
+
+
+def stop_if_not_finite(latents: Tensor, names: Sequence[str]) -> None:
+    """A VAE that overflows must not fill a cache.
+
+    Raises:
+        UserError: a latent holds NaN or infinity.
+    """
+    bad = [name for name, latent in zip(names, latents, strict=True) if not bool(latent.isfinite().all())]
+    if bad:
+        raise UserError(f"The VAE gave values that are not finite for {', '.join(bad)}; try vae_dtype fp32.")
 
 
 def to_pixels(frames: np.ndarray) -> Tensor:

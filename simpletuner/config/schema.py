@@ -226,7 +226,7 @@ class PrecisionConfig(Group):
     """Precision and compute"""
 
     mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = option(
-        "bf16", "Compute dtype; no is float32. fp16 and fp8 need a GPU."
+        "bf16", "Compute dtype; no is float32. fp16 is meant for GPUs without bf16."
     )
     base_model_precision: Precision = option(
         "no_change",

@@ -119,3 +119,19 @@ def test_long_captions_are_cut_with_a_warning(workspace: Workspace, capsys: pyte
     workspace.write_config(tokenizer_max_length=32)
     assert workspace.train() == 0
     assert "too long" in capsys.readouterr().err
+
+
+def test_a_vae_that_overflows_fills_no_cache(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = Kandinsky5ImageAdapter.load_latent_encoder
+
+    def broken(self: Any, *arguments: Any) -> Any:
+        encoder = load(self, *arguments)
+        encoder.vae.encoder.conv_in.weight.fill_(float("inf"))
+        return encoder
+
+    monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", broken)
+    assert workspace.train() == 2
+    assert "not finite for pictures/p" in capsys.readouterr().err
+    assert not list(workspace.path("output/cache/vae").rglob("*.safetensors*"))
