@@ -158,7 +158,7 @@ def _plan_family(
     datasets = build_datasets(entries, context, problems) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     _check_datasets(config, datasets, trained, problems)
-    problems.extend(check_datasets(datasets))
+    problems.extend(check_datasets(datasets, config.validation.eval_dataset_id or []))
     raise_if_fatal(problems)
     same_data = has_same_data(config, resume, trained, problems)
     length = plan_length(config, make_sampler(trained, config, seed))
@@ -244,8 +244,9 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
 
 
 def _sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> list[tuple[int, int]]:
+    """The sizes of use; what is trained may depend on them also where nothing is rendered."""
     value = config.validation.validation_resolution
-    if config.validation.validation_disable or value is None:
+    if value is None:
         return []
     return parse_resolutions(value, spec, lenient=config.run.i_know_what_i_am_doing, problems=problems)
 

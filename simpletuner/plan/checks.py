@@ -172,10 +172,10 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
         yield Problem("text_encoder_2_precision", message)
 
 
-def check_datasets(datasets: Sequence[Dataset]) -> Iterator[Problem]:
+def check_datasets(datasets: Sequence[Dataset], previewed: Sequence[str]) -> Iterator[Problem]:
     """Entries that nothing uses yet."""
     for dataset in datasets:
-        if dataset.config.dataset_type == "eval":
+        if dataset.config.dataset_type == "eval" and dataset.id not in previewed:
             yield Problem(dataset.id, "is not used: loss on eval datasets is not available yet.", fatal=False)
 
 
