@@ -99,6 +99,6 @@ def _known_keys(model: type[BaseModel], path: str) -> list[str]:
     inner: Any = model
     for part in path.split(".")[:-1]:
         annotation = inner.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        candidates = [annotation, *get_args(annotation)]
         inner = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
     return list(inner.model_fields)

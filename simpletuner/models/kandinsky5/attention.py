@@ -59,17 +59,25 @@ class PaddingAwareProcessor:
         if mask is None:
             return self.fallback(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        query = attn.to_query(hidden_states).unflatten(-1, (attn.num_heads, -1))  # B S H D
-        key = attn.to_key(context).unflatten(-1, (attn.num_heads, -1))
-        value = attn.to_value(context).unflatten(-1, (attn.num_heads, -1))
-        query = attn.query_norm(query.float()).type_as(query)
-        key = attn.key_norm(key.float()).type_as(key)
-        if rotary_emb is not None:
-            query, key = rotate(query, rotary_emb), rotate(key, rotary_emb)
+        query, key, value = project(attn, hidden_states, context, rotary_emb)
         out = dispatch_attention_fn(
             query, key, value, attn_mask=mask[:, None, None, :], backend=self._attention_backend
         )
         return attn.out_layer(out.flatten(-2, -1))
+
+
+def project(
+    attn: Kandinsky5Attention, hidden_states: Tensor, context: Tensor, rotary_emb: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of `hidden_states`, keys and values of `context`, normalised and rotated; each `B S H D`."""
+    query = attn.to_query(hidden_states).unflatten(-1, (attn.num_heads, -1))
+    key = attn.to_key(context).unflatten(-1, (attn.num_heads, -1))
+    value = attn.to_value(context).unflatten(-1, (attn.num_heads, -1))
+    query = attn.query_norm(query.float()).type_as(query)
+    key = attn.key_norm(key.float()).type_as(key)
+    if rotary_emb is not None:
+        query, key = rotate(query, rotary_emb), rotate(key, rotary_emb)
+    return query, key, value
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attent
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from simpletuner.models.kandinsky5.attention import rotate
+from simpletuner.models.kandinsky5.attention import project
 
 TILE = 64  # tokens: 8 x 8 of one latent frame
 
@@ -92,12 +92,7 @@ class SparseProcessor:
     ) -> Tensor:
         if sparse_params is None or rotary_emb is None:
             return self.fallback(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
-        query, key, value = (
-            layer(hidden_states).unflatten(-1, (attn.num_heads, -1))  # B S H D
-            for layer in (attn.to_query, attn.to_key, attn.to_value)
-        )
-        query = rotate(attn.query_norm(query.float()).type_as(query), rotary_emb)
-        key = rotate(attn.key_norm(key.float()).type_as(key), rotary_emb)
+        query, key, value = project(attn, hidden_states, hidden_states, rotary_emb)
         with torch.no_grad():
             tiles = tile_mask(query, key, sparse_params["sta_mask"], sparse_params["P"])
             mask = tiles.repeat_interleave(TILE, -1).repeat_interleave(TILE, -2)
