@@ -45,7 +45,7 @@ class LatentKey:
     """Identity of one latent.
 
     Attributes:
-        content: `hash_file` of the picture or clip.
+        content: SHA-256 of the picture's or clip's bytes.
         size: width and height that are encoded.
         resized: width and height of the whole picture before cropping.
         crop: left and top corner of the crop in the resized picture; its size is `size`.

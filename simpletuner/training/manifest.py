@@ -6,7 +6,6 @@ after that.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
+from simpletuner.caching.keys import hash_file
 from simpletuner.errors import Problem
 
 FILE_NAME = "manifest.json"
@@ -70,7 +70,7 @@ class Checkpoint:
 def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
     """Size and hash of every file below a folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILE_NAME)
-    return {path.relative_to(folder).as_posix(): (path.stat().st_size, _sha256(path)) for path in paths}
+    return {path.relative_to(folder).as_posix(): (path.stat().st_size, hash_file(path)) for path in paths}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -91,7 +91,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 def damaged_files(checkpoint: Checkpoint) -> list[str]:
     """Files of a checkpoint whose content is not what was written."""
     files = checkpoint.manifest.files.items()
-    return [name for name, (_, digest) in files if _sha256(checkpoint.path / name) != digest]
+    return [name for name, (_, digest) in files if hash_file(checkpoint.path / name) != digest]
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
@@ -155,8 +155,3 @@ def prune(output_dir: Path, limit: int, *, rolling: bool) -> list[Path]:
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
