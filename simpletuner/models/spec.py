@@ -66,6 +66,7 @@ class FamilySpec:
         text_length_cap: longest caption in tokens that the family takes.
         lora_targets: modules that get a LoRA by default.
         lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
+        quantised_layers: regular expression for the linear layers that a quantised base holds in few bits.
         license: of the published weights.
         grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
@@ -94,6 +95,7 @@ class FamilySpec:
     text_length_cap: int
     lora_targets: Sequence[str]
     lora_presets: Mapping[str, str]
+    quantised_layers: str
     license: str
     check: Callable[[RunConfig, Flavour], list[Problem]]
     check_checkpoint: Callable[[Flavour, ModelSource], list[Problem]]
@@ -110,6 +112,11 @@ class FamilySpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flavour_names", [flavour.name for flavour in self.flavours])
+
+    @property
+    def text_encoders(self) -> int:
+        """How many text encoders the family has."""
+        return sum(role.startswith("text_encoder") for role in self.components)
 
     def flavour(self, name: str | None) -> Flavour:
         """The flavour of that name, or the default one.

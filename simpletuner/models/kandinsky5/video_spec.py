@@ -122,6 +122,7 @@ KANDINSKY5_VIDEO = FamilySpec(
     text_length_cap=256,
     lora_targets=LORA_TARGETS,
     lora_presets={"all-linear": ALL_LINEAR},
+    quantised_layers=ALL_LINEAR,
     license="mit",
     check=check_video,
     check_checkpoint=check_video_checkpoint,
