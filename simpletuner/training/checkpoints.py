@@ -62,8 +62,10 @@ def save_weights(assembly: Assembly, folder: Path, ema: Ema | None, note: Mappin
 
 
 def lora_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameter names of a LoRA in the form of `LoraAdapter.state_dict`: without the adapter's name."""
-    return {name.replace(".default.", ".").removesuffix(".default"): tensor for name, tensor in weights.items()}
+    """Parameter names of a LoRA in the form of `LoraAdapter.state_dict`: without the adapter's name, and for the
+    magnitudes of DoRA without the name of the parameter inside them."""
+    names = {name: name.replace(".default.", ".").removesuffix(".default") for name in weights}
+    return {names[name].replace("magnitude_vector.weight", "magnitude_vector"): weights[name] for name in weights}
 
 
 def save_checkpoint(
