@@ -53,10 +53,6 @@ def test_the_families_of_the_guides_are_known() -> None:
             "group_offload.json",
             ["enable_group_offload: true is not available yet; remove the key to go on without it."],
         ),
-        (
-            "quantised.fragment",
-            ["base_model_precision: 'int8-quanto' is not available yet; remove the key to go on without it."],
-        ),
     ],
 )
 def test_switches_of_the_image_guide_that_are_not_built(
@@ -64,6 +60,11 @@ def test_switches_of_the_image_guide_that_are_not_built(
 ) -> None:
     install(workspace, IMAGE, name)
     assert complaints(workspace, capsys) == errors
+
+
+def test_the_quantised_base_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    install(workspace, IMAGE, "quantised.fragment")
+    assert warnings(workspace, capsys) == ""
 
 
 def test_tread_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
