@@ -11,6 +11,7 @@ from diffusers import Kandinsky5T2IPipeline, SanaVideoPipeline
 from PIL import Image
 from safetensors.torch import load_file
 
+from simpletuner.caching.store import CacheStore
 from simpletuner.config.precision import Quantisation
 from simpletuner.memory.weight_formats import Packed, pack
 from simpletuner.models.kandinsky5.processor import load_processor
@@ -86,14 +87,16 @@ def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> No
 
 
 def captions_of(workspace: Workspace) -> dict[str, dict[str, torch.Tensor]]:
-    """Cached embeddings by the name of their entry."""
-    return {path.stem: load_file(path) for path in workspace.path("cache/text").rglob("*.safetensors")}
+    """Cached embeddings by their key."""
+    store = CacheStore(workspace.path("cache/text"))
+    return {key: store.read(key) for key in [*store.keys()]}
 
 
 def test_a_quantised_encoder_makes_other_entries(workspace: Workspace) -> None:
     """Near the plain ones, under other keys; a bare name means the same entries as the full one."""
     assert workspace.run("cache", "fill") == 0
     plain = captions_of(workspace)
+    assert plain
     assert workspace.run("cache", "fill", "text_encoder_1_precision=int8") == 0
     both = captions_of(workspace)
     assert len(both) == 2 * len(plain)
