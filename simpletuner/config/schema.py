@@ -323,7 +323,10 @@ class LoraConfig(Group):
         default_note="the family's attention projections",
     )
     use_dora: Flag = option(False, "Split weights into size and direction (DoRA).")
-    lora_format: Literal["diffusers", "comfyui"] = option("diffusers", "Key names in the saved file.", planned="switch")
+    lora_format: Literal["diffusers", "comfyui"] = option(
+        "diffusers",
+        "Key names in the saved files: diffusers', or ComfyUI's (Kandinsky 5 only). `init_lora` reads either.",
+    )
     init_lora: PathText | None = option(None, "File or folder of a LoRA to start from.")
     init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
 

@@ -67,6 +67,7 @@ class FamilySpec:
         lora_targets: modules that get a LoRA by default.
         lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
         license: of the published weights.
+        in_comfyui: ComfyUI has the model, and calls its layers what diffusers calls them.
         grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
@@ -106,6 +107,7 @@ class FamilySpec:
     frame_rate: float | None = None
     frame_stride: int = 1
     slices_convolutions: bool = False
+    in_comfyui: bool = False
     flavour_names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -136,6 +136,9 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         yield Problem("vae_enable_patch_conv", message, fatal=False)
     if spec.media == "video":
         yield from check_frames(config, spec)
+    if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
+        message = f"'comfyui': ComfyUI has no {spec.title} of its own that would know the keys; leave it at diffusers."
+        yield Problem("lora_format", message)
     if config.model.pretrained_gemma_model_name_or_path and "gemma" not in str(spec.components):
         message = f"has no effect: {spec.title} has no Gemma text encoder."
         yield Problem("pretrained_gemma_model_name_or_path", message, fatal=False)

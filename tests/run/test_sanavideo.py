@@ -8,6 +8,7 @@ import pytest
 from diffusers import SanaVideoPipeline
 
 from tests.clips import write_clip
+from tests.complaints import complaint
 from tests.workspace import DATASETS, Workspace
 
 
@@ -50,6 +51,10 @@ def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
     assert len(encoded) == 4 + (6 if is_i2v else 3), (
         "pictures, clips, and the clips' first frames where they are needed"
     )
+
+
+def test_comfyui_files_are_refused(sana_workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ComfyUI has no Sana Video" in complaint(sana_workspace, capsys, "plan", "lora_format=comfyui")
 
 
 def test_full(sana_workspace: Workspace) -> None:

@@ -63,6 +63,29 @@ def test_lora_of_any_strength_draws_the_same_in_the_stock_pipeline(workspace: Wo
     assert workspace.path("output/ema/pytorch_lora_weights.safetensors").exists()
 
 
+def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(workspace: Workspace) -> None:
+    workspace.write_config(lora_format="comfyui", lora_rank=4, lora_alpha=7, use_ema=True, learning_rate=0.05)
+    assert workspace.train() == 0
+    step4 = workspace.path("output/checkpoint-4")
+    trained = load_file(step4 / "training_state/trainable.safetensors")
+    folders = [workspace.path("output"), step4]
+    for folder in [*folders, *(each / "ema" for each in folders)]:
+        weights = load_file(folder / "pytorch_lora_weights.safetensors")
+        assert all(name.startswith("diffusion_model.") for name in weights)
+        if folder.name != "ema":
+            for name, tensor in trained.items():
+                expected = tensor * (7 / 4) if ".lora_B." in name else tensor
+                assert torch.equal(weights[f"diffusion_model.{name.replace('.default.', '.')}"], expected)
+    assert workspace.train("max_train_steps=5") == 0, "a checkpoint is taken up whatever its files are called"
+    assert [line["step"] for line in workspace.metrics()] == [1, 2, 3, 4, 5]
+    start = ("init_lora=output", "output_dir=second", "lora_format=diffusers", "learning_rate=1e-12", "lr_end=0")
+    first = load_file(workspace.path(LORA))
+    assert workspace.train(*start) == 0
+    for name, tensor in load_file(workspace.path("second/pytorch_lora_weights.safetensors")).items():
+        expected = first[name.replace("transformer.", "diffusion_model.")]
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("targets", ["all-linear", '["to_query", "feed_forward.in_layer"]'])
 @pytest.mark.parametrize("init", ["default", "gaussian", "pissa", "olora"])
 def test_lora_targets_and_inits(workspace: Workspace, targets: str, init: str) -> None:

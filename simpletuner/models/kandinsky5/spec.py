@@ -140,4 +140,5 @@ KANDINSKY5_IMAGE = FamilySpec(
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
     prompt_holds_picture=frozenset({"i2i"}),
+    in_comfyui=True,
 )
