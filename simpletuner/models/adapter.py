@@ -55,6 +55,13 @@ class LatentEncoder(Protocol):
         """
         ...
 
+    def use_less_memory(self) -> bool:
+        """Switch on what lowers the peak of memory and changes latents by rounding at most.
+
+        Returns False when there is nothing of that kind left.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class BlockLayout:

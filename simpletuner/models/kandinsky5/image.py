@@ -43,6 +43,10 @@ class FluxLatentEncoder:
         posterior = self.vae.encode(pixels[:, :, 0].to(self.device, self.dtype)).latent_dist
         return (sample_posterior(posterior, seeds) * self.vae.config.scaling_factor).unsqueeze(2)
 
+    def use_less_memory(self) -> bool:
+        """Nothing is left: a picture goes through as a whole."""
+        return False
+
 
 class StockImagePipeline:
     """diffusers' own pipeline of the flavour, fed with cached embeddings."""

@@ -31,6 +31,14 @@ class HunyuanLatentEncoder:
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo, device: torch.device, dtype: torch.dtype) -> None:
         self.vae, self.device, self.dtype = vae, device, dtype
+        self.is_sliced = False
+
+    def use_less_memory(self) -> bool:
+        """Convolutions in slices of time, once."""
+        if self.is_sliced:
+            return False
+        self.is_sliced = slice_convolutions(self.vae) > 0
+        return self.is_sliced
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
@@ -86,9 +94,10 @@ class Kandinsky5VideoAdapter:
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)
+        encoder = HunyuanLatentEncoder(vae, device, dtype)
         if self.caching.vae_enable_patch_conv:
-            slice_convolutions(vae)
-        return HunyuanLatentEncoder(vae, device, dtype)
+            encoder.use_less_memory()
+        return encoder
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         transformer: Any = loading.load_transformer(self.source["transformer"], dtype)
