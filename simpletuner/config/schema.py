@@ -359,7 +359,9 @@ class CachingConfig(Group):
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
     )
-    vae_batch_size: Integer = option(4, "Pictures encoded at a time, fewer when memory does not suffice; never changes the result.", ge=1)
+    vae_batch_size: Integer = option(
+        4, "Encoded at a time, fewer where memory does not suffice; never changes the result.", ge=1
+    )
     vae_enable_slicing: Flag = option(False, "Encode and decode a batch one by one.")
     vae_enable_tiling: Flag = option(
         False, "Encode and decode in tiles; edges may differ slightly, so it is part of the cache identity."

@@ -14,6 +14,7 @@ from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, PreviewRequest
+from simpletuner.models.frame_attention import attend_by_frame
 from simpletuner.models.kandinsky5 import attention, loading, sparse
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
@@ -94,6 +95,7 @@ class Kandinsky5VideoAdapter:
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)
+        attend_by_frame(vae)
         encoder = HunyuanLatentEncoder(vae, device, dtype)
         if self.caching.vae_enable_patch_conv:
             encoder.use_less_memory()
