@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource
 
 Task = Literal["t2i", "i2i", "t2v", "i2v"]
+Size = tuple[int, int]  # width and height in pixels
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class FamilySpec:
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
         check: problems of a config that only this family knows of.
+        check_sizes: hints about the sizes of use and those that are trained, by dataset id; None where any go together.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
         text_fingerprint: stands for the words around a caption; changes when they do.
@@ -107,6 +109,9 @@ class FamilySpec:
     frame_rate: float | None = None
     frame_stride: int = 1
     slices_convolutions: bool = False
+    check_sizes: Callable[[RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]]], list[Problem]] | None = (
+        None
+    )
     in_comfyui: bool = False
     flavour_names: Sequence[str] = field(init=False)
 

@@ -160,6 +160,9 @@ def _plan_family(
     _check_datasets(config, datasets, trained, problems)
     problems.extend(check_datasets(datasets, config.validation.eval_dataset_id or []))
     raise_if_fatal(problems)
+    if spec.check_sizes is not None:
+        buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
+        problems.extend(spec.check_sizes(config, flavour, sizes, buckets))
     same_data = has_same_data(config, resume, trained, problems)
     length = plan_length(config, make_sampler(trained, config, seed))
     problems.extend(check_total(config, length.total_steps))

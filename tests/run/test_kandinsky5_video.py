@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.processor import load_processor
 from tests.clips import write_clip
+from tests.complaints import warnings
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
 
@@ -133,6 +134,30 @@ def test_bad_input(
     finally:
         config.write_text(original)
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, ""),  # 80x48 and 128x128 have one scale, the one outside 480..854
+        (
+            {"validation_resolution": "768x512"},
+            "rope_scale: 80x48 of pictures: the pipeline samples this size with 1,3.16,3.16, it is trained with "
+            "1,2,2, as 768x512 is sampled.",
+        ),
+        ({"validation_resolution": "768x512", "rope_scale": "1,2,2"}, ""),
+        ({"rope_scale": "1,2,2"}, "1,2,2 is trained; the pipeline samples 128x128 with another scale."),
+        ({"validation_resolution": "768x512,1280x768"}, "the pipeline samples 1280x768 with another scale."),
+    ],
+)
+def test_sizes_that_disagree_about_the_scale_of_positions_are_warned_of(
+    tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], told: str
+) -> None:
+    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    workspace.write_config(**change)
+    told_of = warnings(workspace, capsys)
+    assert told in told_of
+    assert bool(told) == ("scale" in told_of)
 
 
 def test_block_sparse_checkpoints_ask_for_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
