@@ -118,6 +118,11 @@ class FamilySpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "flavour_names", [flavour.name for flavour in self.flavours])
 
+    @property
+    def samples(self) -> str:
+        """What is trained on and rendered, as people call it."""
+        return "clips" if self.media == "video" else "pictures"
+
     def flavour(self, name: str | None) -> Flavour:
         """The flavour of that name, or the default one.
 

@@ -111,7 +111,7 @@ def _cache_lines(plan: Plan) -> Iterator[str]:
         yield "Caches: the checkpoint is not on this machine yet; it will be downloaded, then everything encoded once."
         return
     texts, latents = wanted_entries(plan, catalogue, epoch=1)
-    for what, entries in (("captions and prompts", texts), ("pictures", latents)):
+    for what, entries in (("captions and prompts", texts), (plan.spec.samples, latents)):
         absent = len(missing(entries))
         yield f"Cache of {what}: {len(entries) - absent} of {len(entries)} are there, {absent} to encode"
 

@@ -87,10 +87,11 @@ class CacheWorkshop:
         self._release()
 
     def encode_latents(self, entries: list[LatentEntry]) -> dict[tuple[str, str], str]:
-        """Encode pictures that are not in their cache; returns those that could not be decoded."""
+        """Encode pictures and clips that are not in their cache; returns those that could not be decoded."""
         if not entries:
             return {}
-        with self.progress.phase("Encoding pictures", len(entries), "pictures") as phase:
+        samples = self.plan.spec.samples
+        with self.progress.phase(f"Encoding {samples}", len(entries), samples) as phase:
             failures = fill_latents(entries, self._load_latent_encoder, self.plan.config.caching, phase)
         self._release()
         return failures

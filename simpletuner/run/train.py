@@ -141,7 +141,7 @@ def build_callbacks(
         output_dir=plan.output_dir,
         seed=plan.seed,
         ema=ema,
-        phase=lambda title, total: progress.phase(title, total, "pictures"),
+        phase=lambda title, total: progress.phase(title, total, plan.spec.samples),
         listener=show,
         frame_rate=preview_rate(plan),
     )

@@ -209,6 +209,23 @@ def test_after_a_bad_size_enter_takes_a_good_one(configure: Configure) -> None:
     assert written()["validation_resolution"] == "1008x704,512x512"
 
 
+def test_a_length_off_the_rule_offers_both_neighbours(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    _, person = configure(model_family="kandinsky5-video", validation_num_video_frames=["48", "-4", "45"])
+    assert person.asked.count("validation_num_video_frames") == 3
+    assert "48 does not fit the model; near it are 45 and 49." in capsys.readouterr().out
+    assert written()["validation_num_video_frames"] == 45
+    Path("config/config.json").unlink()
+    configure(model_family="kandinsky5-video", validation_num_video_frames="62")
+    assert written()["validation_num_video_frames"] == 65, "Enter takes the longer one"
+
+
+def test_clips_are_called_clips(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    configure(model_family="sanavideo")
+    shown = capsys.readouterr().out
+    assert "where your clips are" in shown
+    assert '"id": "my-clips"' in shown
+
+
 def test_after_a_wrong_spelling_enter_takes_the_nearest(configure: Configure) -> None:
     configure(model_flavour="t2i-lite-pretrian")
     assert written()["model_flavour"] == "t2i-lite-pretrain"

@@ -54,10 +54,14 @@ def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("i2v"), "i2v")
 
 
-def test_clips_become_a_lora_and_previews(tmp_path: Path, t2v: Path) -> None:
+def test_clips_become_a_lora_and_previews(tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     workspace.write_config(validation_disable=False)
+    assert workspace.run("plan") == 0
     assert workspace.train() == 0
+    told = capsys.readouterr().out
+    assert "Cache of clips: 0 of 3 are there" in told
+    assert "Encoding clips: 3 clips" in told
     preview = workspace.path("output/validation_images/step_3_validation_0_128x128@17.mp4")
     with av.open(str(preview)) as clip:
         stream = clip.streams.video[0]
