@@ -130,6 +130,9 @@ class DatasetConfig(Group):
     aws_secret_access_key: Text | None = option(None, "Secret (aws).")
     aws_data_prefix: Text | None = option(None, "Prefix (aws).")
     video: VideoConfig = option(VideoConfig(), "Rules for clips.")
+    sana_motion_score: Number | None = option(
+        None, "Motion score of its captions (Sana Video), instead of the run's. A caption that ends with one keeps it."
+    )
 
     @property
     def is_conditioning(self) -> bool:

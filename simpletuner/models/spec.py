@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
@@ -77,6 +78,7 @@ class FamilySpec:
         check_sizes: hints about the sizes of use and those that are trained, by dataset id; None where any go together.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
+        dataset_caption: what the keys of a dataset add to a caption of it, None where none do.
         text_fingerprint: stands for the words around a caption; changes when they do.
         bare_fingerprint: the same for negative prompts and the empty caption, None where nothing differs.
         prompt_holds_picture: tasks whose prompt contains the source picture.
@@ -103,6 +105,7 @@ class FamilySpec:
     clean_caption: Callable[[str], str]
     text_fingerprint: Callable[[TextConfig, Flavour], str]
     bare_fingerprint: Callable[[TextConfig], str] | None = None
+    dataset_caption: Callable[[DatasetConfig, str], str] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prompt_holds_picture: frozenset[Task] = frozenset()
     grid: Callable[[Flavour, ModelSource], int] | None = None

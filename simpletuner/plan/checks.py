@@ -175,9 +175,12 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
         yield Problem("text_encoder_2_precision", message)
 
 
-def check_datasets(datasets: Sequence[Dataset], previewed: Sequence[str]) -> Iterator[Problem]:
-    """Entries that nothing uses yet."""
+def check_datasets(spec: FamilySpec, datasets: Sequence[Dataset], previewed: Sequence[str]) -> Iterator[Problem]:
+    """Entries that nothing uses yet, and keys of theirs without effect."""
     for dataset in datasets:
+        if dataset.config.sana_motion_score is not None and spec.dataset_caption is None:
+            message = f"has no effect: {spec.title} is not Sana Video."
+            yield Problem(f"{dataset.id}.sana_motion_score", message, fatal=False)
         if dataset.config.dataset_type == "eval" and dataset.id not in previewed:
             yield Problem(dataset.id, "is not used: loss on eval datasets is not available yet.", fatal=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, TextEntry
@@ -47,7 +49,15 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         default_text_folder=text_folder(plan),
         compressed={dataset.id: bool(dataset.config.compress_cache) for dataset in plan.datasets},
         compress=plan.config.caching.compress_disk_cache,
+        completed=_completed(plan),
     )
+
+
+def _completed(plan: Plan) -> dict[str, Callable[[str], str]]:
+    complete = plan.spec.dataset_caption
+    if complete is None:
+        return {}
+    return {each.id: partial(complete, each.config) for each in plan.datasets}
 
 
 def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:

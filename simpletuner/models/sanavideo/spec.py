@@ -6,7 +6,13 @@ from typing import Any
 
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
-from simpletuner.models.sanavideo.prompts import bare_fingerprint, clean_caption, own_instruction, text_fingerprint
+from simpletuner.models.sanavideo.prompts import (
+    bare_fingerprint,
+    clean_caption,
+    dataset_caption,
+    own_instruction,
+    text_fingerprint,
+)
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Component, FamilySpec, Flavour
 
@@ -145,6 +151,7 @@ SANA_VIDEO = FamilySpec(
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
     bare_fingerprint=bare_fingerprint,
+    dataset_caption=dataset_caption,
     frame_rate=16,
     frame_stride=4,
 )
