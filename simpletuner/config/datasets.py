@@ -144,6 +144,11 @@ class DatasetConfig(Group):
         return self.dataset_type == "text_embeds"
 
     @property
+    def holds_clips(self) -> bool:
+        """Whether its files are clips: those of a video dataset, and of an eval one that has rules for clips."""
+        return self.dataset_type == "video" or (self.dataset_type == "eval" and self.video != VideoConfig())
+
+    @property
     def is_trained(self) -> bool:
         """Whether its samples are drawn in training."""
         return self.dataset_type in ("image", "video") and not self.is_conditioning

@@ -569,13 +569,18 @@ class EvaluationConfig(Group):
     """Evaluation"""
 
     eval_steps_interval: Integer | None = option(
-        None, "Loss on eval datasets when global_step is a multiple.", ge=1, planned="switch"
+        None, "Loss on `num_eval_images` samples of each eval dataset when global_step is a multiple.", ge=1
     )
-    eval_epoch_interval: Number | None = option(None, "The same, in epochs.", gt=0, planned="switch")
-    eval_timesteps: Integer = option(28, "Timesteps of the evaluation.", ge=1, planned="detail")
-    eval_dataset_pooling: Flag = option(False, "Also the mean over datasets.", planned="detail")
+    eval_epoch_interval: Number | None = option(None, "The same, in epochs; 0.5 is twice an epoch.", gt=0)
+    eval_timesteps: Integer = option(28, "Evenly spaced timesteps of the evaluation.", ge=1)
+    eval_dataset_pooling: Flag = option(False, "Also the mean over datasets.")
     eval_loss_disable: Flag = option(False, "No evaluation loss.")
     evaluation_type: Literal["none", "clip"] = option("none", "Scoring of previews.", planned="switch")
+
+    @property
+    def measures_loss(self) -> bool:
+        """Whether there is an interval, and nothing that switches it off."""
+        return not self.eval_loss_disable and (self.eval_steps_interval or self.eval_epoch_interval) is not None
 
 
 class DatasetDefaults(Group):

@@ -158,7 +158,7 @@ def _plan_family(
     datasets = build_datasets(entries, context, problems) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     _check_datasets(config, datasets, trained, problems)
-    problems.extend(check_datasets(spec, datasets, config.validation.eval_dataset_id or []))
+    problems.extend(check_datasets(config, spec, flavour, datasets))
     raise_if_fatal(problems)
     if spec.check_sizes is not None:
         buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}

@@ -119,6 +119,13 @@ def check_text(config: RunConfig) -> Iterator[Problem]:
         yield Problem("caption_dropout_probability", message, fatal=False)
 
 
+def check_evaluation(config: RunConfig) -> Iterator[Problem]:
+    """Intervals of the evaluation loss."""
+    evaluation = config.evaluation
+    if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
+        yield Problem("eval_epoch_interval", "and eval_steps_interval are both given; both are kept.", fatal=False)
+
+
 def check_rest(config: RunConfig) -> Iterator[Problem]:
     """Optimizer and trackers know their own rules."""
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
@@ -175,14 +182,30 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
         yield Problem("text_encoder_2_precision", message)
 
 
-def check_datasets(spec: FamilySpec, datasets: Sequence[Dataset], previewed: Sequence[str]) -> Iterator[Problem]:
-    """Entries that nothing uses yet, and keys of theirs without effect."""
+def check_datasets(
+    config: RunConfig, spec: FamilySpec, flavour: Flavour, datasets: Sequence[Dataset]
+) -> Iterator[Problem]:
+    """Entries that nothing uses, keys of theirs without effect, and what evaluation lacks."""
+    previewed = config.validation.eval_dataset_id or []
+    evaluation = config.evaluation
+    if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
+        key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
+        message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
+        yield Problem(key, message, fatal=False)
     for dataset in datasets:
         if dataset.config.sana_motion_score is not None and spec.dataset_caption is None:
             message = f"has no effect: {spec.title} is not Sana Video."
             yield Problem(f"{dataset.id}.sana_motion_score", message, fatal=False)
-        if dataset.config.dataset_type == "eval" and dataset.id not in previewed:
-            yield Problem(dataset.id, "is not used: loss on eval datasets is not available yet.", fatal=False)
+        if dataset.config.dataset_type != "eval":
+            continue
+        if evaluation.measures_loss and flavour.task == "i2i" and not dataset.partners:
+            message = "is required: without source pictures this flavour has no loss on the dataset."
+            yield Problem(f"{dataset.id}.conditioning_data", message)
+        elif not evaluation.measures_loss and dataset.id not in previewed:
+            message = (
+                "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
+            )
+            yield Problem(dataset.id, message, fatal=False)
 
 
 def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
@@ -205,5 +228,6 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_memory,
     check_lora,
     check_text,
+    check_evaluation,
     check_rest,
 )

@@ -10,7 +10,7 @@ from simpletuner.caching.catalogue import missing
 from simpletuner.config.schema import all_options
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import make_catalogue, wanted_entries
+from simpletuner.plan.entries import evaluated, make_catalogue, wanted_entries
 from simpletuner.reporting.redaction import redact_settings
 
 # A ledger longer than this is shown by its counts and its rejected files alone.
@@ -117,6 +117,10 @@ def _cache_lines(plan: Plan) -> Iterator[str]:
 
 
 def _preview_lines(plan: Plan) -> Iterator[str]:
+    watched = evaluated(plan)
+    if watched:
+        names = ", ".join(f"{each.id} ({_count(len(each.samples), 'sample')})" for each in watched)
+        yield f"Evaluation loss at {plan.config.evaluation.eval_timesteps} timesteps: {names}"
     if plan.prompts:
         sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
         names = ", ".join(prompt.short_name for prompt in plan.prompts)

@@ -18,6 +18,7 @@ import torch
 from simpletuner.caching.read import BatchReader
 from simpletuner.data.loader import BatchLoader
 from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import evaluated
 from simpletuner.plan.resume import fingerprint
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaFile, MediaRecord, MetricsFile
@@ -38,6 +39,7 @@ from simpletuner.training.loop import stop_on_interrupt, train
 from simpletuner.training.manifest import Identity
 from simpletuner.training.recorder import EmaUpdater, Recorder, ReportWriter
 from simpletuner.training.state import Assembly, TrainState
+from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.runner import ValidationRunner
 
 logger = logging.getLogger(__name__)
@@ -145,10 +147,22 @@ def build_callbacks(
         listener=show,
         frame_rate=preview_rate(plan),
     )
+    evaluation = EvaluationLoss(
+        config=config.evaluation,
+        datasets={each.id: each.samples for each in evaluated(plan)},
+        read=reader.read_sample,
+        seed=plan.seed,
+        steps_per_epoch=plan.length.batches_per_epoch / config.schedule.gradient_accumulation_steps,
+        ema=ema,
+        ema_validation=config.ema.ema_validation,
+        phase=lambda title, total: progress.phase(title, total, "timesteps"),
+        say=progress.say,
+    )
     recorder = Recorder(metrics, progress, trackers, ema, plan.length.epochs)
     writer = ReportWriter(report.write, interval=max(50, plan.length.total_steps // 20))
     averaging: list[Callback] = [EmaUpdater(ema)] if ema else []
-    return [*averaging, checkpoints, recorder, validation, writer]
+    # Evaluation adds to the metrics that the recorder then writes down.
+    return [*averaging, checkpoints, evaluation, recorder, validation, writer]
 
 
 def choose_techniques(plan: Plan) -> list[Technique]:

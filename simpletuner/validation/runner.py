@@ -100,11 +100,11 @@ class ValidationRunner:
         """
         if not self.subjects or not assembly.accelerator.is_main_process:
             return []
-        weights = [False] if benchmark else self._weights()
+        weights = [False] if benchmark else weights_to_use(self.ema, self.config.ema.ema_validation)
         images = self.config.validation.num_validation_images
         total = len(self.subjects) * len(self.sizes) * len(weights) * images
         previews = []
-        with self.phase(f"Rendering previews at step {state.global_step}", total) as phase, _quiet(assembly):
+        with self.phase(f"Rendering previews at step {state.global_step}", total) as phase, quiet(assembly):
             pipeline = self._load_pipeline(assembly)
             for use_ema in weights:
                 with self.ema.applied() if use_ema and self.ema else nullcontext():
@@ -173,12 +173,6 @@ class ValidationRunner:
         with open_atomically(path) as file:
             frames[0].convert("RGB").save(file, FORMATS[self.config.validation.validation_image_format][0])
 
-    def _weights(self) -> list[bool]:
-        """Whether to render with the moving average: never, only, or beside the trained weights."""
-        if self.ema is None:
-            return [False]
-        return {"none": [False], "ema_only": [True], "comparison": [False, True]}[self.config.ema.ema_validation]
-
     def _load_pipeline(self, assembly: Assembly) -> PreviewPipeline:
         if self._pipeline is None:
             explicit = self.config.is_explicit("flow_schedule_shift")
@@ -196,8 +190,15 @@ class ValidationRunner:
             torch.cuda.empty_cache()
 
 
+def weights_to_use(ema: Ema | None, ema_validation: str) -> list[bool]:
+    """Whether to validate with the moving average: never, only, or beside the trained weights."""
+    if ema is None:
+        return [False]
+    return {"none": [False], "ema_only": [True], "comparison": [False, True]}[ema_validation]
+
+
 @contextmanager
-def _quiet(assembly: Assembly) -> Iterator[None]:
+def quiet(assembly: Assembly) -> Iterator[None]:
     """Evaluation mode without gradients, and the global random states put back afterwards."""
     states = random_states()
     assembly.transformer.eval()
