@@ -79,9 +79,10 @@ def run_plan(plan: Plan, progress: Progress) -> None:
     )
     for tracker in trackers:
         tracker.start(plan.config.flat())
+    metrics = MetricsFile(plan.output_dir / METRICS_FILE, state.global_step)
     media = MediaFile(plan.output_dir / MEDIA_FILE, state.global_step)
     try:
-        callbacks = build_callbacks(plan, workshop, reader, loader, ema, state, trackers, report, progress, media)
+        callbacks = build_callbacks(plan, workshop, reader, loader, ema, trackers, report, progress, metrics, media)
         with stop_on_interrupt() as stop:
             train(assembly, loader, state, callbacks, stop)
         published = publish(plan, assembly, ema, weight_note(plan, state))
@@ -94,6 +95,7 @@ def run_plan(plan: Plan, progress: Progress) -> None:
         raise
     finally:
         loader.close()
+        metrics.close()
         media.close()
     _finish(trackers, 0)
 
@@ -104,14 +106,13 @@ def build_callbacks(
     reader: BatchReader,
     loader: BatchLoader,
     ema: Ema | None,
-    state: TrainState,
     trackers: list[GuardedTracker],
     report: RunReport,
     progress: Progress,
+    metrics: MetricsFile,
     media: MediaFile,
 ) -> list[Callback]:
     """Who watches the run, in the order in which they are called."""
-    metrics = MetricsFile(plan.output_dir / METRICS_FILE, state.global_step)
     config = plan.config
 
     def show(records: Sequence[MediaRecord]) -> None:

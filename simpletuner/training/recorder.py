@@ -54,7 +54,7 @@ class Recorder:
         )
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        self.metrics.close()
+        """The record is closed by who opened it, also when the run ends with an error."""
 
 
 @dataclass

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.reporting.metrics import MetricsFile
+from simpletuner.run import train as run_train
 from simpletuner.training import step
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
@@ -212,9 +214,13 @@ def test_loss_that_is_not_finite_stops_before_the_update(
     def broken_from() -> bool:
         return next(calls) == 2
 
+    opened: list[MetricsFile] = []
     monkeypatch.setattr(step, "diffusion_loss", broken)
+    monkeypatch.setattr(run_train, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
     workspace.write_config(checkpoint_step_interval=1)
     assert workspace.train() == 1
+    with pytest.raises(ValueError, match="closed file"):
+        opened[0].append(3, {})
     message = capsys.readouterr().err
     assert "pictures/p" in message
     assert "weights were not touched" in message
