@@ -27,6 +27,7 @@ from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
 from simpletuner.training.ema import Ema
+from simpletuner.training.lora_files import MAGNITUDE
 from simpletuner.training.manifest import (
     Checkpoint,
     Identity,
@@ -63,7 +64,10 @@ def save_weights(assembly: Assembly, folder: Path, ema: Ema | None, note: Mappin
 
 def lora_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameter names of a LoRA in the form of `LoraAdapter.state_dict`: without the adapter's name."""
-    return {name.replace(".default.", ".").removesuffix(".default"): tensor for name, tensor in weights.items()}
+    return {
+        name.replace(".default.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
+        for name, tensor in weights.items()
+    }
 
 
 def save_checkpoint(

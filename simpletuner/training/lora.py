@@ -27,6 +27,7 @@ from simpletuner.headers import with_metadata
 from simpletuner.models.lora_targets import Targets
 from simpletuner.training.lora_files import (
     COMFYUI_MAGNITUDE,
+    COMFYUI_PARTS,
     FILE_NAME,
     MAGNITUDE,
     PREFIXES,
@@ -213,17 +214,13 @@ def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mappin
         loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
         loaded = {prefix + name: tensor for name, tensor in loaded.items()}
     else:
-        layers = {f"{prefix}{name}." for name, _ in pipeline.transformer.named_modules()}
-        loaded = {name: each for name, each in load_file(path).items() if _layer_name(name) in layers}
+        layers = [prefix + name for name, _ in pipeline.transformer.named_modules()]
+        known = {layer + part for layer in layers for part in COMFYUI_PARTS}
+        loaded = {name: each for name, each in load_file(path).items() if name in known}
     wrong = [name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])]
     if wrong or len(loaded) != len(expected):
         raise RuntimeError(f"{path} does not load as it was saved: {_shorten(wrong or sorted(loaded))}")
     return len(expected)
-
-
-def _layer_name(key: str) -> str:
-    """Of a key in ComfyUI's form, with its prefix and the dot behind it."""
-    return key.partition(COMFYUI_MAGNITUDE.removeprefix("."))[0].partition("lora_")[0]
 
 
 def _equal(loaded: Tensor, expected: Tensor) -> bool:

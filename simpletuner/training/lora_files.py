@@ -29,6 +29,7 @@ KNOWN_PREFIXES = (*PREFIXES.values(), "base_model.model.")
 KOHYA_PREFIX = "lora_unet_"
 MAGNITUDE = ".lora_magnitude_vector"
 COMFYUI_MAGNITUDE = ".dora_scale"
+COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", COMFYUI_MAGNITUDE)
 ROLES = {
     ".lora_A.": "A",
     ".lora_down.": "A",

@@ -88,6 +88,15 @@ def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(workspa
         torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("form", ["diffusers", "comfyui"])
+def test_the_average_of_a_dora_has_the_names_of_the_dora(workspace: Workspace, form: str) -> None:
+    workspace.write_config(use_dora=True, use_ema=True, lora_format=form, lora_rank=4, max_train_steps=1)
+    assert workspace.train() == 0
+    average = load_file(workspace.path("output/ema/pytorch_lora_weights.safetensors"))
+    assert average.keys() == load_file(workspace.path(LORA)).keys()
+    assert len([name for name in average if name.endswith(("dora_scale", "lora_magnitude_vector"))]) == len(average) / 3
+
+
 @pytest.mark.parametrize("targets", ["all-linear", '["to_query", "feed_forward.in_layer"]'])
 @pytest.mark.parametrize("init", ["default", "gaussian", "pissa", "olora"])
 def test_lora_targets_and_inits(workspace: Workspace, targets: str, init: str) -> None:
