@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.models.kandinsky5.attention import project
 
-TILE = 64  # tokens: 8 x 8 of one latent frame
+TILE_SIDE = 8  # tokens, within one latent frame
+TILE = TILE_SIDE**2
 
 
 def is_sparse(transformer_config: dict[str, Any]) -> bool:

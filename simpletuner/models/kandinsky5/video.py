@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, PreviewRequest
-from simpletuner.models.kandinsky5 import attention, loading, sparse
+from simpletuner.models.adapter import BlockLayout, PreviewRequest, TokenStream
+from simpletuner.models.kandinsky5 import attention, loading, sparse, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
@@ -125,6 +125,9 @@ class Kandinsky5VideoAdapter:
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         return loading.block_layout(transformer)
+
+    def token_stream(self, transformer: nn.Module) -> TokenStream:
+        return tokens.token_stream(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

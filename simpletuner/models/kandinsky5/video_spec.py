@@ -10,6 +10,7 @@ from simpletuner.models.kandinsky5.spec import (
     COMPONENTS,
     IMAGE_SIZES,
     LORA_TARGETS,
+    TOKEN_BLOCKS,
     check_condition,
     check_parts,
     text_fingerprint,
@@ -131,4 +132,5 @@ KANDINSKY5_VIDEO = FamilySpec(
     frame_rate=24,
     frame_stride=4,
     slices_convolutions=True,
+    token_blocks=TOKEN_BLOCKS,
 )
