@@ -76,6 +76,7 @@ class Kandinsky5VideoAdapter:
         self.rope_scale = parse_rope_scale(text.rope_scale) or rope_scale_of_size(use_size, flavour.name)
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
+        self._tiles: sparse.TileAttention | None = None
         self._settings: dict[str, Any] = {}
 
     def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> Kandinsky5TextEncoder:
@@ -95,7 +96,7 @@ class Kandinsky5VideoAdapter:
         self.dtype, self._settings = dtype, dict(transformer.config)
         self._padding = attention.install(transformer)
         if sparse.is_sparse(self._settings):
-            sparse.install(transformer)
+            self._tiles = sparse.install(transformer)
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
@@ -109,7 +110,8 @@ class Kandinsky5VideoAdapter:
         sparsity = None
         if self._settings["visual_cond"]:
             hidden_states = torch.cat([hidden_states, *self._condition_channels(noisy)], dim=-1)
-        if sparse.is_sparse(self._settings):
+        if self._tiles is not None and sparse.is_sparse(self._settings):
+            self._tiles.settle(hidden_states.device, self.dtype, sum(self._settings["axes_dims"]))
             sparsity = sparse.sparse_params(tuple(hidden_states.shape), self._settings, hidden_states.device)
         velocity = predict_velocity(
             transformer,
