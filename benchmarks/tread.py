@@ -136,9 +136,19 @@ def main() -> None:
     )  # fmt: skip
     title = f"Token routes, {ROUTES[0].ratio:.0%} left out of blocks 2 to -2, {options.size} model on {options.device}"
     show(title, [time, beside], options)
-    print("\nSpeed-up that the arithmetic of the published models allows:")
-    for size in ("lite", "image", "pro"):
-        print(f"  {size:8}{1 / share_of_arithmetic(size, ROUTES):5.2f}")
+    print("\nSpeed-up that the arithmetic of the published models allows, by the share that is left out:")
+    for row in speed_up_table():
+        print("".join(f"{cell:>8}" for cell in row))
+
+
+def speed_up_table() -> list[list[str]]:
+    """What can be gained from blocks 2 to -2 of the published models, by the share of tokens that is left out."""
+    models, ratios = ("image", "lite", "pro"), (0.25, 0.5, 0.75)
+    rows = [[1 / share_of_arithmetic(size, [Route(ratio, 2, -2)]) for size in models] for ratio in ratios]
+    return [
+        ["", *models],
+        *([f"{ratio:g}", *(f"{each:.2f}" for each in row)] for ratio, row in zip(ratios, rows, strict=True)),
+    ]
 
 
 if __name__ == "__main__":
