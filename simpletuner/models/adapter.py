@@ -162,12 +162,12 @@ class FamilyAdapter(Protocol):
         """The velocity `noise - z` that the transformer predicts, float32, `B C F H W`."""
         ...
 
-    def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        """The repeated blocks of a loaded transformer."""
-        ...
-
     def token_stream(self, transformer: nn.Module) -> TokenStream | None:
         """The blocks that tokens of pictures pass through, None where a block needs all of them together."""
+        ...
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        """The repeated blocks of a loaded transformer."""
         ...
 
     def load_preview_pipeline(

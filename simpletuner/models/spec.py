@@ -67,11 +67,11 @@ class FamilySpec:
         lora_targets: modules that get a LoRA by default.
         lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
         license: of the published weights.
+        token_blocks: entry of the transformer's config that counts the blocks of its `TokenStream`; None without one.
         grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
-        token_blocks: entry of the transformer's config that counts the blocks of its `TokenStream`; None without one.
         check: problems of a config that only this family knows of.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
@@ -103,11 +103,11 @@ class FamilySpec:
     bare_fingerprint: Callable[[TextConfig], str] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prompt_holds_picture: frozenset[Task] = frozenset()
+    token_blocks: str | None = None
     grid: Callable[[Flavour, ModelSource], int] | None = None
     frame_rate: float | None = None
     frame_stride: int = 1
     slices_convolutions: bool = False
-    token_blocks: str | None = None
     flavour_names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:

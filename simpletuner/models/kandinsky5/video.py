@@ -125,11 +125,11 @@ class Kandinsky5VideoAdapter:
         )
         return channels_first(velocity)
 
-    def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        return loading.block_layout(transformer)
-
     def token_stream(self, transformer: nn.Module) -> TokenStream:
         return tokens.token_stream(transformer)
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        return loading.block_layout(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

@@ -128,9 +128,9 @@ KANDINSKY5_VIDEO = FamilySpec(
     check_checkpoint=check_video_checkpoint,
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
+    token_blocks=TOKEN_BLOCKS,
     grid=pixel_grid,
     frame_rate=24,
     frame_stride=4,
     slices_convolutions=True,
-    token_blocks=TOKEN_BLOCKS,
 )

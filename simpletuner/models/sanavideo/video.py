@@ -76,13 +76,13 @@ class SanaVideoAdapter:
         )[0]
         return velocity.float()
 
-    def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        name = "transformer_blocks"
-        return BlockLayout({name: transformer.get_submodule(name)})  # type: ignore[dict-item]
-
     def token_stream(self, transformer: nn.Module) -> TokenStream | None:
         """None: the feed-forward is a convolution over the whole grid of tokens."""
         return None
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        name = "transformer_blocks"
+        return BlockLayout({name: transformer.get_submodule(name)})  # type: ignore[dict-item]
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
