@@ -184,8 +184,8 @@ def check_tread(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Ite
         return
     problems: list[Problem] = []
     routes = read_routes(value, problems)
-    transformer = source.read_config("transformer")
-    problems.extend(check_routes(routes, None if transformer is None else transformer.get(spec.token_blocks)))
+    blocks = (source.read_config("transformer") or {}).get(spec.token_blocks)
+    problems.extend(check_routes(routes, blocks if isinstance(blocks, int) else None))
     yield from problems
 
 
