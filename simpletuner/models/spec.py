@@ -70,6 +70,7 @@ class FamilySpec:
         lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
         license: of the published weights.
         in_comfyui: ComfyUI has the model, and calls its layers what diffusers calls them.
+        token_blocks: entry of the transformer's config that counts the blocks of its `TokenStream`; None without one.
         grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
@@ -108,6 +109,7 @@ class FamilySpec:
     dataset_caption: Callable[[DatasetConfig, str], str] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prompt_holds_picture: frozenset[Task] = frozenset()
+    token_blocks: str | None = None
     grid: Callable[[Flavour, ModelSource], int] | None = None
     frame_rate: float | None = None
     frame_stride: int = 1

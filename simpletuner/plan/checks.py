@@ -10,8 +10,10 @@ from pathlib import Path
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, PLAIN_PRECISIONS, all_options
+from simpletuner.config.tread import check_routes, read_routes
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
+from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.reporting.trackers import check_trackers
 
@@ -180,6 +182,21 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
     if second in ("bf16", "fp32") and second != first:
         message = f"{second!r}: the text encoders share one precision; set text_encoder_1_precision to the same."
         yield Problem("text_encoder_2_precision", message)
+
+
+def check_tread(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
+    """Token routes, against the number of blocks where the checkpoint is on this machine.
+
+    A family whose tokens cannot be left out says why in its own checks.
+    """
+    value = config.tread.tread_config
+    if value is None or spec.token_blocks is None:
+        return
+    problems: list[Problem] = []
+    routes = read_routes(value, problems)
+    blocks = (source.read_config("transformer") or {}).get(spec.token_blocks)
+    problems.extend(check_routes(routes, blocks if isinstance(blocks, int) else None))
+    yield from problems
 
 
 def check_datasets(

@@ -106,7 +106,7 @@ def trainable_parameters(transformer: nn.Module, techniques: Sequence[Technique]
     """What the optimizer updates, by name, in a fixed order."""
     parameters = {name: each for name, each in transformer.named_parameters() if each.requires_grad}
     for technique in techniques:
-        parameters.update({f"{type(technique).__name__}.{name}": each for name, each in technique.parameters().items()})
+        parameters.update({f"{technique.name}.{name}": each for name, each in technique.parameters().items()})
     return parameters
 
 

@@ -113,8 +113,10 @@ def load_checkpoint(
     except ValueError as error:
         raise UserError(f"{checkpoint.path} was made with another optimizer: {error}") from error
     assembly.scaler.load_state_dict(content["scaler"])
-    for technique, saved in zip(assembly.techniques, content["techniques"], strict=True):
-        technique.load_state_dict(saved)
+    saved = dict(content["techniques"])
+    for technique in assembly.techniques:
+        if technique.name in saved:  # else it was switched on since, and begins now
+            technique.load_state_dict(saved[technique.name])
     if ema is not None and content["ema"] is not None:
         ema.load_state_dict(content["ema"])
     position = content["loader"] if same_data else {**content["loader"], "position": 0}
@@ -147,7 +149,7 @@ def _state_bytes(assembly: Assembly, state: TrainState, loader: BatchLoader, ema
         "ema": None if ema is None else ema.state_dict(),
         "loader": loader.state_dict(),
         "random": random_states(),
-        "techniques": [technique.state_dict() for technique in assembly.techniques],
+        "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
     }
     torch.save(content, buffer)
     return buffer.getvalue()

@@ -69,8 +69,9 @@ def test_switches_of_the_image_guide_that_are_not_built(
 def test_tread_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     install(workspace, IMAGE, "tread.json")
     (problem,) = complaints(workspace, capsys)
-    assert problem.startswith("tread_config: ")
-    assert NOT_BUILT in problem
+    assert problem.startswith("tread_config: the model has 2 blocks")
+    workspace.write_config(pretrained_model_name_or_path=None)
+    assert warnings(workspace, capsys) == ""
 
 
 def test_the_prompt_library_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +98,13 @@ def other_family(workspace: Workspace, family: str) -> None:
     workspace.write_config(validation_resolution=None)
 
 
-@pytest.mark.parametrize("name", ["group_offload.json", "tread.json"])
+def test_tread_of_the_video_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    other_family(workspace, VIDEO)
+    install(workspace, VIDEO, "tread.json")
+    assert "tread" not in warnings(workspace, capsys)
+
+
+@pytest.mark.parametrize("name", ["group_offload.json"])
 def test_switches_of_the_video_guide_that_are_not_built(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

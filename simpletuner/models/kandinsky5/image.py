@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, PreviewRequest
-from simpletuner.models.kandinsky5 import attention, loading
+from simpletuner.models.adapter import BlockLayout, PreviewRequest, TokenStream
+from simpletuner.models.kandinsky5 import attention, loading, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -119,6 +119,9 @@ class Kandinsky5ImageAdapter:
             dtype=self.dtype,
         )
         return channels_first(velocity)
+
+    def token_stream(self, transformer: nn.Module) -> TokenStream:
+        return tokens.token_stream(transformer)
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         return loading.block_layout(transformer)

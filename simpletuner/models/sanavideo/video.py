@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout
+from simpletuner.models.adapter import BlockLayout, TokenStream
 from simpletuner.models.hollow import hollow_out
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, collate_text, token_timesteps
 from simpletuner.models.sanavideo.latents import WanLatentEncoder
@@ -75,6 +75,10 @@ class SanaVideoAdapter:
             return_dict=False,
         )[0]
         return velocity.float()
+
+    def token_stream(self, transformer: nn.Module) -> TokenStream | None:
+        """None: the feed-forward is a convolution over the whole grid of tokens."""
+        return None
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         name = "transformer_blocks"
