@@ -84,6 +84,9 @@ def test_a_dataset_may_have_a_motion_score_of_its_own(
     assert {"picture 1", "picture 1 motion score: 80.", "still. motion score: 5", ""} <= found
     assert "still. motion score: 5 motion score: 80." not in found
     assert not any(text.startswith(" motion") for text in found)
+    capsys.readouterr()
+    assert sana_workspace.run("cache", "explain", "fast/p1.png", "--sana_motion_score=10") == 0
+    assert "caption of 'picture 1 motion score: 80.'" in capsys.readouterr().out
     encoder = make_sana_adapter(sana_checkpoint, sana_motion_score=10).load_text_encoder(CPU, torch.float32)
     plain = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
     given, meant = (each.encode([TextRequest("picture 1 motion score: 80.")])[0] for each in (encoder, plain))

@@ -126,14 +126,18 @@ def test_when_it_is_due(batch: Batch) -> None:
     assert even_sigmas(4) == [0.125, 0.375, 0.625, 0.875]
 
 
-def test_a_run_records_it_and_trains_as_without(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_a_run_records_it_and_trains_as_without(
+    tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, watched = (Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("plain", "watched"))
     watched.add_pictures("datasets/held out", 3, seed=9)
     watched.add_pictures("datasets/more", 1, seed=8)
+    watched.path("datasets/more/p0.txt").write_text("a caption that is not trained")
     more = {**EVAL, "id": "more", "instance_data_dir": "datasets/more"}
     watched.write_datasets([*DATASETS, EVAL, more])
     watched.write_config(eval_steps_interval=2, eval_timesteps=2, eval_dataset_pooling=True, num_eval_images=2)
     assert (plain.train(), watched.train()) == (0, 0)
+    assert "made anew" not in capsys.readouterr().err, "everything is encoded before the first step"
     records = watched.metrics()
     shown = [{key: value for key, value in line.items() if not key.startswith("loss/val/")} for line in records]
     assert shown == plain.metrics()
