@@ -10,6 +10,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import PLAIN_PRECISIONS, OffloadConfig
 from simpletuner.errors import Problem
 
+
 def check_offload(config: RunConfig) -> Iterator[Problem]:
     """All of them."""
     offload = config.offload
@@ -19,7 +20,9 @@ def check_offload(config: RunConfig) -> Iterator[Problem]:
     streams = offload.enable_group_offload or offload.group_offload_text_encoder or offload.group_offload_vae
     yield from _idle(offload, streams)
     if streams and offload.group_offload_type == "leaf_level":
-        message = "'leaf_level' is taken as block_level: whole blocks come in one copy, and single layers would be slower."
+        message = (
+            "'leaf_level' is taken as block_level: whole blocks come in one copy, and single layers would be slower."
+        )
         yield Problem("group_offload_type", message, fatal=False)
     if offload.group_offload_vae and offload.enable_model_cpu_offload:
         message = "and enable_model_cpu_offload exclude each other: one moves parts of the VAE, the other all of it."

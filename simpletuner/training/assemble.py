@@ -87,9 +87,7 @@ def assemble(
     streamer = None
     if config.offload.enable_group_offload:
         keeps_saved = not checkpoints_all(config.precision)
-        streamer = attach_offload(
-            transformer, streamed, config.offload, accelerator.device, keeps_saved=keeps_saved
-        )
+        streamer = attach_offload(transformer, streamed, config.offload, accelerator.device, keeps_saved=keeps_saved)
     return Assembly(
         adapter=adapter,
         accelerator=accelerator,

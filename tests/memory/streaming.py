@@ -69,7 +69,8 @@ class Trained:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.model: nn.Module = build_kandinsky(visual_blocks=BLOCKS - 1)
-            self.inputs = torch.randn(2, 1, 4, 4, 16), torch.randn(5, WIDTH), torch.randn(3, WIDTH), torch.randn(2, WIDTH)
+            self.latents, self.pooled = torch.randn(2, 1, 4, 4, 16), torch.randn(2, WIDTH)
+            self.texts: tuple[Tensor, ...] = torch.randn(5, WIDTH), torch.randn(3, WIDTH)  # of two lengths
         for name, parameter in self.model.named_parameters():
             if not any(part in name for part in Kandinsky5Transformer3DModel._keep_in_fp32_modules):
                 parameter.data = parameter.data.to(dtype)
@@ -91,23 +92,33 @@ class Trained:
                 block.forward = torch.compile(block.forward, backend=compiled)  # type: ignore[method-assign]
         self.model.train()
 
-    def offloaded(self, *, slots: int = 2, **settings: Any) -> Streamer:
+    def to(self, device: torch.device) -> None:
+        """Move it as a whole."""
+        self.model.to(device)
+        self._move_inputs(device)
+
+    def offloaded(self, *, slots: int = 2, device: torch.device = CPU, **settings: Any) -> Streamer:
         """Let it stream with these settings of the config."""
+        self._move_inputs(device)
         config = OffloadConfig(enable_group_offload=True, **settings)
         blocks = attach.streamed_blocks(self.layout.blocks, config.group_offload_resident_blocks)
-        attach.place_model(self.model, blocks, CPU)
-        streamer = attach.attach_offload(self.model, blocks, config, CPU, keeps_saved=self.keeps_saved, slots=slots)
+        attach.place_model(self.model, blocks, device)
+        streamer = attach.attach_offload(self.model, blocks, config, device, keeps_saved=self.keeps_saved, slots=slots)
         assert streamer is not None
         return streamer
+
+    def _move_inputs(self, device: torch.device) -> None:
+        self.latents, self.pooled = self.latents.to(device), self.pooled.to(device)
+        self.texts = tuple(text.to(device) for text in self.texts)
 
     def lora_weights(self) -> nn.ParameterList:
         return nn.ParameterList([each for each in self.model.parameters() if each.requires_grad])
 
     def predict(self, timestep: float = 300.0) -> Tensor:
-        latents, long, short, pooled = self.inputs
-        embeds = [{"prompt_embeds": text, "pooled_prompt_embeds": one} for text, one in zip((long, short), pooled)]
+        pairs = zip(self.texts, self.pooled, strict=True)
+        embeds = [{"prompt_embeds": text, "pooled_prompt_embeds": pooled} for text, pooled in pairs]
         return predict_velocity(
-            self.model, self.padding, latents, torch.tensor([timestep, 700.0]), embeds,
+            self.model, self.padding, self.latents, torch.tensor([timestep, 700.0], device=self.latents.device), embeds,
             rope_scale=(1.0, 1.0, 1.0), dtype=self.dtype,
         )  # fmt: skip
 

@@ -79,7 +79,7 @@ def test_on_disk(tmp_path: Path, checkpointing: bool) -> None:
     assert list(folder.iterdir()) == [], "no file stays behind, however the run ends"
 
 
-@pytest.mark.parametrize("settings", [{}, KEPT, {"compiled": "eager"}])
+@pytest.mark.parametrize("settings", [{}, KEPT])
 def test_the_order_of_copies(settings: dict[str, Any]) -> None:
     trained = Trained(**settings)
     streamer = trained.offloaded()

@@ -79,9 +79,7 @@ def offload_layers(model: nn.Module, config: OffloadConfig, device: torch.device
     return [stream(list(stack), device, config) for stack in stacks]
 
 
-def stream(
-    blocks: Sequence[nn.Module], device: torch.device, config: OffloadConfig, slots: int = SLOTS
-) -> Streamer:
+def stream(blocks: Sequence[nn.Module], device: torch.device, config: OffloadConfig, slots: int = SLOTS) -> Streamer:
     """Pack blocks into images and let each forward pass enter them through a streamer.
 
     Raises:
@@ -116,7 +114,7 @@ def _enter_before_forward(block: nn.Module, streamer: Streamer, group: int) -> N
         streamer.enter(group)
         return inner(*inputs, **settings)
 
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
 
 
 def _stay_put(block: nn.Module, tensors: frozenset[int]) -> None:
@@ -139,7 +137,7 @@ def _remember_places(transformer: nn.Module, streamer: Streamer) -> None:
         with RememberedPlaces(streamer):
             return inner(*inputs, **settings)
 
-    transformer.forward = forward  # type: ignore[method-assign]
+    transformer.forward = forward
 
 
 def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:

@@ -42,6 +42,6 @@ def on_disk(flat: Tensor, folder: Path) -> Tensor:
         DiskFullError: no space left in the folder.
     """
     with disk_full_named(folder), tempfile.NamedTemporaryFile(dir=folder, prefix="simpletuner-offload-") as file:
-        file.write(memoryview(flat.numpy()))
+        file.write(flat.numpy().data)
         file.flush()
         return torch.from_file(file.name, shared=False, size=flat.numel(), dtype=torch.uint8)

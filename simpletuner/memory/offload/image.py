@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ class WeightImage:
         views = [place.view(flat) for place in self._places]
         remaining = iter(views)
         shells = [(tensor, _rebuild(tensor, remaining)) for tensor in self.tensors]
-        wrappers = [(tensor, shell) for tensor, shell in shells if is_traceable_wrapper_subclass(tensor)]
+        wrappers = [(tensor, shell) for tensor, shell in shells if wraps(tensor)]
         return [*zip(self._leaves, views, strict=True), *wrappers]
 
 
@@ -93,9 +93,14 @@ def frozen_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def leaves(tensor: Tensor) -> list[Tensor]:
+def wraps(tensor: Any) -> bool:
+    """Whether a tensor has no memory of its own but holds others, as quantised ones do."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def leaves(tensor: Any) -> list[Tensor]:
     """The plain tensors a tensor consists of: itself, or what a quantised one wraps."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not wraps(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [leaf for name in names for leaf in leaves(getattr(tensor, name))]
@@ -107,7 +112,7 @@ def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in modules:
         for each in module.modules():
-            for table in (each._parameters, each._buffers):
+            for table in cast("tuple[dict[str, Any], ...]", (each._parameters, each._buffers)):
                 if any(id(value) in tensors for value in table.values()):
                     tables.append((table, dict(table)))
     for table, before in tables:
@@ -133,9 +138,9 @@ def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
     return places, end
 
 
-def _rebuild(tensor: Tensor, contents: Iterator[Tensor]) -> Tensor:
+def _rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:
     """A tensor of the same kind around other contents."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not wraps(tensor):
         return next(contents)
     names, context = tensor.__tensor_flatten__()
     inner = {name: _rebuild(getattr(tensor, name), contents) for name in names}

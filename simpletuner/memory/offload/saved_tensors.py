@@ -37,7 +37,7 @@ class RememberedPlaces(saved_tensors_hooks):
             group = streamer.group_at(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
             if group is None:
                 return tensor
-            offset = tensor.storage_offset() * tensor.element_size()
+            offset = int(tensor.storage_offset()) * tensor.element_size()
             return SlotView(group, Place(offset, tensor.size(), tensor.stride(), tensor.dtype))
 
         def unpack(saved: Tensor | SlotView) -> Tensor:
