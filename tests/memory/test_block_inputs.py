@@ -30,7 +30,7 @@ class Counting(BlockInputs):
         return super()._fetch(kept)
 
     def buffers(self) -> int:
-        return sum(len(each) for each in self._free.values())
+        return len(self._free)
 
 
 @pytest.mark.parametrize("interval", [None, 2])
@@ -74,3 +74,20 @@ def test_a_tensor_that_left_is_gone() -> None:
     assert storage() is None, "the graph holds its copy, not the tensor"
     product.sum().backward()
     assert torch.equal(weight.grad, expected)
+
+
+def test_buffers_serve_tensors_of_any_shape() -> None:
+    """A run of many bucket shapes takes as many buffers as its largest step has blocks."""
+    inputs = BlockInputs(CPU)
+    weight = torch.ones((), requires_grad=True)
+    for size in (5, 3, 8, 8, 2):
+        hidden = [torch.rand(size, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+        products = []
+        for each in hidden:
+            with inputs.around(each):
+                products.append((weight * each).sum())
+        sum(products).backward()
+        torch.testing.assert_close(weight.grad, sum(each.sum() for each in hidden).float())
+        weight.grad = None
+        del products
+        assert len(inputs._free) == 2

@@ -99,7 +99,8 @@ def stream(blocks: Sequence[nn.Module], device: torch.device, config: OffloadCon
             _enter_before_forward(block, streamer, index)
             _stay_put(block, frozenset(id(tensor) for tensor in image.tensors))
     logger.info(
-        "%d blocks stream through %d x %.0f MB; %.2f GB wait %s.", len(blocks), len(streamer.slots), largest / 1e6,
+        "%d blocks (%s) stream through %d x %.0f MB; %.2f GB wait %s.",
+        len(blocks), type(blocks[-1]).__name__, len(streamer.slots), largest / 1e6,
         sum(image.nbytes for image in images) / 1e9, "on disk" if to_disk else "in host memory",
     )  # fmt: skip
     return streamer

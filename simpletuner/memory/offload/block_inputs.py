@@ -8,12 +8,13 @@ weights do not use, and come back one block early.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+from simpletuner.memory.offload.image import Place
 
 
 class _Kept:
@@ -40,7 +41,7 @@ class BlockInputs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free: dict[int, list[Tensor]] = defaultdict(list)  # page-locked buffers by their bytes
+        self._free: list[Tensor] = []  # page-locked bytes
         self._last: weakref.ref[_Kept] | None = None
 
     def around(self, hidden_states: Tensor) -> saved_tensors_hooks:
@@ -60,14 +61,15 @@ class BlockInputs:
         return saved_tensors_hooks(pack, unpack)
 
     def _leave(self, tensor: Tensor) -> _Kept:
-        host = self._buffer(tensor)
+        buffer = self._buffer(tensor.nbytes)
+        host = Place.of(tensor).view(buffer)
         with self._beside():
             host.copy_(tensor, non_blocking=True)
         if self.side is not None:
             tensor.record_stream(self.side)
         kept = _Kept(host, self._last)
         self._last = weakref.ref(kept)
-        weakref.finalize(kept, self._free[host.nbytes].append, host).atexit = False
+        weakref.finalize(kept, self._free.append, buffer).atexit = False
         return kept
 
     def _return(self, kept: _Kept) -> Tensor:
@@ -89,17 +91,18 @@ class BlockInputs:
             tensor.copy_(kept.host, non_blocking=True)
         return tensor, None if self.side is None else self.side.record_event()
 
-    def _buffer(self, tensor: Tensor) -> Tensor:
-        """Host memory for a tensor, in its layout: what an earlier one has left, or new.
+    def _buffer(self, nbytes: int) -> Tensor:
+        """Host memory of at least so many bytes: the smallest that an earlier tensor has left, or new.
 
         All copies run on one stream one after the other, so a buffer may be given on while it is still being read.
+        One that is too small is given up for the new one: there are never more than tensors at a time.
         """
-        free = self._free[tensor.nbytes]
-        fitting = next((each for each in free if _same_form(each, tensor)), None)
-        if fitting is not None:
-            free.remove(fitting)
-            return fitting
-        return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=self.side is not None)
+        self._free.sort(key=Tensor.numel)
+        index = next((index for index, each in enumerate(self._free) if each.numel() >= nbytes), None)
+        if index is not None:
+            return self._free.pop(index)
+        del self._free[:1]
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.side is not None)
 
     def _beside(self) -> AbstractContextManager[object]:
         """The side stream, from this point of the compute on."""
@@ -107,7 +110,3 @@ class BlockInputs:
             return nullcontext()
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.side)
-
-
-def _same_form(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()

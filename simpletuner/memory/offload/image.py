@@ -35,9 +35,15 @@ class Place:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, tensor: Tensor, offset: int = 0) -> Place:
+        """Room for a tensor."""
+        return cls(offset, tensor.size(), torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
+
     def view(self, flat: Tensor) -> Tensor:
-        """This place of a buffer as a tensor."""
-        return torch.as_strided(flat.view(self.dtype), self.size, self.stride, self.offset // self.dtype.itemsize)
+        """This place of a buffer as a tensor; the buffer may be longer than it need be."""
+        whole = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return torch.as_strided(whole, self.size, self.stride, self.offset // self.dtype.itemsize)
 
 
 class WeightImage:
@@ -132,8 +138,7 @@ def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
     """A place for each tensor, and the bytes they take together."""
     places, end = [], 0
     for tensor in tensors:
-        stride = torch.empty_like(tensor, device="meta").stride()
-        places.append(Place(end, tensor.size(), stride, tensor.dtype))
+        places.append(Place.of(tensor, end))
         end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     return places, end
 
