@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch
 from diffusers import Kandinsky5Transformer3DModel
 from torch import Tensor, nn
@@ -135,6 +136,14 @@ class Trained:
         for parameter in self.model.parameters():
             parameter.grad = None
         return {"loss": loss.detach(), **found}
+
+
+def to_int8(model: nn.Module) -> None:
+    """Linear layers of the blocks as optimum-quanto has them, frozen."""
+    quanto = pytest.importorskip("optimum.quanto")
+    quanto.quantize(model, weights=quanto.qint8, include=["*transformer_blocks*"], exclude=["*modulation*"])
+    quanto.freeze(model)
+    model.requires_grad_(False)
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

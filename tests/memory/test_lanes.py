@@ -15,7 +15,7 @@ from simpletuner.memory.offload import attach, host
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.offload.image import ALIGNMENT, WeightImage
 from simpletuner.memory.offload.lane import CudaLane, DiskLane, InlineLane, choose_lane
-from tests.memory.streaming import CPU, Trained, assert_equal
+from tests.memory.streaming import CPU, Trained, assert_equal, to_int8
 
 GPU = torch.device("cuda")
 
@@ -119,6 +119,21 @@ def test_on_a_gpu(tmp_path: Path, to_disk: bool, use_stream: bool, checkpointing
         assert torch.equal(streamed.sample(), plain.sample())
     torch.cuda.synchronize()
     assert streamer.waited() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_quantised_weights_on_a_gpu() -> None:
+    """A wrapper tells the device of what it wraps, wherever that is."""
+    plain, streamed = Trained(prepare=to_int8), Trained(prepare=to_int8)
+    plain.to(GPU)
+    streamer = streamed.offloaded(device=GPU, group_offload_use_stream=True)
+    for _ in range(2):
+        ours, theirs = streamed.step(), plain.step()
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value)
+    there = {tensor.device.type for image in streamer.images for tensor in image.tensors}
+    assert there == {"cpu", "cuda"}
 
 
 @pytest.mark.gpu

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from optimum.quanto import freeze, qint8, quantize
 from torch import nn
 
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.image import leaves
 from simpletuner.memory.offload.streamer import in_backward
-from tests.memory.streaming import BLOCKS, AdversarialLane, Trained, assert_equal, order
+from tests.memory.streaming import BLOCKS, AdversarialLane, Trained, assert_equal, order, to_int8
 
 KEPT: dict[str, Any] = {"checkpointing": False}
 
@@ -23,13 +22,6 @@ KEPT: dict[str, Any] = {"checkpointing": False}
 def adversary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every lane of this file is the worst one."""
     monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
-
-
-def to_int8(model: nn.Module) -> None:
-    """Linear layers of the blocks as optimum-quanto has them, frozen."""
-    quantize(model, weights=qint8, include=["*transformer_blocks*"], exclude=["*modulation*"])
-    freeze(model)
-    model.requires_grad_(False)
 
 
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -7,6 +7,7 @@ weights do not use, and come back one block early.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from simpletuner.memory.offload.image import Place
+
+logger = logging.getLogger(__name__)
 
 
 class _Kept:
@@ -41,6 +44,8 @@ class BlockInputs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.side is None:
+            logger.warning("offload_block_inputs saves nothing: the compute device is no CUDA device.")
         self._free: list[Tensor] = []  # page-locked bytes
         self._last: weakref.ref[_Kept] | None = None
 
