@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from simpletuner.config.schema import FlowConfig, LossConfig, OptimizerConfig
+from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.techniques.base import Technique
 from simpletuner.training.lora import LoraAdapter
@@ -70,6 +71,7 @@ class Assembly:
     Attributes:
         parameters: what is trained, by name, in the order the optimizer knows them.
         lora: the adapter when a LoRA is trained, None for a full fine-tune.
+        streamer: brings the blocks' frozen weights to the device, None where they stay there.
         scaler: keeps small float16 gradients from vanishing; inert in other precisions.
     """
 
@@ -82,6 +84,7 @@ class Assembly:
     settings: StepSettings
     lora: LoraAdapter | None = None
     techniques: list[Technique] = field(default_factory=list)
+    streamer: Streamer | None = None
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """The weights to sample with and to publish, where the optimizer trains at others (schedule-free)."""

@@ -144,6 +144,13 @@ def test_another_file_and_its_folder(configure: Configure, capsys: pytest.Captur
     assert "simpletuner train env=cat --dry-run" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("answer", "keys"), [("yes", {"group_offload_use_stream": True}), ("no", {})])
+def test_group_offload_brings_its_stream(configure: Configure, answer: str, keys: dict[str, Any]) -> None:
+    configure(enable_group_offload=answer)
+    assert written()["enable_group_offload"] is (answer == "yes")
+    assert {key: value for key, value in written().items() if key.startswith("group_offload_")} == keys
+
+
 def test_full_training_has_no_lora_questions_and_its_own_rate(configure: Configure) -> None:
     _, person = configure(model_type="full")
     assert "lora_rank" not in person.asked
@@ -351,14 +358,14 @@ def test_what_training_would_refuse_can_be_left_out(configure: Configure, capsys
             "model_family": "stable-diffusion",
             "lora_rnak": 8,
             "seed": "x",
-            "enable_group_offload": True,
+            "vae_cache_disable": True,
         }
     )
     configure()
     shown = capsys.readouterr().out
     assert "Did you mean 'lora_rank'?" in shown
     assert "not available yet" in shown
-    assert not {"lora_rnak", "enable_group_offload"} & set(written())
+    assert not {"lora_rnak", "vae_cache_disable"} & set(written())
     assert (written()["seed"], written()["model_family"]) == (42, "kandinsky5-image")
 
 

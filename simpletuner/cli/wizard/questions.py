@@ -150,7 +150,12 @@ STEPS = (
         (
             Question("base_model_precision", "Precision of the model", when=_is_lora),
             Question("text_encoder_1_precision", "Precision of the text encoder"),
-            Question("enable_group_offload", "Keep the model in main memory, and only parts of it on the GPU?"),
+            Question(
+                "enable_group_offload",
+                "Keep the model in main memory, and only parts of it on the GPU?",
+                when=_is_lora,
+                implied=lambda value: {"group_offload_use_stream": True if value else None},
+            ),
             Question("offload_during_startup", "While preparing, keep only one helper model on the GPU?"),
             Question("gradient_checkpointing", "Save memory by computing some things twice (slower)?"),
         ),
