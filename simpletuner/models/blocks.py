@@ -20,20 +20,28 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(Q Kᵀ / √D) V of `B S H D` tensors; `mask` is true where a key may be seen, `B 1 1 S`."""
-    heads_first = (each.transpose(1, 2) for each in (query, key, value))
-    return scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # B H S D
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
 
 class SelfAttention:
-    """The dense self-attention of all blocks of one transformer; never part of a compiled function."""
+    """The dense self-attention of all blocks of one transformer; never part of a compiled function.
+
+    Attributes:
+        choose: picks the kernel for a call; may measure, since nothing surrounds it.
+        long_from: tokens from which on `within` has an effect. Entering a mode costs a fixed time, which is more than
+            half of the attention itself at 256 tokens and less than its tenth at 1000.
+    """
 
     def __init__(self) -> None:
-        self.kernel: AttentionKernel = torch_attention
+        self.choose: Callable[[Tensor, Tensor, Tensor], AttentionKernel] = lambda query, key, value: torch_attention
+        self.long_from = 512
         self._mode: AbstractContextManager[Any] = nullcontext()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with self._mode:
-            return self.kernel(query, key, value)
+        kernel = self.choose(query, key, value)
+        with self._mode if query.shape[1] >= self.long_from else nullcontext():
+            return kernel(query, key, value)
 
     @contextmanager
     def within(self, mode: AbstractContextManager[Any]) -> Iterator[None]:
@@ -50,8 +58,9 @@ class FastBlocks:
     """What all fast blocks of one transformer share.
 
     Attributes:
-        pieces: functions between which the self-attention runs. The first argument is a block, the others are
-            tensors or None; dimension 1 of every tensor counts tokens, or is 1. A replaced one serves all blocks.
+        pieces: functions between which the self-attention runs; a replaced one serves all blocks. The first argument
+            is a block, the second its hidden states, the others are tensors or None; dimension 1 of every tensor
+            counts tokens, or is 1, or is the same at every size.
     """
 
     pieces: dict[str, Callable[..., Any]]
