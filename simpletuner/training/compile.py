@@ -23,6 +23,8 @@ from simpletuner.models.blocks import FastBlocks
 # their size.
 TOLERANCE = 0.05
 
+VERSIONS = 16
+
 logger = logging.getLogger(__name__)
 
 
@@ -105,6 +107,10 @@ def compile_blocks(
     Args:
         sampling: compile for previews, too, which run without gradients.
     """
+
+    # torch gives a function up after eight versions. Padding or none, gradients or none, batches of one or more and the
+    # empty caption of one token multiply to that.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VERSIONS)
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         # Sizes of stock blocks are not marked, and inductor fails where it makes those of Sana Video symbols.
