@@ -75,6 +75,7 @@ class FamilySpec:
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
+        fast_blocks: the adapter has blocks of less work than those of diffusers.
         check: problems of a config that only this family knows of.
         check_sizes: hints about the sizes of use and those that are trained, by dataset id; None where any go together.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
@@ -114,6 +115,7 @@ class FamilySpec:
     frame_rate: float | None = None
     frame_stride: int = 1
     slices_convolutions: bool = False
+    fast_blocks: bool = False
     check_sizes: Callable[[RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]]], list[Problem]] | None = (
         None
     )
