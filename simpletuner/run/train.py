@@ -16,7 +16,11 @@ from typing import Any
 import torch
 
 from simpletuner.caching.read import BatchReader
+from simpletuner.config.precision import transformer_dtype
 from simpletuner.data.loader import BatchLoader
+from simpletuner.memory.device_rates import DeviceRates
+from simpletuner.memory.measure import device_rates
+from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.plan.resume import fingerprint
 from simpletuner.reporting.environment import package_versions
@@ -60,6 +64,7 @@ def run_plan(plan: Plan, progress: Progress) -> None:
     for dataset in plan.datasets:
         dataset.save_index()
 
+    rates = device_rates(plan.output_dir, accelerator.device, DTYPES[transformer_dtype(plan.config.precision)])
     with progress.phase("Loading the transformer"):
         assembly = assemble(plan.config, intent_of(plan), adapter, choose_techniques(plan), accelerator)
     ema = Ema(assembly.parameters, plan.config.ema, accelerator.device) if plan.config.ema.use_ema else None
@@ -79,7 +84,9 @@ def run_plan(plan: Plan, progress: Progress) -> None:
         tracker.start(plan.config.flat())
     media = MediaFile(plan.output_dir / MEDIA_FILE, state.global_step)
     try:
-        callbacks = build_callbacks(plan, workshop, reader, loader, ema, state, trackers, report, progress, media)
+        callbacks = build_callbacks(
+            plan, workshop, reader, loader, ema, state, trackers, report, progress, media, rates
+        )
         with stop_on_interrupt() as stop:
             train(assembly, loader, state, callbacks, stop)
         published = publish(plan, assembly, ema, weight_note(plan, state))
@@ -107,6 +114,7 @@ def build_callbacks(
     report: RunReport,
     progress: Progress,
     media: MediaFile,
+    rates: DeviceRates | None,
 ) -> list[Callback]:
     """Who watches the run, in the order in which they are called."""
     metrics = MetricsFile(plan.output_dir / METRICS_FILE, state.global_step)
@@ -145,7 +153,8 @@ def build_callbacks(
         listener=show,
         frame_rate=preview_rate(plan),
     )
-    recorder = Recorder(metrics, progress, trackers, ema, plan.length.epochs)
+    matmul_flops = rates.matmul_flops if rates else None
+    recorder = Recorder(metrics, progress, trackers, ema, plan.length.epochs, matmul_flops)
     writer = ReportWriter(report.write, interval=max(50, plan.length.total_steps // 20))
     averaging: list[Callback] = [EmaUpdater(ema)] if ema else []
     return [*averaging, checkpoints, recorder, validation, writer]
