@@ -1,7 +1,8 @@
 """Transformers of random weights in many sizes, batches for them, and adapters around them.
 
-The tiny ones, one per family, are what the tests use. medium is large enough that arithmetic outweighs Python on one CPU thread. lite, image, pro
-and sana are the real architectures at their usual number of tokens; they are made on the device itself and need a GPU.
+The tiny ones, one per family, are what the tests use. medium is large enough that arithmetic outweighs Python on one
+CPU thread. lite, image, pro and sana are the real architectures at their usual number of tokens; they are made on the
+device itself and need a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from unittest import mock
 
 import torch
 from accelerate import Accelerator, init_empty_weights
-from diffusers import AutoencoderKL, Kandinsky5Transformer3DModel, SanaVideoTransformer3DModel
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLHunyuanVideo,
+    Kandinsky5Transformer3DModel,
+    SanaVideoTransformer3DModel,
+)
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
@@ -80,7 +86,9 @@ SHAPES: dict[str, Size] = {
     "medium": Size("kandinsky5-image", "t2i-lite-sft", _kandinsky(_MEDIUM, _NARROW), (1, 32, 32), 64, _SMALL_TEXT),
     "tiny-video": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_TINY, (4, 6, 6), visual_cond=True),
                        (3, 8, 12), 24, _SMALL_TEXT),
-    "tiny-sana": Size("sanavideo", "2b-480p", _TINY_SANA, (3, 8, 12), 24, {"prompt_embeds": WIDTH}),
+    "medium-video": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_MEDIUM, _NARROW, visual_cond=True),
+                         (5, 16, 24), 64, _SMALL_TEXT),
+    "tiny-sana": Size("sanavideo", "2b-480p", _TINY_SANA, (3, 8, 12), 300, {"prompt_embeds": WIDTH}),
     # 512 x 768, 61 frames
     "lite": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_LITE, _NARROW, visual_cond=True), (16, 64, 96),
                  256, _QWEN_AND_CLIP, 4.6),
@@ -155,6 +163,18 @@ def build_vae() -> AutoencoderKL:
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
+
+
+def build_clip_vae(size: str, device: str) -> AutoencoderKLHunyuanVideo:
+    """HunyuanVideo's VAE; the real one for a real size, else an eighth as wide. In bf16 on a GPU."""
+    real = SHAPES[size].gigabytes is not None
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        vae = AutoencoderKLHunyuanVideo(
+            block_out_channels=(128, 256, 512, 512) if real else (16, 32, 64, 64), norm_num_groups=32 if real else 8
+        )
+    made: AutoencoderKLHunyuanVideo = vae.to(dtype).requires_grad_(False).eval()
+    return made
 
 
 def build_medium_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForConditionalGeneration:
