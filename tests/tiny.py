@@ -141,7 +141,9 @@ def build_video_vae() -> AutoencoderKLHunyuanVideo:
     )
 
 
-def build_kandinsky(*, visual_cond: bool = False, nabla: bool = False) -> Kandinsky5Transformer3DModel:
+def build_kandinsky(
+    *, visual_cond: bool = False, nabla: bool = False, visual_blocks: int = 2
+) -> Kandinsky5Transformer3DModel:
     """A Kandinsky 5 transformer of one text block and two visual ones, with no zero-initialised parameter left."""
     transformer = Kandinsky5Transformer3DModel(
         in_visual_dim=16,
@@ -152,7 +154,7 @@ def build_kandinsky(*, visual_cond: bool = False, nabla: bool = False) -> Kandin
         model_dim=WIDTH,
         ff_dim=2 * WIDTH,
         num_text_blocks=1,
-        num_visual_blocks=2,
+        num_visual_blocks=visual_blocks,
         axes_dims=(4, 6, 6),
         visual_cond=visual_cond,
         **(NABLA if nabla else {}),

@@ -332,18 +332,30 @@ class OffloadConfig(Group):
     """Offload"""
 
     enable_group_offload: Flag = option(
-        False, "Frozen weights live in host memory and come block by block.", planned="switch"
+        False, "Frozen weights of the transformer live in host memory and come block by block; the same numbers."
     )
     group_offload_type: Literal["block_level", "leaf_level"] = option(
-        "block_level", "What comes at a time.", planned="detail"
+        "block_level", "What comes at a time; leaf_level comes by blocks, too."
     )
-    group_offload_blocks_per_group: Integer = option(1, "Blocks that come together.", ge=1, planned="detail")
-    group_offload_use_stream: Flag = option(False, "Copies run beside the compute (CUDA).", planned="detail")
-    group_offload_to_disk_path: PathText | None = option(None, "Parked weights lie on disk.", planned="detail")
-    group_offload_text_encoder: Flag = option(False, "The same for text encoders.", planned="switch")
-    group_offload_vae: Flag = option(False, "The same for the VAE.", planned="switch")
+    group_offload_blocks_per_group: Integer = option(
+        1, "Blocks that come together; two groups are on the device at a time.", ge=1
+    )
+    group_offload_resident_blocks: Integer = option(
+        0, "So many blocks, evenly spaced, stay on the device: where copies are slower than the compute.", ge=0
+    )
+    group_offload_use_stream: Flag = option(False, "Copies run beside the compute (CUDA).")
+    group_offload_to_disk_path: PathText | None = option(
+        None, "Folder for the offloaded weights, in place of host memory; every step reads them twice."
+    )
+    group_offload_text_encoder: Flag = option(False, "The same for the layers of text encoders, while caching.")
+    group_offload_vae: Flag = option(
+        False, "The same for the blocks of the VAE, while caching and in previews; saves little, since VAEs are small."
+    )
+    offload_block_inputs: Flag = option(
+        False, "What gradient checkpointing keeps of each block waits in host memory (CUDA)."
+    )
     enable_model_cpu_offload: Flag = option(
-        False, "Validation pipelines bring one component at a time to the device.", planned="switch"
+        False, "Previews bring one component at a time to the device: the transformer leaves while the VAE decodes."
     )
 
 

@@ -33,7 +33,17 @@ class TextRequest:
 
 
 class TextEncoder(Protocol):
-    """Captions to embeddings, exactly as the family's pipeline makes them at inference."""
+    """Captions to embeddings, exactly as the family's pipeline makes them at inference.
+
+    Attributes:
+        device: where inputs go, and where the models compute.
+        models: the networks inside.
+    """
+
+    device: torch.device
+
+    @property
+    def models(self) -> Sequence[nn.Module]: ...
 
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """Embeddings of each request, without padding, on the CPU."""
@@ -46,6 +56,8 @@ class TextEncoder(Protocol):
 
 class LatentEncoder(Protocol):
     """Pixels to latents as the transformer sees them, and back to the VAE's own scale for nobody else."""
+
+    vae: Any
 
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """Encode `B 3 F H W` in [-1, 1] to z `B C F H W`, float32, on the CPU.
@@ -94,6 +106,8 @@ class PreviewRequest:
 
 class PreviewPipeline(Protocol):
     """The family's stock diffusers pipeline, ready to sample from cached embeddings."""
+
+    vae: Any
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size; the frames, in order."""

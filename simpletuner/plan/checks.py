@@ -13,6 +13,7 @@ from simpletuner.config.schema import DEFAULT_LEARNING_RATES, PLAIN_PRECISIONS, 
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
 
 SANA_KEYS = ("sana_motion_score", "sana_complex_human_instruction")
@@ -87,10 +88,8 @@ def check_flow(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_memory(config: RunConfig) -> Iterator[Problem]:
-    """Offload and precision that exclude each other."""
-    offload, precision = config.offload, config.precision
-    if offload.enable_group_offload and offload.enable_model_cpu_offload:
-        yield Problem("enable_group_offload", "and enable_model_cpu_offload exclude each other.")
+    """Precision that excludes something."""
+    precision = config.precision
     if config.model.model_type == "full" and precision.base_model_precision not in PLAIN_PRECISIONS:
         message = (
             f"{precision.base_model_precision!r}: a quantised model cannot be trained in full; use model_type lora."
@@ -197,6 +196,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_learning_rate,
     check_flow,
     check_memory,
+    check_offload,
     check_lora,
     check_text,
     check_rest,

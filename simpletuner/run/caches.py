@@ -19,6 +19,7 @@ from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import without_damaged
 from simpletuner.data.quarantine import quarantine, unwelcome
 from simpletuner.errors import Problem, UserError
+from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.registry import load_adapter
@@ -104,12 +105,22 @@ class CacheWorkshop:
             raise UserError(f"{entry.sample.full_name}: its cache entry is damaged and so is the file itself.")
 
     def _load_text_encoder(self) -> TextEncoder:
-        dtype = DTYPES[text_encoder_dtype(self.plan.config.precision)]
-        return self.adapter.load_text_encoder(self.device, dtype)
+        config = self.plan.config
+        dtype = DTYPES[text_encoder_dtype(config.precision)]
+        if not config.offload.group_offload_text_encoder:
+            return self.adapter.load_text_encoder(self.device, dtype)
+        encoder = self.adapter.load_text_encoder(torch.device("cpu"), dtype)  # it would not fit as a whole
+        for model in encoder.models:
+            offload_layers(model, config.offload, self.device)
+        encoder.device = self.device
+        return encoder
 
     def _load_latent_encoder(self) -> LatentEncoder:
         config = self.plan.config
-        return self.adapter.load_latent_encoder(self.device, DTYPES[vae_dtype(config.precision, config.caching)])
+        encoder = self.adapter.load_latent_encoder(self.device, DTYPES[vae_dtype(config.precision, config.caching)])
+        if config.offload.group_offload_vae:
+            offload_layers(encoder.vae, config.offload, self.device)
+        return encoder
 
     def _release(self) -> None:
         """The encoder went out of scope with the phase; give its memory back before the next one comes."""

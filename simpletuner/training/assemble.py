@@ -17,11 +17,13 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import keeps_bf16_weights, optimizer_name
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.diffusion.seeds import step_seed
+from simpletuner.memory.offload.attach import attach_offload, place_model, streamed_blocks
+from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.lora_targets import Targets
 from simpletuner.techniques.base import Technique
-from simpletuner.training.activation_checkpointing import enable_checkpointing
+from simpletuner.training.activation_checkpointing import checkpoints_all, enable_checkpointing
 from simpletuner.training.lora import LoraAdapter, add_lora, start_from
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.schedules import scaled_learning_rate
@@ -66,22 +68,30 @@ def assemble(
     transformer.requires_grad_(not is_lora)
     lora = _add_lora(transformer, config, intent, trained_dtype) if is_lora else None
     layout = adapter.block_layout(transformer)
-    enable_checkpointing(transformer, layout, config.precision, dropout=config.lora.lora_dropout > 0)
+    block_inputs = BlockInputs(accelerator.device) if config.offload.offload_block_inputs else None
+    dropout = config.lora.lora_dropout > 0
+    enable_checkpointing(transformer, layout, config.precision, dropout=dropout, block_inputs=block_inputs)
     for technique in techniques:
         technique.attach(adapter, transformer)
     parameters = trainable_parameters(transformer, techniques)
-    transformer.to(accelerator.device)
+    residents = config.offload.group_offload_resident_blocks
+    streamed = streamed_blocks(layout.blocks, residents) if config.offload.enable_group_offload else []
+    place_model(transformer, streamed, accelerator.device)
     optimizer = build_optimizer(
         parameters.values(),
         config.optimizer,
         mixed_precision=config.precision.mixed_precision,
         learning_rate=intent.learning_rate,
     )
-    transformer = accelerator.prepare(transformer)
+    prepared = accelerator.prepare(transformer, device_placement=[False])  # it is where it belongs already
+    streamer = None
+    if config.offload.enable_group_offload:
+        keeps_saved = not checkpoints_all(config.precision)
+        streamer = attach_offload(transformer, streamed, config.offload, accelerator.device, keeps_saved=keeps_saved)
     return Assembly(
         adapter=adapter,
         accelerator=accelerator,
-        transformer=transformer,
+        transformer=prepared,
         parameters=parameters,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(accelerator.device.type, enabled=base_dtype == torch.float16),
@@ -99,6 +109,7 @@ def assemble(
         ),
         lora=lora,
         techniques=list(techniques),
+        streamer=streamer,
     )
 
 

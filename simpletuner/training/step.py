@@ -78,6 +78,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     """
     settings, accelerator = assembly.settings, assembly.accelerator
     started, waited = time.perf_counter(), 0.0
+    if assembly.streamer is not None:
+        assembly.streamer.waited()  # what previews waited for since the step before
     learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
     for group in assembly.optimizer.param_groups:
         group["lr"] = learning_rate
@@ -108,7 +110,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         samples=_samples(losses),
         seconds=time.perf_counter() - started,
         data_seconds=waited,
-        weights_seconds=assembly.streamer.waited() if assembly.streamer else None,
+        weights_seconds=None if assembly.streamer is None else assembly.streamer.waited(),
         flops=flops or None,
         shapes=tuple(sorted(shapes)),
     )

@@ -26,6 +26,7 @@ from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
+from simpletuner.validation.placement import place_vae
 from simpletuner.validation.prompts import ValidationPrompt
 
 FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}
@@ -186,6 +187,7 @@ class ValidationRunner:
             transformer = assembly.accelerator.unwrap_model(assembly.transformer)
             device = assembly.accelerator.device
             self._pipeline = assembly.adapter.load_preview_pipeline(transformer, device, shift)
+            place_vae(self._pipeline.vae, transformer, self.config.offload, device)
         return self._pipeline
 
     def _release(self) -> None:

@@ -50,10 +50,6 @@ def test_the_families_of_the_guides_are_known() -> None:
     ("name", "errors"),
     [
         (
-            "group_offload.json",
-            ["enable_group_offload: true is not available yet; remove the key to go on without it."],
-        ),
-        (
             "quantised.fragment",
             ["base_model_precision: 'int8-quanto' is not available yet; remove the key to go on without it."],
         ),
@@ -97,12 +93,18 @@ def other_family(workspace: Workspace, family: str) -> None:
     workspace.write_config(validation_resolution=None)
 
 
-@pytest.mark.parametrize("name", ["group_offload.json", "tread.json"])
+@pytest.mark.parametrize("family", [IMAGE, VIDEO])
+def test_group_offload_of_the_guides(workspace: Workspace, capsys: pytest.CaptureFixture[str], family: str) -> None:
+    other_family(workspace, family)
+    install(workspace, family, "group_offload.json")
+    assert "offload" not in warnings(workspace, capsys)
+
+
 def test_switches_of_the_video_guide_that_are_not_built(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], name: str
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other_family(workspace, VIDEO)
-    install(workspace, VIDEO, name)
+    install(workspace, VIDEO, "tread.json")
     told = complaints(workspace, capsys)
     assert [problem for problem in told if NOT_BUILT not in problem] == []
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from PIL.Image import Image
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.diffusion.batch import TextEmbeds
@@ -60,6 +60,10 @@ class Kandinsky5TextEncoder:
         self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
         self.qwen = _load(Qwen2_5_VLForConditionalGeneration, source, "text_encoder", dtype).to(device)
         self.clip = _load(CLIPTextModel, source, "text_encoder_2", dtype).to(device)
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        return [self.qwen, self.clip]
 
     @torch.no_grad()
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 
 from simpletuner.config.schema import TextConfig
@@ -53,6 +53,10 @@ class SanaTextEncoder:
         part = source["text_encoder"]
         gemma: Any = Gemma2Model.from_pretrained(part.fetch(), dtype=dtype, variant=part.variant)
         self.gemma = gemma.requires_grad_(False).eval().to(device)
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        return [self.gemma]
 
     @torch.no_grad()
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
