@@ -53,6 +53,7 @@ class RunConfig:
     checkpoints: schema.CheckpointConfig
     optimizer: schema.OptimizerConfig
     precision: schema.PrecisionConfig
+    speed: schema.SpeedConfig
     launch: schema.LaunchConfig
     ema: schema.EmaConfig
     lora: schema.LoraConfig

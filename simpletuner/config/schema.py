@@ -254,8 +254,36 @@ class PrecisionConfig(Group):
     )
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
-    ] = option("diffusers", "Attention kernel.", planned="switch")  # fmt: skip
+    ] = option(
+        "diffusers",
+        "Kernel of dense self-attention; diffusers is torch's own, on a GPU the faster of cuDNN and flash. The others "
+        "need their package.",
+    )  # fmt: skip
     disable_tf32: Flag = option(False, "Keep full float32 in matrix products on a GPU.")
+
+
+class SpeedConfig(Group):
+    """Speed"""
+
+    speed: Literal["auto", "reference"] = option(
+        "auto", "auto: everything that is faster and trains the same (docs/SPEED.md). reference: diffusers' own code."
+    )
+    speed_plain_math: Flag | None = option(
+        None,
+        "Blocks of Kandinsky with less arithmetic and the same result, bit for bit.",
+        default_note="as `speed` says",
+    )
+    speed_keep_attention: Flag | None = option(
+        None,
+        "With gradient_checkpointing: keep the self-attention's result, tokens x width x 2 bytes per block, instead of "
+        "computing it again.",
+        default_note="as `speed` says",
+    )
+    speed_bf16_modulation: Flag | None = option(
+        None,
+        "Store frozen float32 modulation weights of Kandinsky as bf16 where that loses nothing.",
+        default_note="as `speed` says",
+    )
 
 
 class LaunchConfig(Group):
@@ -263,13 +291,17 @@ class LaunchConfig(Group):
 
     num_processes: Integer = option(1, "Processes, one per device.", ge=1, planned="switch")
     num_machines: Integer = option(1, "Machines.", ge=1, planned="switch")
-    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] = option(
-        "no", "torch.compile backend.", planned="switch"
+    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = option(
+        None,
+        "torch.compile backend for the repeated blocks; no is off.",
+        default_note="inductor on CUDA with speed auto, else no",
     )
-    dynamo_mode: Text | None = option(None, "torch.compile mode.", planned="detail")
-    dynamo_fullgraph: Flag = option(False, "torch.compile fullgraph.", planned="detail")
-    dynamo_dynamic: Flag = option(False, "torch.compile dynamic shapes.", planned="detail")
-    dynamo_use_regional_compilation: Flag = option(False, "Compile the repeated blocks only.", planned="detail")
+    dynamo_mode: Text | None = option(
+        None, "Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."
+    )
+    dynamo_fullgraph: Flag = option(False, "Stop where a compiled function would have to be cut.")
+    dynamo_dynamic: Flag = option(False, "Every size may change, not only the number of tokens.")
+    dynamo_use_regional_compilation: Flag = option(True, "Only the repeated blocks are compiled; false has no effect.")
     fsdp_enable: Flag = option(False, "Sharded training (FSDP2).", planned="switch")
     fsdp_version: FsdpVersion = option("2", "FSDP version; 1 is deprecated.", planned="detail")
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = option(
@@ -569,7 +601,9 @@ class ValidationConfig(Group):
         off=("euler",),
         default_note="the pipeline's",
     )
-    validation_torch_compile: Flag = option(False, "Compile for validation.", planned="switch")
+    validation_torch_compile: Flag = option(
+        False, "Previews run the compiled blocks, too, where training compiles them."
+    )
 
 
 class EvaluationConfig(Group):
@@ -638,6 +672,7 @@ GROUPS: dict[str, type[Group]] = {
     "checkpoints": CheckpointConfig,
     "optimizer": OptimizerConfig,
     "precision": PrecisionConfig,
+    "speed": SpeedConfig,
     "launch": LaunchConfig,
     "ema": EmaConfig,
     "lora": LoraConfig,

@@ -71,6 +71,7 @@ class FamilySpec:
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
+        fast_blocks: the adapter has blocks of less work than those of diffusers.
         check: problems of a config that only this family knows of.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
@@ -106,6 +107,7 @@ class FamilySpec:
     frame_rate: float | None = None
     frame_stride: int = 1
     slices_convolutions: bool = False
+    fast_blocks: bool = False
     flavour_names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:

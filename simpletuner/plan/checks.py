@@ -10,6 +10,7 @@ from pathlib import Path
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, PLAIN_PRECISIONS, all_options
+from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -119,8 +120,9 @@ def check_text(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_rest(config: RunConfig) -> Iterator[Problem]:
-    """Optimizer and trackers know their own rules."""
+    """Optimizer, speed and trackers know their own rules."""
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
+    yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
 
 
@@ -133,6 +135,10 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if config.caching.vae_enable_patch_conv and not spec.slices_convolutions:
         message = f"has no effect: the VAE of {spec.title} is not the one it is for."
         yield Problem("vae_enable_patch_conv", message, fatal=False)
+    if not spec.fast_blocks:
+        for key in filter(config.is_explicit, (*BLOCK_KEYS, "attention_mechanism")):
+            message = f"has no effect: the blocks of {spec.title} run as diffusers made them."
+            yield Problem(key, message, fatal=False)
     if spec.media == "video":
         yield from check_frames(config, spec)
     if config.model.pretrained_gemma_model_name_or_path and "gemma" not in str(spec.components):

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.models.adapter import BlockLayout
+from simpletuner.models.blocks import SelfAttention
+
+# torch's attention on each device; what else an attention may be made of is computed again.
+KEPT = [
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
 
 def enable_checkpointing(
@@ -20,23 +30,33 @@ def enable_checkpointing(
     *,
     dropout: bool,
     block_inputs: BlockInputs | None = None,
+    keep: SelfAttention | None = None,
 ) -> None:
     """Checkpoint every block, or every n-th one with `gradient_checkpointing_interval`.
 
     Args:
         dropout: whether blocks draw random numbers, whose state must then be put back for the recomputation.
         block_inputs: keeps the hidden states of checkpointed blocks in host memory.
+        keep: the attention whose result is kept: a tensor of the hidden states' size per block, in exchange for the
+            part of the recomputation that grows with the square of the tokens.
     """
     if not config.gradient_checkpointing:
         return
     interval = config.gradient_checkpointing_interval or 1
     chosen = {id(block) for index, block in enumerate(layout.blocks) if index % interval == 0}
 
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        if keep is None:
+            return noop_context_fn()
+        saving, replaying = create_selective_checkpoint_contexts(KEPT)
+        # Around the attention alone: a dispatch mode costs every operation under it some microseconds.
+        return keep.within(saving), keep.within(replaying)
+
     def run_block(block: nn.Module, *inputs: Any) -> Any:
         if id(block) not in chosen:
             return block(*inputs)
         with nullcontext() if block_inputs is None else block_inputs.around(inputs[0]):
-            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout)
+            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout, context_fn=contexts)
 
     model: Any = transformer
     model.enable_gradient_checkpointing(run_block)

@@ -1,6 +1,7 @@
 """Put together what trains, in the one order that works.
 
-load ─► quantise ─► LoRA ─► activation checkpointing ─► techniques ─► optimizer ─► prepare ─► offload
+load ─► quantise ─► LoRA ─► fast blocks ─► activation checkpointing ─► compile ─► techniques ─► optimizer ─► prepare
+─► offload
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from torch import nn
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import keeps_bf16_weights, optimizer_name
 from simpletuner.config.precision import transformer_dtype
+from simpletuner.config.speed import compile_backend, keeps_attention, plain_math, uses
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import attach_offload, place_model, streamed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.lora_targets import Targets
 from simpletuner.techniques.base import Technique
 from simpletuner.training.activation_checkpointing import checkpoints_all, enable_checkpointing
+from simpletuner.training.attention_kernel import kernel_chooser
+from simpletuner.training.compile import compile_blocks
 from simpletuner.training.lora import LoraAdapter, add_lora, start_from
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.schedules import scaled_learning_rate
@@ -69,8 +74,18 @@ def assemble(
     lora = _add_lora(transformer, config, intent, trained_dtype) if is_lora else None
     layout = adapter.block_layout(transformer)
     block_inputs = BlockInputs(accelerator.device) if config.offload.offload_block_inputs else None
-    dropout = config.lora.lora_dropout > 0
-    enable_checkpointing(transformer, layout, config.precision, dropout=dropout, block_inputs=block_inputs)
+    fast = make_fast(transformer, config, adapter, accelerator.device)
+    enable_checkpointing(
+        transformer,
+        layout,
+        config.precision,
+        dropout=config.lora.lora_dropout > 0,
+        block_inputs=block_inputs,
+        keep=fast.self_attention if fast is not None and keeps_attention(config.speed) else None,
+    )
+    backend = compile_backend(config.speed, config.launch, accelerator.device.type)
+    if backend is not None:
+        compile_blocks(layout, fast, backend, config.launch, sampling=config.validation.validation_torch_compile)
     for technique in techniques:
         technique.attach(adapter, transformer)
     parameters = trainable_parameters(transformer, techniques)
@@ -111,6 +126,20 @@ def assemble(
         techniques=list(techniques),
         streamer=streamer,
     )
+
+
+def make_fast(
+    transformer: nn.Module, config: RunConfig, adapter: FamilyAdapter, device: torch.device
+) -> FastBlocks | None:
+    """Give the transformer what of `speed` belongs to its family; None: its blocks stay those of diffusers."""
+    if uses(config.speed.speed_bf16_modulation, config.speed):
+        adapter.store_modulation_in_bf16(transformer)
+    fast = adapter.use_fast_blocks(transformer) if plain_math(config.speed) else None
+    if fast is not None:
+        dtype = DTYPES[transformer_dtype(config.precision)]
+        choose = kernel_chooser(config.precision.attention_mechanism, device, dtype)
+        fast.self_attention.choose = choose or fast.self_attention.choose
+    return fast
 
 
 def trainable_parameters(transformer: nn.Module, techniques: Sequence[Technique]) -> dict[str, nn.Parameter]:

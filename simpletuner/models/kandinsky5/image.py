@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, PreviewRequest
-from simpletuner.models.kandinsky5 import attention, loading
+from simpletuner.models.blocks import FastBlocks
+from simpletuner.models.kandinsky5 import attention, fast, loading, modulation
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -118,6 +119,14 @@ class Kandinsky5ImageAdapter:
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         return loading.block_layout(transformer)
+
+    def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
+        if self._padding is None:
+            raise RuntimeError("use_fast_blocks() needs a transformer from load_transformer()")
+        return fast.install(transformer, self._padding)
+
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
+        return modulation.store_in_bf16(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

@@ -139,5 +139,6 @@ KANDINSKY5_IMAGE = FamilySpec(
     check_checkpoint=check_image_checkpoint,
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
+    fast_blocks=True,
     prompt_holds_picture=frozenset({"i2i"}),
 )

@@ -14,7 +14,8 @@ from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, PreviewRequest
-from simpletuner.models.kandinsky5 import attention, loading, sparse
+from simpletuner.models.blocks import FastBlocks
+from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, sparse
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
@@ -125,6 +126,14 @@ class Kandinsky5VideoAdapter:
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         return loading.block_layout(transformer)
+
+    def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
+        if self._padding is None:
+            raise RuntimeError("use_fast_blocks() needs a transformer from load_transformer()")
+        return fast.install(transformer, self._padding)
+
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
+        return modulation.store_in_bf16(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

@@ -131,4 +131,5 @@ KANDINSKY5_VIDEO = FamilySpec(
     frame_rate=24,
     frame_stride=4,
     slices_convolutions=True,
+    fast_blocks=True,
 )

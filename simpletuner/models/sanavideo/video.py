@@ -80,6 +80,12 @@ class SanaVideoAdapter:
         name = "transformer_blocks"
         return BlockLayout({name: transformer.get_submodule(name)})  # type: ignore[dict-item]
 
+    def use_fast_blocks(self, transformer: nn.Module) -> None:
+        """None: the time of these blocks goes into convolutions and linear attention."""
+
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
+        return 0  # the modulation tables of these blocks are small
+
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> StockSanaPipelines:

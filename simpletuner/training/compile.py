@@ -1,0 +1,137 @@
+"""torch.compile for the repeated blocks of a transformer, and for nothing else.
+
+Compiled once, a block serves all its siblings. What is compiled is a function inside `block.forward`, so that hooks
+on blocks, checkpointing and weights on the move stay outside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.config.schema import LaunchConfig
+from simpletuner.models.adapter import BlockLayout
+from simpletuner.models.blocks import FastBlocks
+
+# Compiled arithmetic rounds elsewhere: gradients of a right block differ by thousandths, of a wrong one by more than
+# their size.
+TOLERANCE = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CompiledPiece:
+    """A function of `FastBlocks.pieces`, compiled for any number of tokens.
+
+    Attributes:
+        sampling: whether calls without gradients, that is previews, run the compiled code, too.
+    """
+
+    eager: Callable[..., Any]
+    compiled: Callable[..., Any]
+    sampling: bool
+
+    def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
+        training = torch.is_grad_enabled()
+        if not training and not self.sampling:
+            return self.eager(block, hidden, *others)
+        if training and not hidden.requires_grad:
+            # The first block sees the model's input; without this it would need a compiled function of its own.
+            hidden = hidden.detach().requires_grad_()
+        for tensor in (hidden, *others):
+            if tensor is not None and tensor.shape[1] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        return self.compiled(block, hidden, *others)
+
+
+class CheckedForward:
+    """`forward` of a stock block, compiled if the gradients of its kind were found right, else as it was.
+
+    The check is made at the first step, with its inputs: inductor compiles blocks of Sana Video for a CPU so that
+    some gradients are wrong by orders of magnitude, and nothing else shows it.
+    """
+
+    def __init__(
+        self, block: nn.Module, compiler: Callable[..., Any], verdicts: dict[type, bool], sampling: bool
+    ) -> None:
+        self.block, self.verdicts, self.sampling = block, verdicts, sampling
+        self.eager, self.compiled = block.forward, compiler(block.forward)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        kind = type(self.block)
+        if not torch.is_grad_enabled():
+            chosen = self.compiled if self.sampling and self.verdicts.get(kind) else self.eager
+            return chosen(*inputs, **named)
+        if kind not in self.verdicts:
+            worst = gradient_error(self.block, self.eager, self.compiled, inputs, named)
+            self.verdicts[kind] = worst < TOLERANCE
+            if worst >= TOLERANCE:
+                message = "%s is not compiled: gradients of the compiled block are wrong, relative error %.2g."
+                logger.warning(message, kind.__name__, worst)
+        return (self.compiled if self.verdicts[kind] else self.eager)(*inputs, **named)
+
+
+def compile_blocks(
+    layout: BlockLayout, fast: FastBlocks | None, backend: str, launch: LaunchConfig, *, sampling: bool
+) -> None:
+    """Compile the functions of fast blocks, or else each block's forward, checked.
+
+    Args:
+        sampling: compile for previews, too, which run without gradients.
+    """
+
+    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+        dynamic = True if launch.dynamo_dynamic else None
+        compiled: Callable[..., Any] = torch.compile(
+            function, backend=backend, mode=launch.dynamo_mode, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
+        )
+        return compiled
+
+    if fast is not None:
+        for name, piece in fast.pieces.items():
+            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling)
+        return
+    verdicts: dict[type, bool] = {}
+    for block in layout.blocks:
+        block.forward = CheckedForward(block, compiler, verdicts, sampling)
+
+
+def gradient_error(
+    block: nn.Module,
+    eager: Callable[..., Any],
+    compiled: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
+) -> float:
+    """The largest relative error of a compiled block's gradients, of its weights and its inputs, by their norms."""
+    found = [_gradients(block, forward, inputs, named) for forward in (eager, compiled)]
+    errors = [
+        float((wrong - right).float().norm() / right.float().norm().clamp_min(1e-12))
+        for right, wrong in zip(*found, strict=True)
+    ]
+    return max((error if error == error else float("inf") for error in errors), default=0.0)
+
+
+def _gradients(
+    block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]
+) -> list[Tensor]:
+    """Gradients of half the output's square."""
+    copies = [_copy(value) for value in inputs]
+    # These hooks, which do nothing, stand before those of a checkpoint that this may run in.
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        output = forward(*copies, **named)
+        wanted = [each for each in (*copies, *block.parameters()) if isinstance(each, Tensor) and each.requires_grad]
+        gradients = torch.autograd.grad(output, wanted, output.detach(), allow_unused=True)
+    return [torch.zeros_like(like) if each is None else each for each, like in zip(gradients, wanted, strict=True)]
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().requires_grad_()
