@@ -486,9 +486,8 @@ class TreadConfig(Group):
     """TREAD"""
 
     tread_config: Json | None = option(
-        None, 'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}.',
-        planned="switch",
-    )  # fmt: skip
+        None, 'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.'
+    )
 
 
 class CrepaConfig(Group):

@@ -16,6 +16,7 @@ from simpletuner.config.schema import FlowConfig
 
 from .batch import Batch, NoisyBatch
 from .beta import beta_quantile
+from .seeds import Place
 
 # Below this a float32 mix no longer contains the noise.
 SMALLEST_SIGMA = 1e-6
@@ -94,6 +95,7 @@ def make_noisy(
     input_perturbation: float = 0.0,
     noise_offset: float = 0.0,
     generator: torch.Generator | None = None,
+    place: Place | None = None,
 ) -> NoisyBatch:
     """Mix a batch with noise.
 
@@ -105,6 +107,7 @@ def make_noisy(
         sigmas: `B`, in (0, 1], on any device.
         noise: standard normal, shape of `batch.latents`.
         generator: on the CPU; needed when one of the two strengths is not 0.
+        place: where in the run this is; techniques that draw random numbers need it.
     """
     latents = batch.latents.float()
     noise = _upload(noise.float(), latents.device)
@@ -122,6 +125,9 @@ def make_noisy(
         noisy_latents=(1 - share) * latents + share * in_input,
         timesteps=1000 * sigmas,
         target=noise - latents,
+        # Where a mask says that the loss counts, half or more.
+        protected=None if batch.loss_mask is None else batch.loss_mask >= 0.5,
+        place=place,
     )
 
 

@@ -6,7 +6,7 @@ An adapter loads the parts of one checkpoint and translates between the family's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -79,6 +79,27 @@ class BlockLayout:
     def blocks(self) -> list[nn.Module]:
         """All repeated blocks in the order in which the forward pass enters them."""
         return [block for group in self.groups.values() for block in group]
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """How the tokens of pictures and clips run through repeated blocks in which each can go without the others.
+
+    A block takes the tokens, `B S D`, as its first positional argument and returns them.
+
+    Attributes:
+        blocks: in the order of the forward pass.
+        unit: how many tokens in a row stay together, since attention knows them only as one tile; 1 where it does not.
+        order: (frames, rows, columns) of the grid of tokens -> for each token of a block, in their order there, its
+            index in the flattened grid; int64, `S`.
+        tables: further positional arguments of a block that hold something for each token: how to cut them to the
+            kept ones, (argument, indices of the kept tokens `B K`) -> argument.
+    """
+
+    blocks: Sequence[nn.Module]
+    unit: int
+    order: Callable[[int, int, int], Tensor]
+    tables: Mapping[int, Callable[[Any, Tensor], Any]]
 
 
 @dataclass(frozen=True)
@@ -166,6 +187,10 @@ class FamilyAdapter(Protocol):
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
         """Halve frozen float32 modulation weights that are bf16 numbers; results stay equal. The bytes it saved."""
+        ...
+
+    def token_stream(self, transformer: nn.Module) -> TokenStream | None:
+        """The blocks that tokens of pictures pass through, None where a block needs all of them together."""
         ...
 
     def load_preview_pipeline(

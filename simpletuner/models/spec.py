@@ -72,6 +72,7 @@ class FamilySpec:
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
         fast_blocks: the adapter has blocks of less work than those of diffusers.
+        token_blocks: entry of the transformer's config that counts the blocks of its `TokenStream`; None without one.
         check: problems of a config that only this family knows of.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
@@ -108,6 +109,7 @@ class FamilySpec:
     frame_stride: int = 1
     slices_convolutions: bool = False
     fast_blocks: bool = False
+    token_blocks: str | None = None
     flavour_names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:

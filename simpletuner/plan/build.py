@@ -24,7 +24,7 @@ from simpletuner.models.lora_targets import Targets, check_targets, linear_modul
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.checks import check_config, check_datasets, check_family, check_flavour, check_total
+from simpletuner.plan.checks import check_config, check_datasets, check_family, check_flavour, check_total, check_tread
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.plan.tasks import settle_task
@@ -149,6 +149,7 @@ def _plan_family(
     problems.extend(spec.check(config, flavour))
     model_problems = source.problems()
     problems.extend(model_problems or spec.check_checkpoint(flavour, source))
+    problems.extend(check_tread(config, spec, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
     sizes = _sizes(config, spec, problems)

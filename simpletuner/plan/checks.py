@@ -11,8 +11,10 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, PLAIN_PRECISIONS, all_options
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
+from simpletuner.config.tread import check_routes, read_routes
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
+from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
@@ -175,6 +177,21 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
     if second in ("bf16", "fp32") and second != first:
         message = f"{second!r}: the text encoders share one precision; set text_encoder_1_precision to the same."
         yield Problem("text_encoder_2_precision", message)
+
+
+def check_tread(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
+    """Token routes, against the number of blocks where the checkpoint is on this machine.
+
+    A family whose tokens cannot be left out says why in its own checks.
+    """
+    value = config.tread.tread_config
+    if value is None or spec.token_blocks is None:
+        return
+    problems: list[Problem] = []
+    routes = read_routes(value, problems)
+    transformer = source.read_config("transformer")
+    problems.extend(check_routes(routes, None if transformer is None else transformer.get(spec.token_blocks)))
+    yield from problems
 
 
 def check_datasets(datasets: Sequence[Dataset], previewed: Sequence[str]) -> Iterator[Problem]:

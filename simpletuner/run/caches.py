@@ -13,6 +13,7 @@ from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry, mis
 from simpletuner.caching.entry import DamagedEntryError
 from simpletuner.caching.fill import fill_latents, fill_texts
 from simpletuner.caching.store import CacheStore
+from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import text_encoder_dtype, vae_dtype
 from simpletuner.data.amounts import check_amount
 from simpletuner.data.context import DataContext
@@ -24,6 +25,7 @@ from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length
+from simpletuner.plan.checks import check_tread
 from simpletuner.plan.entries import make_catalogue, wanted_entries
 from simpletuner.reporting.progress import Progress
 from simpletuner.training.assemble import make_accelerator
@@ -164,9 +166,9 @@ def fetch(plan: Plan, progress: Progress) -> Catalogue:
             for part in absent:
                 part.fetch()
                 phase.advance(1, f"{part.location}/{part.folder}")
-        problems = [str(each) for each in plan.spec.check_checkpoint(plan.flavour, plan.source) if each.fatal]
-        if problems:
-            raise UserError("\n".join(problems))
+        found = plan.spec.check_checkpoint(plan.flavour, plan.source)
+        found += check_tread(plan.config, plan.spec, plan.source)  # now that the number of blocks is known
+        raise_if_fatal(found)
     catalogue = make_catalogue(plan)
     if catalogue is None:
         raise UserError(f"The checkpoint {plan.source['transformer'].location!r} is not complete.")

@@ -17,6 +17,7 @@ import torch
 
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.precision import transformer_dtype
+from simpletuner.config.tread import read_routes
 from simpletuner.data.loader import BatchLoader
 from simpletuner.memory.device_rates import DeviceRates
 from simpletuner.memory.measure import device_rates
@@ -34,6 +35,7 @@ from simpletuner.run.publish import publish
 from simpletuner.run.report import RunReport
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.regularisation import Regularisation
+from simpletuner.techniques.tread import Tread
 from simpletuner.training.assemble import Intent, assemble, make_accelerator, peak_learning_rate
 from simpletuner.training.callbacks import Callback
 from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
@@ -162,8 +164,13 @@ def build_callbacks(
 
 def choose_techniques(plan: Plan) -> list[Technique]:
     """The techniques that the configuration switches on, in the order in which their doors are passed."""
+    techniques: list[Technique] = []
     regularised = frozenset(each.id for each in plan.trained if each.config.is_regularisation_data)
-    return [Regularisation(regularised)] if regularised else []
+    if regularised:
+        techniques.append(Regularisation(regularised))
+    if plan.config.tread.tread_config is not None:
+        techniques.append(Tread(read_routes(plan.config.tread.tread_config, [])))  # the plan told its problems
+    return techniques
 
 
 def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:

@@ -20,7 +20,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss
-from simpletuner.diffusion.seeds import generator_for, seed_device, step_seed
+from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.errors import NonFiniteLossError
 from simpletuner.training.clipping import clip_gradients
 from simpletuner.training.schedules import learning_rate_at
@@ -144,16 +144,17 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
     """Draw sigmas and noise for this place in the run, and seed what the forward pass may draw (dropout)."""
     settings = assembly.settings
     rank = 0 if settings.shared_noise else assembly.accelerator.process_index
-    place = (settings.seed, global_step, micro_step, rank)
-    seed_device(batch.latents.device, step_seed(*place, "forward"))
+    place = Place(settings.seed, global_step, micro_step, rank)
+    seed_device(batch.latents.device, place.seed_for("forward"))
     shift = choose_shift(settings.flow, tokens_of(assembly, batch), shift_is_explicit=settings.shift_is_explicit)
     return make_noisy(
         batch,
-        sample_sigmas(len(batch.names), settings.flow, shift, generator_for(*place, "sigmas")),
-        sample_noise(batch.latents, generator_for(*place, "noise")),
+        sample_sigmas(len(batch.names), settings.flow, shift, place.generator("sigmas")),
+        sample_noise(batch.latents, place.generator("noise")),
         input_perturbation=settings.loss.input_perturbation,
         noise_offset=settings.loss.noise_offset,
-        generator=generator_for(*place, "perturbation"),
+        generator=place.generator("perturbation"),
+        place=place,
     )
 
 

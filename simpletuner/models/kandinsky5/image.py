@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, PreviewRequest
+from simpletuner.models.adapter import BlockLayout, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.kandinsky5 import attention, fast, loading, modulation
+from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -127,6 +127,9 @@ class Kandinsky5ImageAdapter:
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
         return modulation.store_in_bf16(transformer)
+
+    def token_stream(self, transformer: nn.Module) -> TokenStream:
+        return tokens.token_stream(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

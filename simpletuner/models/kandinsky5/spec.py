@@ -29,6 +29,7 @@ COMPONENTS = {
     "tokenizer_2": Component("tokenizer_2"),
     "scheduler": Component("scheduler"),
 }
+TOKEN_BLOCKS = "num_visual_blocks"
 LORA_TARGETS = ("to_query", "to_key", "to_value")
 TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v": "video", "i2v": "video"}
 
@@ -141,4 +142,5 @@ KANDINSKY5_IMAGE = FamilySpec(
     text_fingerprint=text_fingerprint,
     fast_blocks=True,
     prompt_holds_picture=frozenset({"i2i"}),
+    token_blocks=TOKEN_BLOCKS,
 )

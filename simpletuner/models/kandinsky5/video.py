@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, PreviewRequest
+from simpletuner.models.adapter import BlockLayout, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, sparse
+from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, sparse, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
@@ -77,6 +77,7 @@ class Kandinsky5VideoAdapter:
         self.rope_scale = parse_rope_scale(text.rope_scale) or rope_scale_of_size(use_size, flavour.name)
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
+        self._tiles: sparse.TileAttention | None = None
         self._settings: dict[str, Any] = {}
 
     def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> Kandinsky5TextEncoder:
@@ -96,7 +97,7 @@ class Kandinsky5VideoAdapter:
         self.dtype, self._settings = dtype, dict(transformer.config)
         self._padding = attention.install(transformer)
         if sparse.is_sparse(self._settings):
-            sparse.install(transformer)
+            self._tiles = sparse.install(transformer)
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
@@ -110,7 +111,8 @@ class Kandinsky5VideoAdapter:
         sparsity = None
         if self._settings["visual_cond"]:
             hidden_states = torch.cat([hidden_states, *self._condition_channels(noisy)], dim=-1)
-        if sparse.is_sparse(self._settings):
+        if self._tiles is not None and sparse.is_sparse(self._settings):
+            self._tiles.settle(hidden_states.device, self.dtype, sum(self._settings["axes_dims"]))
             sparsity = sparse.sparse_params(tuple(hidden_states.shape), self._settings, hidden_states.device)
         velocity = predict_velocity(
             transformer,
@@ -134,6 +136,9 @@ class Kandinsky5VideoAdapter:
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
         return modulation.store_in_bf16(transformer)
+
+    def token_stream(self, transformer: nn.Module) -> TokenStream:
+        return tokens.token_stream(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

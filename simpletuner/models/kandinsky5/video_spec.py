@@ -10,6 +10,7 @@ from simpletuner.models.kandinsky5.spec import (
     COMPONENTS,
     IMAGE_SIZES,
     LORA_TARGETS,
+    TOKEN_BLOCKS,
     check_condition,
     check_parts,
     text_fingerprint,
@@ -132,4 +133,5 @@ KANDINSKY5_VIDEO = FamilySpec(
     frame_stride=4,
     slices_convolutions=True,
     fast_blocks=True,
+    token_blocks=TOKEN_BLOCKS,
 )

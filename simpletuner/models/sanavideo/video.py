@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout
+from simpletuner.models.adapter import BlockLayout, TokenStream
 from simpletuner.models.hollow import hollow_out
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, collate_text, token_timesteps
 from simpletuner.models.sanavideo.latents import WanLatentEncoder
@@ -85,6 +85,10 @@ class SanaVideoAdapter:
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
         return 0  # the modulation tables of these blocks are small
+
+    def token_stream(self, transformer: nn.Module) -> TokenStream | None:
+        """None: the feed-forward is a convolution over the whole grid of tokens."""
+        return None
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
