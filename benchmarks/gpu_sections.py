@@ -13,9 +13,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.models import build_clip_vae, make_config
-from benchmarks.variants import Outcome, Settings, Variant, measure
+from benchmarks.models import SHAPES, build_clip_vae, make_config
+from benchmarks.variants import Outcome, Settings, Variant, forget, measure
+from simpletuner.config.tread import Route
 from simpletuner.memory.measure import fastest, host_to_device_bytes, matmul_flops
+from simpletuner.techniques.tread import Tread
+from simpletuner.training.step import add_noise
 
 GIGABYTE = 1e9
 
@@ -163,6 +166,7 @@ def _block_variants(machine: Machine) -> dict[str, Settings]:
 
 def _block_cost(machine: Machine, size: str, settings: Settings) -> tuple[float, int, int]:
     """Seconds of a forward and a backward pass through the first visual block, bytes kept between, bytes at most."""
+    forget(machine.device)
     inputs: list[Any] = []
     variant = Variant(size, machine.device, {**settings, "gradient_checkpointing": False, "lora_rank": 4})
     block: Any = variant.assembly.adapter.block_layout(variant.assembly.transformer).groups[
@@ -195,8 +199,6 @@ def _block_cost(machine: Machine, size: str, settings: Settings) -> tuple[float,
 
 def _predict(variant: Variant) -> None:
     """One forward pass of the model."""
-    from simpletuner.training.step import add_noise
-
     assembly = variant.assembly
     batch = next(variant.loader).to(assembly.accelerator.device)
     noisy = assembly.adapter.prepare(add_noise(assembly, batch, 0, 0))
@@ -250,8 +252,20 @@ def selective(machine: Machine) -> list[Line]:
 
 def tread(machine: Machine) -> list[Line]:
     """Half of the tokens pass by all blocks but the outermost ones."""
-    need_keys("tread_config")
-    raise SkippedError("TREAD is not connected yet")
+    lines = []
+    for size in (machine.video, machine.image):
+        found = {
+            name: measure(size, machine.device, {}, techniques)
+            for name, techniques in (("all tokens", []), ("half the tokens", [Tread([routes_of(size)])]))
+        }
+        lines += _lines(size, found, "all tokens")
+    return lines
+
+
+def routes_of(size: str) -> Route:
+    """Half of the tokens pass by layers 2 to -2; by all layers of a model that has no more than three."""
+    edge = 2 if SHAPES[size].settings["num_visual_blocks"] > 3 else 0
+    return Route(0.5, edge, -edge or -1)
 
 
 def vae(machine: Machine) -> list[Line]:
@@ -298,8 +312,8 @@ SECTIONS: dict[str, tuple[Section, float]] = {
     "peaks": (peaks, 40),
     "pcie": (pcie, 40),
     "attention": (attention, 60),
-    "step": (step, 150),
-    "streamer": (streamer, 120),
+    "step": (step, 180),
+    "streamer": (streamer, 130),
     "selective": (selective, 75),
     "block": (block, 100),
     "tread": (tread, 75),

@@ -99,7 +99,7 @@ def measure(
     Args:
         warm: steps that do not count: compiling, and the optimizer's state.
     """
-    _forget(device)
+    forget(device)
     variant = Variant(size, device, settings, techniques, samples=samples)
     for _ in range(warm):
         variant.step()
@@ -112,11 +112,11 @@ def measure(
         spent.append(time.process_time() - before)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
     del variant
-    _forget(device)
+    forget(device)
     return Outcome(reports, peak, spent)
 
 
-def _forget(device: str) -> None:
+def forget(device: str) -> None:
     """Give back what the variant before this one held."""
     gc.collect()
     if device == "cuda":
