@@ -159,6 +159,16 @@ def test_alpha_is_written_only_when_it_is_not_the_rank(configure: Configure) -> 
     assert (written()["lora_rank"], written()["lora_alpha"]) == (8, 4)
 
 
+def test_token_routes_are_asked_for_where_there_can_be_some(configure: Configure) -> None:
+    _, person = configure(
+        tread_config='{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
+    )
+    assert written()["tread_config"]["routes"][0]["end_layer_idx"] == -2
+    FILE.unlink()
+    _, person = configure(model_family="sanavideo")
+    assert "tread_config" not in person.asked
+
+
 def test_rounds_instead_of_steps(configure: Configure) -> None:
     configure(max_train_steps="0", num_train_epochs=["0", "7"])
     assert (written()["max_train_steps"], written()["num_train_epochs"]) == (0, 7)
@@ -190,6 +200,7 @@ def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
         ("validation_resolution", "big", "512", "is not a size"),
         ("validation_resolution", "64", "512", "smaller than 128"),
         ("report_to", "wand", "none", "Did you mean 'wandb'?"),
+        ("tread_config", '{"routes": []}', "-", "at least one route"),
     ],
 )
 def test_a_bad_answer_is_asked_again_with_the_reason(

@@ -38,6 +38,8 @@ def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> No
     assert runs[0].metrics() == runs[1].metrics()
     assert equal(weights(runs[0]), weights(runs[1]))
     assert not equal(weights(runs[0]), weights(runs[2])), "the route did nothing"
+    runs[0].write_config(tread_config=None)
+    assert runs[0].train("max_train_steps=6") == 0, "the last steps without routes"
 
 
 def test_previews_are_those_of_the_whole_model(tmp_path: Path, t2i_checkpoint: Path) -> None:

@@ -119,6 +119,10 @@ def _is_video(draft: Draft) -> bool:
     return draft.spec.media == "video"
 
 
+def _has_routes(draft: Draft) -> bool:
+    return draft.spec.token_blocks is not None
+
+
 def _is_tracked(draft: Draft) -> bool:
     return draft.config.tracking.report_to not in ("none", "simpletuner")
 
@@ -208,7 +212,7 @@ STEPS = (
                 when=lambda draft: "flow_schedule_shift" in draft.spec.defaults,
                 follows=True,
             ),
-            Question("tread_config", "TREAD routes"),
+            Question("tread_config", "TREAD routes, as JSON (faster steps, see docs/TREAD.md)", when=_has_routes),
             Question("crepa_enabled", "CREPA (steadier video)?", when=_is_video),
             Question("use_ema", "Keep a running average of the weights?"),
             Question("ema_validation", "Weights that previews use", when=lambda draft: draft.config.ema.use_ema),
