@@ -255,6 +255,15 @@ class PrecisionConfig(Group):
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
     ] = option("diffusers", "Attention kernel.", planned="switch")  # fmt: skip
+    speed: Literal["auto", "reference"] = option(
+        "auto", "auto computes the same numbers faster where it can; reference is the stock code.", planned="detail"
+    )
+    speed_keep_attention: Flag | None = option(
+        None,
+        "Checkpointing keeps the output of self-attention instead of computing it twice.",
+        planned="detail",
+        default_note="as speed says",
+    )
     disable_tf32: Flag = option(False, "Keep full float32 in matrix products on a GPU.")
 
 
@@ -331,6 +340,18 @@ class LoraConfig(Group):
 class OffloadConfig(Group):
     """Offload"""
 
+    offload: Literal["manual", "auto"] = option(
+        "manual",
+        "auto chooses, by the plan's estimate, what the keys of this section and of checkpointing leave unset, so that "
+        "the run fits the device and wastes none of it.",
+    )
+    plan_device_memory_gb: Number | None = option(
+        None,
+        "Plan for a GPU with so many GB instead of the one at hand; `simpletuner plan --device-memory 24`.",
+        aliases=("device_memory",),
+        gt=0,
+        default_note="the device at hand",
+    )
     enable_group_offload: Flag = option(
         False, "Frozen weights live in host memory and come block by block.", planned="switch"
     )
@@ -338,6 +359,10 @@ class OffloadConfig(Group):
         "block_level", "What comes at a time.", planned="detail"
     )
     group_offload_blocks_per_group: Integer = option(1, "Blocks that come together.", ge=1, planned="detail")
+    group_offload_resident_blocks: Integer = option(0, "Blocks that stay on the device.", ge=0, planned="detail")
+    offload_block_inputs: Flag = option(
+        False, "Block inputs wait in host memory until the backward pass.", planned="switch"
+    )
     group_offload_use_stream: Flag = option(False, "Copies run beside the compute (CUDA).", planned="detail")
     group_offload_to_disk_path: PathText | None = option(None, "Parked weights lie on disk.", planned="detail")
     group_offload_text_encoder: Flag = option(False, "The same for text encoders.", planned="switch")
@@ -651,6 +676,11 @@ def all_options() -> dict[str, Option]:
         for attribute, group in GROUPS.items()
         for name, field in group.model_fields.items()
     }
+
+
+def is_built(name: str) -> bool:
+    """Whether what a key controls is there."""
+    return all_options()[name].planned is None
 
 
 @functools.cache

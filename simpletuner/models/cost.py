@@ -140,24 +140,28 @@ class TransformerCost:
             groups[prefix if prefix in groups else ""].append(name)
         return groups
 
-    def block_bytes(self, dtype: str, *, quantised: bool) -> list[float]:
-        """Bytes of the frozen weights of each block, in order."""
+    def block_bytes(self, dtype: str, *, quantised: float) -> list[float]:
+        """Bytes of the frozen weights of each block, in order.
+
+        Args:
+            quantised: bytes per weight of a linear layer, 0 for as `dtype` says.
+        """
         return [self._bytes(self._by_block[prefix], dtype, quantised) for prefix in self.blocks]
 
     def rest_bytes(self, dtype: str) -> float:
         """Bytes of the weights outside the blocks."""
-        return self._bytes(self._by_block[""], dtype, False)
+        return self._bytes(self._by_block[""], dtype, 0.0)
 
-    def _bytes(self, names: Sequence[str], dtype: str, quantised: bool) -> float:
+    def _bytes(self, names: Sequence[str], dtype: str, quantised: float) -> float:
         return sum(self._size(name, dtype, quantised) for name in names)
 
-    def _size(self, name: str, dtype: str, quantised: bool) -> float:
-        """An int8 weight has one scale per row beside it; only linear layers are quantised."""
+    def _size(self, name: str, dtype: str, quantised: float) -> float:
+        """A quantised weight has one scale per row beside it; only linear layers are quantised."""
         shape = self.shapes[name]
         if self.stays_float32(name):
             return 4.0 * math.prod(shape)
         if quantised and len(shape) == 2 and name.endswith(".weight"):
-            return math.prod(shape) + float(BYTES[dtype]) * shape[0]
+            return quantised * math.prod(shape) + BYTES[dtype] * shape[0]
         return float(BYTES[dtype]) * math.prod(shape)
 
     def linear_modules(self) -> dict[str, tuple[int, int]]:
@@ -243,6 +247,7 @@ class FamilyCost:
         prompt_width: width of a text embedding.
         picture_tokens: text tokens that a source picture of a size takes in the prompt, where it is in it.
         guided_together: guidance runs both prompts in one batch instead of one after the other.
+        padded_text: the length that every prompt is padded to; 0 where prompts are as long as they are.
     """
 
     published: Callable[[str], dict[str, object]]
@@ -254,6 +259,7 @@ class FamilyCost:
     prompt_width: int
     picture_tokens: Callable[[int, int], int] = field(default=lambda width, height: 0)
     guided_together: bool = False
+    padded_text: int = 0
 
 
 def number(settings: Mapping[str, object], key: str, default: int) -> int:

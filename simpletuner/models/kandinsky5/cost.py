@@ -25,6 +25,7 @@ from simpletuner.models.cost import (
 
 FLOAT32 = ("time_embeddings.", "modulation.")  # `_keep_in_fp32_modules` of the class
 QKV = ("to_query", "to_key", "to_value")
+FIRST_PROJECTIONS = re.compile(r"(text|visual)_transformer_blocks\.0\.self_attention\.to_(query|key|value)")
 QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
 FLUX_VAE, HUNYUAN_VAE = 83_819_683, 246_478_803
 PROMPT_PIXELS = 56  # pixels a side of a picture per token of Qwen's prompt: it sees half the size in steps of 28

@@ -185,4 +185,5 @@ COST = FamilyCost(
     vae_decode=vae_decode,
     prompt_width=2304,
     guided_together=True,
+    padded_text=TEXT_LENGTH,
 )
