@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
+from simpletuner.models.cost import FamilyCost
 
 if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource
@@ -77,6 +78,7 @@ class FamilySpec:
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
         text_fingerprint: stands for the words around a caption; changes when they do.
+        cost: shapes, FLOPs and bytes, for the plan.
         bare_fingerprint: the same for negative prompts and the empty caption, None where nothing differs.
         prompt_holds_picture: tasks whose prompt contains the source picture.
     """
@@ -101,6 +103,7 @@ class FamilySpec:
     check_checkpoint: Callable[[Flavour, ModelSource], list[Problem]]
     clean_caption: Callable[[str], str]
     text_fingerprint: Callable[[TextConfig, Flavour], str]
+    cost: FamilyCost
     bare_fingerprint: Callable[[TextConfig], str] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prompt_holds_picture: frozenset[Task] = frozenset()

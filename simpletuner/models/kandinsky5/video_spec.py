@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
+from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.kandinsky5.rope import parse_rope_scale
 from simpletuner.models.kandinsky5.spec import (
     ALL_LINEAR,
@@ -128,6 +129,7 @@ KANDINSKY5_VIDEO = FamilySpec(
     check_checkpoint=check_video_checkpoint,
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
+    cost=VIDEO_COST,
     grid=pixel_grid,
     frame_rate=24,
     frame_stride=4,
