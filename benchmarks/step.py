@@ -1,4 +1,7 @@
-"""Our optimizer step against a plain diffusers + peft loop: same model, LoRA, optimizer, checkpointing, batch."""
+"""Our optimizer step against a plain diffusers + peft loop: same model, LoRA, optimizer, checkpointing, batch.
+
+`reference` runs diffusers' blocks as the loop does, `eager` ours, `compiled` ours through torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from benchmarks.models import (
+    SHAPES,
     SIZES,
     RandomAdapter,
     build_transformer,
@@ -34,6 +38,14 @@ from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step
 
 RATE = 1e-4
+VARIANTS: dict[str, dict[str, Any]] = {
+    "reference": {"speed": "reference", "dynamo_backend": "no"},
+    "eager": {"speed": "auto", "dynamo_backend": "no"},
+    "compiled": {"speed": "auto", "dynamo_backend": "inductor"},
+}
+BARS = {"reference": 1.05, "eager": 0.95, "compiled": 0.75}
+# What everything together must reach on one H100.
+GPU_BARS = {"lite": 0.65, "image": 0.55, "sana": 0.70}
 
 
 class _Memory:
@@ -133,27 +145,36 @@ def _sana_velocity(model: Any, noisy: Tensor, timesteps: Tensor, embeds: dict[st
 
 def main() -> None:
     parser = arguments(__doc__, SIZES)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="samples per step")
+    parser.add_argument("--batches", type=int, nargs="+", help="samples per step")
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=["reference", "eager"])
     parser.add_argument("--steps", type=int, help="steps per round; by default as many as a size needs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     steps = options.steps or {"tiny": 20, "image": 5}.get(options.size, 1)
     precision = "no" if options.device == "cpu" else "bf16"
-    settings: dict[str, Any] = {"mixed_precision": precision, "learning_rate": RATE, "lora_rank": 16}
-    config = config_of(options.size, gradient_checkpointing=True, **settings)
+    common = {"mixed_precision": precision, "gradient_checkpointing": True, "lora_rank": 16, "learning_rate": RATE}
+    configs = {name: config_of(options.size, **common, **settings) for name, settings in VARIANTS.items()}
+    config = configs["eager"]
+    bars = BARS | ({"compiled": GPU_BARS.get(options.size, BARS["compiled"])} if options.device == "cuda" else {})
+    batches = options.batches or ([1, 4] if SHAPES[options.size].gigabytes is None else [1])
     ratios: list[Ratio] = []
     with tempfile.TemporaryDirectory() as folder:
-        for count in options.batches:
+        for count in batches:
             batch = make_batch(options.size, count)
             makers: dict[str, Callable[[], Callable[[], None]]] = {
                 "plain": lambda batch=batch: plain(options.size, options.device, config, batch),
-                "ours": lambda batch=batch: ours(options.size, options.device, config, batch),
             }
-            if options.size in ("tiny", "medium"):  # a third copy of a real model would prove nothing
-                makers["recorded"] = lambda batch=batch: ours(options.size, options.device, config, batch, Path(folder))
+            for name in options.variants:
+                makers[name] = lambda batch=batch, name=name: ours(options.size, options.device, configs[name], batch)
+            if SHAPES[options.size].gigabytes is None:  # another copy of a real model would prove nothing
+                makers["recorded"] = lambda batch=batch: ours(
+                    options.size, options.device, configs["eager"], batch, Path(folder)
+                )
             variants = {name: _repeat(make(), steps) for name, make in makers.items()}
             seconds = interleave(variants, options.rounds, clock_of(options.device))
-            ratios.append(compare(f"step / plain loop, batch {count}", seconds, "ours", "plain", 1.05))
+            for name in options.variants:
+                title = f"step, {name} / plain loop, batch {count}"
+                ratios.append(compare(title, seconds, name, "plain", bars[name]))
             if "recorded" in seconds:
                 name = f"step and its record / plain loop, batch {count}"
                 ratios.append(compare(name, seconds, "recorded", "plain", 1.05))

@@ -29,18 +29,15 @@ class SelfAttention:
 
     Attributes:
         choose: picks the kernel for a call; may measure, since nothing surrounds it.
-        long_from: tokens from which on `within` has an effect. Entering a mode costs a fixed time, which is more than
-            half of the attention itself at 256 tokens and less than its tenth at 1000.
     """
 
     def __init__(self) -> None:
         self.choose: Callable[[Tensor, Tensor, Tensor], AttentionKernel] = lambda query, key, value: torch_attention
-        self.long_from = 512
         self._mode: AbstractContextManager[Any] = nullcontext()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         kernel = self.choose(query, key, value)
-        with self._mode if query.shape[1] >= self.long_from else nullcontext():
+        with self._mode:
             return kernel(query, key, value)
 
     @contextmanager

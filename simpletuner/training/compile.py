@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from simpletuner.config.schema import LaunchConfig
 from simpletuner.models.adapter import BlockLayout
@@ -41,40 +42,50 @@ class CompiledPiece:
         training = torch.is_grad_enabled()
         if not training and not self.sampling:
             return self.eager(block, hidden, *others)
-        if training and not hidden.requires_grad:
-            # The first block sees the model's input; without this it would need a compiled function of its own.
-            hidden = hidden.detach().requires_grad_()
+        hidden = with_gradient(hidden) if training else hidden
         for tensor in (hidden, *others):
             if tensor is not None and tensor.shape[1] > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 1)
         return self.compiled(block, hidden, *others)
 
 
-class CheckedForward:
-    """`forward` of a stock block, compiled if the gradients of its kind were found right, else as it was.
+Case = tuple[object, ...]  # kind of a block, and the shapes of what it is given
 
-    The check is made at the first step, with its inputs: inductor compiles blocks of Sana Video for a CPU so that
-    some gradients are wrong by orders of magnitude, and nothing else shows it.
+
+class CheckedForward:
+    """`forward` of a stock block, compiled where gradients of its kind were found right, else as it was.
+
+    Every shape is checked when it is first seen, with its inputs: inductor was found to compile blocks of Sana Video
+    for a CPU so that some gradients are wrong by orders of magnitude, and nothing else shows it.
     """
 
     def __init__(
-        self, block: nn.Module, compiler: Callable[..., Any], verdicts: dict[type, bool], sampling: bool
+        self, block: nn.Module, compiler: Callable[..., Any], verdicts: dict[Case, bool], sampling: bool
     ) -> None:
         self.block, self.verdicts, self.sampling = block, verdicts, sampling
         self.eager, self.compiled = block.forward, compiler(block.forward)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        kind = type(self.block)
-        if not torch.is_grad_enabled():
-            chosen = self.compiled if self.sampling and self.verdicts.get(kind) else self.eager
-            return chosen(*inputs, **named)
-        if kind not in self.verdicts:
+        case = (type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
+        if torch.is_grad_enabled():
+            inputs = (with_gradient(inputs[0]), *inputs[1:])
+            if case not in self.verdicts:
+                self.verdicts[case] = self._is_right(inputs, named)
+            is_right = self.verdicts[case]
+        else:
+            is_right = self.sampling and self.verdicts.get(case, False)
+        return (self.compiled if is_right else self.eager)(*inputs, **named)
+
+    def _is_right(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        name = type(self.block).__name__
+        try:
             worst = gradient_error(self.block, self.eager, self.compiled, inputs, named)
-            self.verdicts[kind] = worst < TOLERANCE
-            if worst >= TOLERANCE:
-                message = "%s is not compiled: gradients of the compiled block are wrong, relative error %.2g."
-                logger.warning(message, kind.__name__, worst)
-        return (self.compiled if self.verdicts[kind] else self.eager)(*inputs, **named)
+        except TorchDynamoException as error:
+            logger.warning("%s is not compiled at this size: %s", name, str(error).partition("\n")[0])
+            return False
+        if worst >= TOLERANCE:
+            logger.warning("%s is not compiled at this size: relative error of its gradients %.2g.", name, worst)
+        return worst < TOLERANCE
 
 
 def compile_blocks(
@@ -87,7 +98,8 @@ def compile_blocks(
     """
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-        dynamic = True if launch.dynamo_dynamic else None
+        # Sizes of stock blocks are not marked, and inductor fails where it makes those of Sana Video symbols.
+        dynamic = True if launch.dynamo_dynamic else None if fast is not None else False
         compiled: Callable[..., Any] = torch.compile(
             function, backend=backend, mode=launch.dynamo_mode, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
         )
@@ -97,9 +109,15 @@ def compile_blocks(
         for name, piece in fast.pieces.items():
             fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling)
         return
-    verdicts: dict[type, bool] = {}
+    verdicts: dict[Case, bool] = {}
     for block in layout.blocks:
         block.forward = CheckedForward(block, compiler, verdicts, sampling)
+
+
+def with_gradient(hidden: Tensor) -> Tensor:
+    """The hidden states as they come out of a block. The first block gets the model's input, which no gradient is
+    asked for, and would need a compiled function of its own."""
+    return hidden if hidden.requires_grad else hidden.detach().requires_grad_()
 
 
 def gradient_error(
@@ -131,7 +149,12 @@ def _gradients(
     return [torch.zeros_like(like) if each is None else each for each, like in zip(gradients, wanted, strict=True)]
 
 
+def _shape(value: Any) -> object:
+    """What a compiled function may be specialised to: a tensor's shape and dtype, any other value itself."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+
 def _copy(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    return value.detach().requires_grad_()
+    return value.detach().requires_grad_(value.requires_grad)

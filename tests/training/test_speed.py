@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import ConfigError
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
+from simpletuner.training import activation_checkpointing
 from simpletuner.training.assemble import Intent, assemble, make_accelerator
 from simpletuner.training.attention_kernel import MeasuredChoice, kernel_chooser
 from simpletuner.training.state import Assembly
@@ -79,12 +80,10 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(other[name], value), name
 
 
-def with_long_attention(assembly: Assembly) -> Assembly:
+@pytest.fixture(autouse=True)
+def everything_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny sequences count as long, so that checkpointing keeps their attention."""
-    for block in assembly.adapter.block_layout(assembly.transformer).blocks:
-        forward: Any = block.forward
-        forward.fast.self_attention.long_from = 0
-    return assembly
+    monkeypatch.setattr(activation_checkpointing, "LONG", 0)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -94,7 +93,7 @@ def test_auto_equals_reference(checkpoints: dict[str, Path], case: str, precisio
     settings = {"mixed_precision": precision, "targets": ALL_LINEAR}
     stock = loss_and_gradients(make_assembly(checkpoints[case], case, speed="reference", **settings), batch)
     auto = make_assembly(checkpoints[case], case, **settings)
-    assert_equal(stock, loss_and_gradients(with_long_attention(auto), batch))
+    assert_equal(stock, loss_and_gradients(auto, batch))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_auto_equals_reference(checkpoints: dict[str, Path], case: str, precisio
 def test_other_ways_to_train_are_equal(checkpoints: dict[str, Path], settings: dict[str, Any]) -> None:
     batch = make_batch(checkpoints["t2i"], "t2i")
     stock = loss_and_gradients(make_assembly(checkpoints["t2i"], "t2i", speed="reference", **settings), batch)
-    auto = with_long_attention(make_assembly(checkpoints["t2i"], "t2i", **settings))
+    auto = make_assembly(checkpoints["t2i"], "t2i", **settings)
     assert_equal(stock, loss_and_gradients(auto, batch))
 
 
@@ -122,7 +121,7 @@ class CountedAttention(TorchDispatchMode):
 @pytest.mark.parametrize(("keep", "calls"), [(True, 8), (False, 10)])
 def test_kept_attention_is_not_computed_again(checkpoints: dict[str, Path], keep: bool, calls: int) -> None:
     """One text attention and two visual blocks with two attentions each, forward and again backward."""
-    assembly = with_long_attention(make_assembly(checkpoints["t2i"], "t2i", speed_keep_attention=keep))
+    assembly = make_assembly(checkpoints["t2i"], "t2i", speed_keep_attention=keep)
     batch = make_batch(checkpoints["t2i"], "t2i")
     with CountedAttention() as counted:
         loss_and_gradients(assembly, batch)
@@ -133,7 +132,7 @@ def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path]) -> Non
     batch = make_batch(checkpoints["t2i"], "t2i")
     kept = []
     for keep in (False, True):
-        assembly = with_long_attention(make_assembly(checkpoints["t2i"], "t2i", speed_keep_attention=keep))
+        assembly = make_assembly(checkpoints["t2i"], "t2i", speed_keep_attention=keep)
         before = live_bytes()
         loss = micro_loss(assembly, batch, 0, 0, _Losses())
         kept.append(live_bytes() - before)

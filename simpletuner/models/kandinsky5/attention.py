@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -95,11 +95,31 @@ def project(
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding as the stock processor computes it, its rounding to bfloat16 included; the same with tables."""
     if isinstance(rope, RotaryTables):
-        first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        turned = (first * rope.cos - second * rope.sin, first * rope.sin + second * rope.cos)
-        return torch.stack([each.to(torch.bfloat16) for each in turned], dim=-1).flatten(-2).type_as(x)
+        rotated: Tensor = Rotation.apply(x, *rope)
+        return rotated
     pairs = x.reshape(*x.shape[:-1], -1, 1, 2).float()
     return (rope * pairs).sum(dim=-1).reshape(x.shape).to(torch.bfloat16).type_as(x)
+
+
+class Rotation(torch.autograd.Function):
+    """Pairs of neighbours turned by the angles of two tables; the gradient is turned back.
+
+    Both directions round to bfloat16 where the stock processor does, and like it they round every product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = (first * cos).sub_(second * sin), (first * sin).add_(second * cos)
+        return torch.stack([each.to(torch.bfloat16) for each in turned], dim=-1).flatten(-2).type_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        first, second = grad.to(torch.bfloat16).float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = (first * cos).add_(second * sin), (second * cos).sub_(first * sin)
+        return torch.stack([each.to(grad.dtype) for each in turned], dim=-1).flatten(-2), None, None
 
 
 def install(transformer: nn.Module) -> TextPadding:
