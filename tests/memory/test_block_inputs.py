@@ -91,3 +91,17 @@ def test_buffers_serve_tensors_of_any_shape() -> None:
         weight.grad = None
         del products
         assert len(inputs._free) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("streams", [False, True])
+def test_on_a_gpu(streams: bool) -> None:
+    device = torch.device("cuda")
+    plain, ours = Trained(), Trained(block_inputs=BlockInputs(device))
+    for model in (plain, ours):
+        model.to(device)
+    if streams:
+        ours.offloaded(device=device, group_offload_use_stream=True)
+    for _ in range(3):
+        assert_equal(ours.step(), plain.step())

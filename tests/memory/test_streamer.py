@@ -12,6 +12,7 @@ from optimum.quanto import freeze, qint8, quantize
 from torch import nn
 
 from simpletuner.memory.offload import attach
+from simpletuner.memory.offload.image import leaves
 from simpletuner.memory.offload.streamer import in_backward
 from tests.memory.streaming import BLOCKS, AdversarialLane, Trained, assert_equal, order
 
@@ -101,6 +102,15 @@ def test_a_steady_step_copies_as_little_as_it_can(slots: int, size: int) -> None
         assert len(order(streamer)) == 2 * (groups - slots)
 
 
+def test_compiled_blocks_are_compiled_once() -> None:
+    """Other memory behind a weight is no reason to compile a block anew."""
+    trained = Trained(compiled="eager")
+    trained.offloaded()
+    first = trained.step()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert_equal(trained.step(), first)
+
+
 def test_sampling_wraps_around() -> None:
     trained = Trained()
     streamer = trained.offloaded()
@@ -123,6 +133,29 @@ def test_the_adversary_notices_weights_saved_by_value(monkeypatch: pytest.Monkey
     streamed.offloaded()
     ours, theirs = streamed.step(), plain.step()
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("checkpointing", "prepare"), [(True, None), (False, None), (True, to_int8)])
+def test_a_block_computes_in_its_slot(
+    monkeypatch: pytest.MonkeyPatch, checkpointing: bool, prepare: Callable[[nn.Module], None] | None
+) -> None:
+    """Every weight of the block at work lies in a slot, and of the others only what has not been replaced yet."""
+    trained = Trained(prepare=prepare, checkpointing=checkpointing)
+    streamer = trained.offloaded()
+    weights = [[leaf for tensor in image.tensors for leaf in leaves(tensor)] for image in streamer.images]
+    slots = {slot.untyped_storage().data_ptr() for slot in streamer.slots}
+    seen: list[set[int]] = []
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        places = [{leaf.untyped_storage().data_ptr() in slots for leaf in group} for group in weights]
+        assert all(len(place) == 1 for place in places), "a group is there, or it is not"
+        seen.append({index for index, place in enumerate(places) if True in place})
+
+    for block in trained.layout.blocks:
+        next(block.children()).register_forward_pre_hook(look)
+    trained.step()
+    assert seen[:BLOCKS] == [{0}, {1}, {2}, {3}, {4}, {4, 5}]
+    assert seen[BLOCKS:] == ([{4, 5}, {4}, {3}, {2}, {1}, {0, 1}] if checkpointing else [])
 
 
 @pytest.mark.parametrize("prepare", [None, to_int8])

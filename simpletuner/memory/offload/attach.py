@@ -62,9 +62,19 @@ def attach_offload(
     if not blocks:
         logger.warning("group_offload_resident_blocks covers every block: nothing is left to offload.")
         return None
+    wanted = config.group_offload_blocks_per_group
+    if wanted > len(blocks):
+        message = "group_offload_blocks_per_group: %d is more than the %d blocks that stream; they come as one group."
+        logger.warning(message, wanted, len(blocks))
     streamer = stream(blocks, device, config, slots)
     if keeps_saved:
         _remember_places(transformer, streamer)
+    where = "in host memory" if config.group_offload_to_disk_path is None else "on disk"
+    total = sum(image.nbytes for image in streamer.images)
+    logger.info(
+        "%d blocks stream through %d x %.0f MB; %.2f GB of weights wait %s.",
+        len(blocks), len(streamer.slots), streamer.slots[0].nbytes / 1e6, total / 1e9, where,
+    )  # fmt: skip
     return streamer
 
 
@@ -85,7 +95,7 @@ def stream(blocks: Sequence[nn.Module], device: torch.device, config: OffloadCon
     Raises:
         UserError: the folder for images on disk cannot be made.
     """
-    size = _group_size(config, len(blocks))
+    size = config.group_offload_blocks_per_group
     groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     images = [WeightImage(group, _settle(config, device)) for group in groups]
     if config.group_offload_use_stream and device.type != "cuda":
@@ -98,11 +108,6 @@ def stream(blocks: Sequence[nn.Module], device: torch.device, config: OffloadCon
         for block in group:
             _enter_before_forward(block, streamer, index)
             _stay_put(block, frozenset(id(tensor) for tensor in image.tensors))
-    logger.info(
-        "%d blocks (%s) stream through %d x %.0f MB; %.2f GB wait %s.",
-        len(blocks), type(blocks[-1]).__name__, len(streamer.slots), largest / 1e6,
-        sum(image.nbytes for image in images) / 1e9, "on disk" if to_disk else "in host memory",
-    )  # fmt: skip
     return streamer
 
 
@@ -146,14 +151,6 @@ def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
     if isinstance(module, nn.ModuleList):
         return [module]
     return [found for child in module.children() for found in _outermost_lists(child)]
-
-
-def _group_size(config: OffloadConfig, blocks: int) -> int:
-    """Blocks per group, at most all of them."""
-    wanted = config.group_offload_blocks_per_group
-    if wanted > blocks:
-        logger.warning("group_offload_blocks_per_group: %d is more than there are blocks; %d is used.", wanted, blocks)
-    return min(wanted, blocks)
 
 
 def _settle(config: OffloadConfig, device: torch.device) -> Callable[[WeightImage, Tensor], Tensor]:

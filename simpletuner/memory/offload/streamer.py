@@ -72,7 +72,6 @@ class Streamer:
         evicted = self._held[index]
         if evicted is not None:
             self.images[evicted].bind(self.images[evicted].flat)
-            self._tickets.pop(evicted, None)
         self._held[index] = group
         self._tickets[group] = self.lane.submit(self.slots[index], self.images[group].flat)
 
