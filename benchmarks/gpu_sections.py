@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.models import SHAPES, build_clip_vae, make_config
+from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
 from simpletuner.config.tread import Route
 from simpletuner.memory.measure import fastest, host_to_device_bytes, matmul_flops
@@ -259,6 +260,10 @@ def tread(machine: Machine) -> list[Line]:
             for name, techniques in (("all tokens", []), ("half the tokens", [Tread([routes_of(size)])]))
         }
         lines += _lines(size, found, "all tokens")
+        if size in MODELS:
+            allowed = share_of_arithmetic(size, [routes_of(size)])
+            reached = allowed * found["all tokens"].seconds / found["half the tokens"].seconds
+            lines.append(Line(f"{size}, speed-up / FLOP limit", reached, "of 1", f"limit {1 / allowed:.2f}"))
     return lines
 
 

@@ -71,6 +71,7 @@ _TINY = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": WIDTH, "model_
          "num_text_blocks": 1, "num_visual_blocks": 2}  # fmt: skip
 _MEDIUM = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 128, "model_dim": 384, "ff_dim": 1536,
            "num_text_blocks": 2, "num_visual_blocks": 8}  # fmt: skip
+_DEEP = {**_MEDIUM, "num_visual_blocks": 16}
 _LITE = {"in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "model_dim": 1792, "ff_dim": 7168,
          "num_text_blocks": 2, "num_visual_blocks": 32}  # fmt: skip
 _IMAGE = {**_LITE, "model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50}
@@ -88,6 +89,8 @@ SHAPES: dict[str, Size] = {
                        (3, 8, 12), 24, _SMALL_TEXT),
     "medium-video": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_MEDIUM, _NARROW, visual_cond=True),
                          (5, 16, 24), 64, _SMALL_TEXT),
+    "deep": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_DEEP, _NARROW, visual_cond=True), (4, 32, 32),
+                 128, _SMALL_TEXT),
     "tiny-sana": Size("sanavideo", "2b-480p", _TINY_SANA, (3, 8, 12), 300, {"prompt_embeds": WIDTH}),
     # 512 x 768, 61 frames
     "lite": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_LITE, _NARROW, visual_cond=True), (16, 64, 96),

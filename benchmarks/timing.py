@@ -81,7 +81,7 @@ def show(title: str, ratios: Sequence[Ratio], options: argparse.Namespace) -> No
     print(title)
     print(f"{'':{width}}   median      min      max      bar")
     for ratio in ratios:
-        bar = "" if ratio.bar is None else f"<= {ratio.bar:g}"
+        bar = "" if ratio.bar is None else f"<= {ratio.bar:.3g}"
         numbers = f"{ratio.median:9.3f}{min(ratio.rounds):9.3f}{max(ratio.rounds):9.3f}{bar:>9}"
         print(f"{ratio.name:{width}}{numbers}  {ratio.verdict:6}  {ratio.note}".rstrip())
     if options.json:
