@@ -48,10 +48,11 @@ def keeps_attention(config: SpeedConfig) -> bool:
 
 
 def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> str | None:
-    """The backend of torch.compile, None for none: unless the key is set, inductor on CUDA."""
+    """The backend of torch.compile, None for none: unless the key is set, inductor on CUDA, with what it needs."""
     if launch.dynamo_backend is not None:
         return None if launch.dynamo_backend == "no" else launch.dynamo_backend
-    return "inductor" if config.speed == "auto" and device == "cuda" and has_compiler() else None
+    able = device == "cuda" and has_compiler() and importlib.util.find_spec("triton") is not None
+    return "inductor" if config.speed == "auto" and able else None
 
 
 def has_compiler() -> bool:

@@ -26,17 +26,19 @@ TOLERANCE = 0.05
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompiledPiece:
-    """A function of `FastBlocks.pieces`, compiled for any number of tokens.
+    """A function of `FastBlocks.pieces`, compiled for any number of tokens, or as it was if the compiler fails.
 
     Attributes:
         sampling: whether calls without gradients, that is previews, run the compiled code, too.
+        strict: let the compiler's errors through.
     """
 
     eager: Callable[..., Any]
     compiled: Callable[..., Any]
-    sampling: bool
+    sampling: bool = False
+    strict: bool = False
 
     def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
         training = torch.is_grad_enabled()
@@ -46,7 +48,14 @@ class CompiledPiece:
         for tensor in (hidden, *others):
             if tensor is not None and tensor.shape[1] > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 1)
-        return self.compiled(block, hidden, *others)
+        try:
+            return self.compiled(block, hidden, *others)
+        except TorchDynamoException as error:
+            if self.strict:
+                raise
+            logger.warning("%s is not compiled: %s", self.eager.__name__, _reason(error))
+            self.compiled = self.eager
+        return self.eager(block, hidden, *others)
 
 
 Case = tuple[object, ...]  # kind of a block, and the shapes of what it is given
@@ -81,7 +90,7 @@ class CheckedForward:
         try:
             worst = gradient_error(self.block, self.eager, self.compiled, inputs, named)
         except TorchDynamoException as error:
-            logger.warning("%s is not compiled at this size: %s", name, str(error).partition("\n")[0])
+            logger.warning("%s is not compiled at this size: %s", name, _reason(error))
             return False
         if worst >= TOLERANCE:
             logger.warning("%s is not compiled at this size: relative error of its gradients %.2g.", name, worst)
@@ -107,7 +116,7 @@ def compile_blocks(
 
     if fast is not None:
         for name, piece in fast.pieces.items():
-            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling)
+            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph)
         return
     verdicts: dict[Case, bool] = {}
     for block in layout.blocks:
@@ -147,6 +156,11 @@ def _gradients(
         wanted = [each for each in (*copies, *block.parameters()) if isinstance(each, Tensor) and each.requires_grad]
         gradients = torch.autograd.grad(output, wanted, output.detach(), allow_unused=True)
     return [torch.zeros_like(like) if each is None else each for each, like in zip(gradients, wanted, strict=True)]
+
+
+def _reason(error: Exception) -> str:
+    """What the compiler says, without the advice that follows it."""
+    return " ".join(str(error).splitlines()[:2])
 
 
 def _shape(value: Any) -> object:

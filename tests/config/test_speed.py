@@ -60,6 +60,7 @@ def test_switches_follow_speed_unless_set(settings: dict[str, Any], expected: tu
 )
 def test_backend(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str, expected: str | None) -> None:
     monkeypatch.setattr(speed, "has_compiler", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton" or None)
     config = make(**settings)
     assert speed.compile_backend(config.speed, config.launch, device) == expected
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from simpletuner.config.speed import has_compiler
@@ -96,12 +97,32 @@ def test_inductor_on_one_block() -> None:
     found = []
     for compiler in (None, torch.compile):
         pieces = fast.install(model, attention.install(model)).pieces
-        piece = pieces["text"] if compiler is None else CompiledPiece(pieces["text"], compiler(pieces["text"]), False)
+        piece = pieces["text"] if compiler is None else CompiledPiece(pieces["text"], compiler(pieces["text"]))
         piece(block, *inputs).square().sum().backward()
         found.append({name: each.grad.clone() for name, each in block.feed_forward.named_parameters()})
         block.zero_grad()
     assert_close(found[1], found[0], 0.02)
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_compiler_that_fails(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise ValueError("no such machine")
+
+    def double(block: nn.Module, x: Tensor) -> Tensor:
+        return 2 * x
+
+    piece = CompiledPiece(double, torch.compile(double, backend=backend), strict=strict)
+    x = torch.ones(1, 3)
+    if strict:
+        with pytest.raises(TorchDynamoException, match="no such machine"):
+            piece(nn.Identity(), x)
+        return
+    for _ in range(2):
+        assert torch.equal(piece(nn.Identity(), x), 2 * x)
+    (warning,) = [each.message for each in caplog.records if each.name == "simpletuner.training.compile"]
+    assert warning == "double is not compiled: backend='backend' raised: ValueError: no such machine"
 
 
 class Doubling(torch.autograd.Function):

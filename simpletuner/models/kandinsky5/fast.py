@@ -183,10 +183,12 @@ def attend(
 
 def modulate(norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """norm(x) (scale + 1) + shift in float32, rounded once to the dtype of `x`."""
-    out: Tensor = norm(x.float()) * (scale + 1.0) + shift
+    out: Tensor = norm(x.float())
+    # In place where nobody needs the normalised values again: the gradient of `scale` would.
+    out = out * (scale + 1.0) + shift if scale.requires_grad else out.mul_(scale + 1.0).add_(shift)
     return out.type_as(x)
 
 
 def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
     """x + gate out in float32, the dtype of `gate`, rounded once to the dtype of `x`."""
-    return (x + gate * out).type_as(x)
+    return (gate * out).add_(x).type_as(x)
