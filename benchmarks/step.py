@@ -29,6 +29,7 @@ from benchmarks.models import make_config as config_of
 from benchmarks.timing import Ratio, arguments, compare, interleave, show
 from simpletuner.config.load import RunConfig
 from simpletuner.diffusion.batch import Batch
+from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.metrics import MetricsFile
 from simpletuner.reporting.plain import PlainProgress
 from simpletuner.training.assemble import Intent, assemble
@@ -156,6 +157,8 @@ def main() -> None:
     configs = {name: config_of(options.size, **common, **settings) for name, settings in VARIANTS.items()}
     config = configs["eager"]
     bars = BARS | ({"compiled": GPU_BARS.get(options.size, BARS["compiled"])} if options.device == "cuda" else {})
+    if not FAMILIES[SHAPES[options.size].family].fast_blocks:
+        bars |= {"eager": BARS["reference"]}  # its blocks are those of diffusers
     batches = options.batches or ([1, 4] if SHAPES[options.size].gigabytes is None else [1])
     ratios: list[Ratio] = []
     with tempfile.TemporaryDirectory() as folder:
