@@ -113,7 +113,8 @@ class TransformerCost:
         rows: to how many positions of a micro-batch a weight is applied; 0 for parameters that are no weights.
         attention: FLOPs of all attentions in a forward pass.
         activations: bytes of a micro-batch, by bytes of the compute dtype and adapters.
-        starts: modules whose input no trained weight has touched, so that no gradient flows into it.
+        starts: modules whose input no trained weight has touched, so that no gradient flows into it; in a full
+            fine-tune (the second argument) only the embeddings.
     """
 
     shapes: Mapping[str, Shape]
@@ -124,7 +125,7 @@ class TransformerCost:
     rows: Callable[[str, Load], int]
     attention: Callable[[Load], Work]
     activations: Callable[[Load, int, Adapters], Activations]
-    starts: Callable[[str], bool]
+    starts: Callable[[str, bool], bool]
 
     @property
     def parameters(self) -> int:
@@ -192,7 +193,7 @@ class TransformerCost:
         linear = 0.0
         for name in self.shapes:
             module = name.removesuffix(".weight")
-            product, flows = self._product(name, load), not self.starts(module)
+            product, flows = self._product(name, load), not self.starts(module, full)
             linear += product * (flows + full)
             if module in adapters:
                 down, up = self._adapter_products(name, load, adapters)

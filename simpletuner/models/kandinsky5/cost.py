@@ -128,13 +128,12 @@ def rows(name: str, load: Load) -> int:
     return load.samples * (load.text if reads_text else load.tokens)
 
 
-def starts(module: str) -> bool:
-    """Embeddings, time, modulation, and the first projections of either kind of block."""
-    if "modulation." in module or "embeddings." in module:
+def starts(module: str, full: bool) -> bool:
+    """Embeddings; beside a LoRA also time, modulation, and the first projections of either kind of block."""
+    if module.endswith("embeddings.in_layer"):
         return True
-    return (
-        re.fullmatch(r"(text|visual)_transformer_blocks\.0\.self_attention\.to_(query|key|value)", module) is not None
-    )
+    beside_lora = "modulation." in module or "embeddings." in module or FIRST_PROJECTIONS.fullmatch(module)
+    return not full and bool(beside_lora)
 
 
 def attention_work(load: Load, d: int, text_blocks: int, visual_blocks: int) -> Work:
