@@ -104,7 +104,8 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
         name = f"a GPU with {planned_gigabytes:g} GB"
         rates = rates_of(found[0]) if found else UNKNOWN_GPU
         like = f"as fast as {found[0]}" if found else "rates of a modest GPU"
-        return Device(name, planned_gigabytes * 1e9, host, True, rates, f"{like}, assumed")
+        # Whether this machine's own memory suffices says nothing about a machine that is only imagined.
+        return Device(name, planned_gigabytes * 1e9, host if found else None, True, rates, f"{like}, assumed")
     if found:
         device = Device(found[0], found[1], host, True, rates_of(found[0]), "rates assumed")
     else:

@@ -152,12 +152,12 @@ def choose(budget: Budget, built: Built = is_built) -> Budget:
     Only keys that the user left unset are touched. When nothing fits, the leanest settings are returned, and
     `check_fit` says what is missing.
     """
-    tried = list(_ways(budget, built))
-    for change, reason in tried:
-        chosen = _with(budget, change, reason)
-        if fits(chosen.phases, budget.device, headroom=HEADROOM):
-            return chosen
-    return _with(budget, *tried[-1])
+    start: Choice = budget.config, budget.workload
+    ways = list(_ways(budget, built))
+    for change, reason in ways:
+        if fits(_phases(start, [change], budget), budget.device, headroom=HEADROOM):
+            return _with(budget, change, reason)
+    return _with(budget, *ways[-1])
 
 
 def _with(budget: Budget, change: Change, reason: str) -> Budget:

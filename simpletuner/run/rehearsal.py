@@ -54,7 +54,8 @@ def rehearse(
     planned = max(batches, key=_size)
     width, height = planned.size
     samples = planned.samples
-    title = f"the largest micro-step ({len(samples)} x {width}x{height}, {samples[0].frames} frames)"
+    frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
+    title = f"the largest micro-step ({len(samples)} x {width}x{height}{frames})"
     with _unchanged(assembly):
         yield _measure(assembly, budget, title, "training", lambda: _micro_step(assembly, read(planned)))
     if validation.subjects:

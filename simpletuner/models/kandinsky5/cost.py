@@ -223,7 +223,7 @@ IMAGE_COST = FamilyCost(
     text_parameters=QWEN_AND_CLIP,
     vae_encode=image_vae_encode,
     vae_decode=image_vae_decode,
-    prompt_width=3584,
+    prompt_layer="text_embeddings.in_layer",
     picture_tokens=picture_tokens,
 )
 VIDEO_COST = FamilyCost(
@@ -233,5 +233,5 @@ VIDEO_COST = FamilyCost(
     text_parameters=QWEN_AND_CLIP,
     vae_encode=video_vae_encode,
     vae_decode=video_vae_decode,
-    prompt_width=3584,
+    prompt_layer="text_embeddings.in_layer",
 )

@@ -186,7 +186,7 @@ COST = FamilyCost(
     text_parameters=GEMMA,
     vae_encode=vae_encode,
     vae_decode=vae_decode,
-    prompt_width=2304,
+    prompt_layer="caption_projection.linear_1",
     guided_together=True,
     padded_text=TEXT_LENGTH,
 )
