@@ -54,7 +54,7 @@ PEAKS: list[tuple[str, FamilyCost, str, list[str], Load, float, float, float]] =
 def test_peaks_of_the_published_models(
     family: FamilyCost, flavour: str, targets: list[str], load: Load, resident: float, streamed: float, on_host: float
 ) -> None:
-    cost = family.transformer(family.published(flavour))
+    cost = family.transformer({**family.published(flavour), "attention_type": "regular"})
     setup = lora(cost, targets)
     through_slots = replace(setup, streamed=True)
     for way, metered in (

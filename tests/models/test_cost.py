@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, FamilyCost, Load, TransformerCost, Work
+from simpletuner.models.kandinsky5 import sparse
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import matching_modules
 from simpletuner.models.registry import FAMILIES
@@ -72,7 +73,7 @@ def test_the_published_models(
     cost: FamilyCost, flavour: str, weights: float, load: Load, forward: float, share: float, model: float,
     executed: float,
 ) -> None:  # fmt: skip
-    transformer = cost.transformer(cost.published(flavour))
+    transformer = cost.transformer({**cost.published(flavour), "attention_type": "regular"})
     adapters = adapters_of(transformer, SANA_TARGETS if cost is SANA_COST else KANDINSKY_TARGETS, 16)
     in_bf16 = sum(transformer.block_bytes("bf16", quantised=0.0)) + transformer.rest_bytes("bf16")
     assert in_bf16 / 1e9 == pytest.approx(weights, rel=0.02)
@@ -213,6 +214,25 @@ def test_bytes_that_a_kandinsky_block_keeps(dtype: torch.dtype, targets: list[st
     found = metered(model, block, block_inputs(model, inputs, block), streams=(0, 1))  # pixels and text
     planned = cost.activations(Load(2, 3, 8, 8, 6), dtype.itemsize, adapters)
     assert found == pytest.approx(planned.saved, rel=0.05)
+
+
+def test_bytes_that_a_sparse_block_keeps() -> None:
+    """A mask of 256 x 256 entries for each head is most of what this block keeps."""
+    model: Any = build_kandinsky(nabla=True, visual_cond=True)
+    sparse.install(model)
+    settings = dict(model.config)
+    cost = VIDEO_COST.transformer(settings)
+    adapters = adapters_of(cost, KANDINSKY_TARGETS, 2)
+    inputs = kandinsky_inputs(1, 32, 6, torch.float32, channels=33)
+    inputs["sparse_params"] = sparse.sparse_params(tuple(inputs["hidden_states"].shape), settings, torch.device("cpu"))
+    model = with_lora(model, adapters)
+    block = model.visual_transformer_blocks[1]
+    found = metered(model, block, block_inputs(model, inputs, block), streams=(0, 1))
+    load = Load(2, 1, 16, 16, 6)
+    planned = cost.activations(load, 4, adapters)
+    dense = VIDEO_COST.transformer({**settings, "attention_type": "regular"}).activations(load, 4, adapters)
+    assert planned.saved - dense.saved == 2 * 256**2 * 2 * 4
+    assert found == pytest.approx(planned.saved, rel=0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
