@@ -95,17 +95,17 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
     """The device that a run on this machine would use, or the one that `plan_device_memory_gb` imagines.
 
     Args:
-        planned_gigabytes: memory of a GPU to plan for instead of what is here, in 10^9 bytes.
+        planned_gigabytes: memory of a GPU to plan for instead of what is here, as cards are labelled (2^30 bytes).
         output_dir: where measured rates may lie.
     """
     found = query_gpu()
     host = host_memory()
     if planned_gigabytes is not None:
-        name = f"a GPU with {planned_gigabytes:g} GB"
+        name = f"a GPU with {planned_gigabytes:g} GiB"
         rates = rates_of(found[0]) if found else UNKNOWN_GPU
         like = f"as fast as {found[0]}" if found else "rates of a modest GPU"
         # Whether this machine's own memory suffices says nothing about a machine that is only imagined.
-        return Device(name, planned_gigabytes * 1e9, host if found else None, True, rates, f"{like}, assumed")
+        return Device(name, planned_gigabytes * 2**30, host if found else None, True, rates, f"{like}, assumed")
     if found:
         device = Device(found[0], found[1], host, True, rates_of(found[0]), "rates assumed")
     else:

@@ -49,9 +49,9 @@ def test_planning_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "host_memory", lambda: 16e9)
     device = find_device(24)
     assert device.is_gpu
-    assert device.memory == 24e9
+    assert device.memory == 24 * 2**30
     assert device.usable is not None
-    assert 22e9 < device.usable < 24e9
+    assert 23e9 < device.usable < 25e9
     assert device.host_memory is None, "that machine's is not known"
 
 

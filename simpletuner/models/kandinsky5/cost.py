@@ -170,7 +170,7 @@ def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adap
         ),  # both sides of the GELU, and the residual's float32 gradient
         attention=elements * size + tokens * 4 * d // head,
         outside=tokens * head * 2 * 4 + text * d * size * 2,
-        sampling=elements * (12 * size if size < 4 else 8 * size) + pairs * (2 + size),
+        sampling=elements * (12 * size if size < 4 else 8 * size) + pairs * (1 + size),
         traffic=elements * 195 * size + pairs * 2 * (1 + size),
     )
 
