@@ -114,12 +114,21 @@ def possible_changes(config: RunConfig, workload: Workload, built: Built) -> Ite
     while batch > 1:
         batch //= 2
         yield Change({"train_batch_size": batch}, apply=lambda before, size=batch: before.with_batch(size))  # type: ignore[misc]
-    if any(bucket.frames > 1 for bucket in workload.buckets):
-        yield Change({}, "half as many frames", lambda before: before.scaled(1.0, 0.5))
-    for share in (0.75, 0.5):
-        yield Change({}, f"resolution x {share:g}", lambda before, side=share: before.scaled(side, 1.0))  # type: ignore[misc]
+    yield from _smaller_samples(workload)
     if workload.previews:
         yield Change({"validation_disable": True}, apply=lambda before: replace(before, previews=[]))
+
+
+def _smaller_samples(workload: Workload) -> Iterator[Change]:
+    """Shorter clips, then smaller pictures, in the words of the dataset file."""
+    longest = max((bucket.frames for bucket in workload.buckets), default=1)
+    if longest > 1:
+        frames = max(bucket.frames for bucket in workload.scaled(1.0, 0.5).buckets)
+        words = f"num_frames {frames} instead of {longest}"
+        yield Change({}, words, lambda before: before.scaled(1.0, 0.5))
+    for share in (0.75, 0.5):
+        words = f"a resolution {share:g} times as large"
+        yield Change({}, words, lambda before, side=share: before.scaled(side, 1.0))  # type: ignore[misc]
 
 
 def _lossless_changes(config: RunConfig, built: Built) -> Iterator[Change]:

@@ -1,7 +1,8 @@
 """The most expensive moments of a run, tried before step 1, so that a device that is too small shows at minute 0.
 
 One micro-step of the largest bucket, forward and backward, and one preview of two sampling steps. Nothing is updated
-and no random number is used up: a run with a rehearsal and one without are equal bit for bit.
+and no random number is used up: a run with a rehearsal and one without are equal bit for bit. The optimizer's state
+comes into being with step 1 and is added to what is measured.
 """
 
 from __future__ import annotations
@@ -86,10 +87,18 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
             f"memory: {title} does not fit {budget.device.name}; the plan expected {gigabytes(expected)}{room}. "
             "Lower the resolution, the frames or train_batch_size, or set offload auto."
         ) from None
-    peak = float(torch.cuda.max_memory_allocated()) if on_gpu else None
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    if not on_gpu:
+        return Rehearsal(title, expected, None)
+    peak = float(torch.cuda.max_memory_allocated()) + coming_state(assembly, budget)
+    torch.cuda.reset_peak_memory_stats()
     return Rehearsal(title, expected, peak)
+
+
+def coming_state(assembly: Assembly, budget: Budget) -> float:
+    """Bytes that the optimizer will keep from its first step on; 0 for a run that continues and has them."""
+    if assembly.optimizer.state:
+        return 0.0
+    return budget.setup.state_bytes * sum(parameter.numel() for parameter in assembly.parameters.values())
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def test_it_says_what_needs_how_much_and_what_would_fit() -> None:
         (24, {"gradient_checkpointing": False}, ["gradient_checkpointing true, gradient_checkpointing_interval 1"]),
         (8, {}, ["enable_group_offload true"]),
         (5, {}, ["enable_group_offload true", "offload_block_inputs true"]),
-        (3.9, {}, ["enable_group_offload true", "offload_block_inputs true", "half as many frames"]),
+        (3.9, {}, ["enable_group_offload true", "offload_block_inputs true", "num_frames 33 instead of 61"]),
     ],
 )
 def test_the_smallest_change(gigabytes: float, settings: dict[str, Any], changes: list[str]) -> None:
@@ -84,7 +84,7 @@ def test_the_smallest_change(gigabytes: float, settings: dict[str, Any], changes
 def test_what_is_not_built_is_not_advised() -> None:
     told = complaint(gpu(8), built=nothing_built)
     assert "enable_group_offload" not in told
-    assert "half as many frames" in told
+    assert "num_frames 33 instead of 61" in told
 
 
 def test_a_smaller_batch_before_smaller_pictures() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from simpletuner.cli.train import parse_settings
 from simpletuner.errors import UserError
 from simpletuner.plan.ready import ready_plan
 from simpletuner.reporting.progress import SilentProgress
+from simpletuner.run import rehearsal
 from simpletuner.run.train import run_plan
 from simpletuner.training import step as steps
 from tests.workspace import DATASETS, Workspace
@@ -50,7 +52,14 @@ def pair(tmp_path: Path, t2i_checkpoint: Path) -> list[Workspace]:
     return pair
 
 
-def test_it_changes_no_result(pair: list[Workspace]) -> None:
+def test_it_changes_no_result(pair: list[Workspace], monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(*arguments: Any) -> Iterator[Any]:
+        before = torch.get_rng_state()
+        yield from rehearsal.rehearse(*arguments)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(parameter.grad is None for parameter in arguments[0].parameters.values())
+
+    monkeypatch.setattr("simpletuner.run.train.rehearse", watched)
     told, untold = run(pair[0], rehearsed=True), run(pair[1], rehearsed=None)
     assert [line.partition(":")[0] for line in told if line.startswith("Rehearsed")] == [
         "Rehearsed the largest micro-step (2 x 64x64)", "Rehearsed a preview",
@@ -70,3 +79,23 @@ def test_too_small_a_device_is_told_before_step_1(workspace: Workspace, monkeypa
     with pytest.raises(UserError, match=r"the largest micro-step .* does not fit CPU; the plan expected .* MB of"):
         run(workspace, rehearsed=True)
     assert not workspace.path(LORA).exists()
+
+
+def test_the_optimizer_state_that_is_still_to_come(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, float]] = []
+
+    def look(assembly: Any, *rest: Any) -> Any:
+        budget = rest[-1]
+        before = rehearsal.coming_state(assembly, budget)
+        for parameter in assembly.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        assembly.optimizer.step()
+        state = [each for one in assembly.optimizer.state.values() for each in one.values() if each.ndim > 0]
+        seen.append((before, float(sum(each.nbytes for each in state))))
+        assert rehearsal.coming_state(assembly, budget) == 0
+        return iter(())
+
+    monkeypatch.setattr("simpletuner.run.train.rehearse", look)
+    run(workspace, rehearsed=True)
+    ((planned, real),) = seen
+    assert planned == real > 0
