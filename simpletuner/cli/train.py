@@ -86,7 +86,7 @@ def train(
             from simpletuner.run.train import run_plan
 
             load_adapter(plan.spec)
-        run_plan(plan, progress)
+        run_plan(plan, budget, progress)
 
 
 def prepare_output(plan: Plan) -> None:

@@ -370,7 +370,8 @@ class OffloadConfig(Group):
     )
     plan_device_memory_gb: Number | None = option(
         None,
-        "Plan for a GPU with so many GB instead of the one at hand; `simpletuner plan --device-memory 24`.",
+        "Plan for a GPU with so many GB (as cards are labelled) instead of the one at hand: `simpletuner plan "
+        "--device-memory 24`.",
         aliases=("device_memory",),
         gt=0,
         default_note="the device at hand",

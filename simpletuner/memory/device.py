@@ -9,14 +9,14 @@ in operations and bytes per second; what is there and positive replaces what is 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-RATES_FILE = "device_rates.json"
+from simpletuner.memory.device_rates import read_rates
+
 QUERY_SECONDS = 5
 # What the driver, the libraries and fragments between allocations take of a device.
 DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
@@ -94,16 +94,17 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
     """The device that a run on this machine would use, or the one that `plan_device_memory_gb` imagines.
 
     Args:
-        planned_gigabytes: memory of a GPU to plan for instead of what is here, in 10^9 bytes.
+        planned_gigabytes: memory of a GPU to plan for instead of what is here, as cards are labelled (2^30 bytes).
         output_dir: where measured rates may lie.
     """
     found = query_gpu()
     host = host_memory()
     if planned_gigabytes is not None:
-        name = f"a GPU with {planned_gigabytes:g} GB"
+        name = f"a GPU with {planned_gigabytes:g} GiB"
         rates = rates_of(found[0]) if found else UNKNOWN_GPU
         like = f"as fast as {found[0]}" if found else "rates of a modest GPU"
-        return Device(name, planned_gigabytes * 1e9, host, True, rates, f"{like}, assumed")
+        # Whether this machine's own memory suffices says nothing about a machine that is only imagined.
+        return Device(name, planned_gigabytes * 2**30, host if found else None, True, rates, f"{like}, assumed")
     if found:
         device = Device(found[0], found[1], host, True, rates_of(found[0]), "rates assumed")
     else:
@@ -123,23 +124,20 @@ def cpu_rates() -> Rates:
 
 
 def with_measured(device: Device, folder: Path) -> Device:
-    """The device with the rates that a run has measured and left in a folder, if it was this device."""
-    try:
-        content = json.loads((folder / RATES_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """The device with the rates that a run has measured and left in a folder, if it was this device.
+
+    A rate of float32 products says nothing about those of 16 bits, which the others are assumed for.
+    """
+    found = read_rates(folder)
+    if found is None or found.device != device.name:
         return device
-    if not isinstance(content, dict) or content.get("device") != device.name:
-        return device
-    fields = {"matmul": "matmul_flops", "transfer": "host_to_device_bytes"}
-    measured = {
-        name: content[key]
-        for name, key in fields.items()
-        if isinstance(content.get(key), int | float) and content[key] > 0
-    }
+    measured: dict[str, float] = {}
+    if found.dtype in ("bfloat16", "float16", ""):
+        measured |= {"matmul": found.matmul_flops, "attention": ATTENTION_SHARE * found.matmul_flops}
+    if found.host_to_device_bytes is not None:
+        measured["transfer"] = found.host_to_device_bytes
     if not measured:
         return device
-    if "matmul" in measured:
-        measured["attention"] = ATTENTION_SHARE * measured["matmul"]
     return replace(device, rates=replace(device.rates, **measured), note=f"{', '.join(measured)} measured")
 
 

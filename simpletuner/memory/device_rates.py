@@ -32,9 +32,11 @@ def read_rates(folder: Path) -> DeviceRates | None:
     """What an earlier session measured; None when there is no such file, or one that says something else."""
     try:
         content = json.loads((folder / RATES_FILE).read_text(encoding="utf-8"))
-        return DeviceRates(**content)
+        rates = DeviceRates(**content)
     except (OSError, ValueError, TypeError):
         return None
+    numbers = [rates.matmul_flops, *([] if rates.host_to_device_bytes is None else [rates.host_to_device_bytes])]
+    return rates if all(isinstance(each, int | float) and each > 0 for each in numbers) else None
 
 
 def write_rates(folder: Path, rates: DeviceRates) -> None:

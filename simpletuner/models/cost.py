@@ -113,7 +113,8 @@ class TransformerCost:
         rows: to how many positions of a micro-batch a weight is applied; 0 for parameters that are no weights.
         attention: FLOPs of all attentions in a forward pass.
         activations: bytes of a micro-batch, by bytes of the compute dtype and adapters.
-        starts: modules whose input no trained weight has touched, so that no gradient flows into it.
+        starts: modules whose input no trained weight has touched, so that no gradient flows into it; in a full
+            fine-tune (the second argument) only the embeddings.
     """
 
     shapes: Mapping[str, Shape]
@@ -124,11 +125,16 @@ class TransformerCost:
     rows: Callable[[str, Load], int]
     attention: Callable[[Load], Work]
     activations: Callable[[Load, int, Adapters], Activations]
-    starts: Callable[[str], bool]
+    starts: Callable[[str, bool], bool]
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @cached_property
+    def _block_bytes(self) -> dict[tuple[str, float], list[float]]:
+        """What `block_bytes` has found: a search over settings asks again and again."""
+        return {}
 
     @cached_property
     def _by_block(self) -> dict[str, list[str]]:
@@ -146,7 +152,10 @@ class TransformerCost:
         Args:
             quantised: bytes per weight of a linear layer, 0 for as `dtype` says.
         """
-        return [self._bytes(self._by_block[prefix], dtype, quantised) for prefix in self.blocks]
+        key = dtype, quantised
+        if key not in self._block_bytes:
+            self._block_bytes[key] = [self._bytes(self._by_block[prefix], dtype, quantised) for prefix in self.blocks]
+        return self._block_bytes[key]
 
     def rest_bytes(self, dtype: str) -> float:
         """Bytes of the weights outside the blocks."""
@@ -192,7 +201,7 @@ class TransformerCost:
         linear = 0.0
         for name in self.shapes:
             module = name.removesuffix(".weight")
-            product, flows = self._product(name, load), not self.starts(module)
+            product, flows = self._product(name, load), not self.starts(module, full)
             linear += product * (flows + full)
             if module in adapters:
                 down, up = self._adapter_products(name, load, adapters)
@@ -244,7 +253,7 @@ class FamilyCost:
         transformer: its cost from such dimensions.
         vae_parameters, text_parameters: of the published encoders, for a checkpoint that is not here yet.
         vae_encode, vae_decode: numbers that are alive at the peak, from the VAE's config and what it has before it.
-        prompt_width: width of a text embedding.
+        prompt_layer: the layer that reads text embeddings; its input is as wide as they are.
         picture_tokens: text tokens that a source picture of a size takes in the prompt, where it is in it.
         guided_together: guidance runs both prompts in one batch instead of one after the other.
         padded_text: the length that every prompt is padded to; 0 where prompts are as long as they are.
@@ -256,7 +265,7 @@ class FamilyCost:
     text_parameters: int
     vae_encode: Callable[[Mapping[str, object], VaeLoad], float]
     vae_decode: Callable[[Mapping[str, object], VaeLoad], float]
-    prompt_width: int
+    prompt_layer: str
     picture_tokens: Callable[[int, int], int] = field(default=lambda width, height: 0)
     guided_together: bool = False
     padded_text: int = 0

@@ -34,16 +34,22 @@ from simpletuner.plan.workload import Bucket, Parts, Workload, encoder_bytes, pa
 # What the process takes before any weight: the interpreter, torch, diffusers and transformers.
 HOST_BASE = 1.2e9
 TEXT_ACTIVATIONS = 0.03  # of the text encoder's weights, for one prompt
+STREAMED_TEXT = 0.3  # of them that stays on the device when its blocks are streamed: embeddings, vision tower, slots
 SAVED_COPIES = 3  # the state is copied to the host, serialised, and handed on as bytes
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Peak bytes of a part of the run."""
+    """Peak bytes of a part of the run.
+
+    Attributes:
+        passing: of what `device` says, bytes that a GPU gets by way of host memory, where they lie for a moment.
+    """
 
     name: str
     device: float
     host: float
+    passing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,14 +143,15 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setu
     vae, text = encoder_bytes(parts, config)
     cost = parts.transformer
     if workload.encodes_text:
-        yield Phase("encoding captions", text * (1 + TEXT_ACTIVATIONS), HOST_BASE)
+        on_device = text * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
+        yield Phase("encoding captions", on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
     if workload.encoded:
         size = BYTES[vae_dtype(config.precision, config.caching)]
         peak = max(parts.cost.vae_encode(parts.vae, load) for load in workload.encoded) * size
         clip = max(load.samples * load.frames * load.width * load.height for load in workload.encoded)
         yield Phase("encoding pictures", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
     whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
-    yield Phase("loading the transformer", 0.0, HOST_BASE + whole)
+    yield Phase("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
     waiting = HOST_BASE + streamed_bytes(cost, setup)
     for bucket in workload.buckets:
         load = parts.load(bucket)
@@ -180,9 +187,9 @@ def shortage(phase: Phase, device: Device, *, headroom: float = 0.0) -> str | No
         return None
     if room is not None and phase.device > room * (1 - headroom):
         return f"{phase.name} needs {gigabytes(phase.device)} on the device, of which {gigabytes(room)} can be used"
-    host = device.host_memory
-    if host is not None and phase.host > host:
-        return f"{phase.name} needs {gigabytes(phase.host)} of host memory, of which there are {gigabytes(host)}"
+    host, wanted = device.host_memory, phase.host + phase.passing
+    if host is not None and wanted > host:
+        return f"{phase.name} needs {gigabytes(wanted)} of host memory, of which there are {gigabytes(host)}"
     return None
 
 

@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.errors import Problem
+from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.budget import Budget, gigabytes
 from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import text_folder
 
 COMPRESSED = 0.8  # of its size, a latent under zstd
-TEXT_BYTES = 2  # of a number of a text embedding
+USUAL_CAPTION = 0.25  # of the longest one, in tokens
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,10 @@ def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
     if budget.missing.latents:
         yield Writing("latents", budget.missing.latents[0].folder, latents, latents)
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
-    texts = budget.missing.texts * longest * plan.spec.cost.prompt_width * TEXT_BYTES
+    width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
+    texts = float(budget.missing.texts * longest * width * BYTES[text_encoder_dtype(plan.config.precision)])
     if texts:
-        from simpletuner.plan.entries import text_folder
-
-        yield Writing("text embeddings", text_folder(plan), texts, texts)
+        yield Writing("text embeddings", text_folder(plan), texts, texts * USUAL_CAPTION)
 
 
 def latent_bytes(spec: FamilySpec, width: int, height: int, frames: int) -> float:

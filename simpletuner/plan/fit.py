@@ -14,7 +14,7 @@ from simpletuner.config.schema import PLAIN_PRECISIONS, is_built
 from simpletuner.config.speed import keeps_attention
 from simpletuner.errors import Problem
 from simpletuner.memory.device import Device
-from simpletuner.plan.budget import Budget, estimate, find_phases, fits, gigabytes, shortage
+from simpletuner.plan.budget import Budget, Phase, estimate, find_phases, fits, gigabytes, shortage
 from simpletuner.plan.workload import Choice, Workload
 
 HEADROOM = 0.05  # that auto leaves free: a driver, a browser, an estimate that is a little off
@@ -56,12 +56,21 @@ def check_fit(budget: Budget, built: Built = is_built) -> Iterator[Problem]:
     if not lacking:
         return
     changes = smallest_change(budget, built)
-    advice = f"This would fit: {'; '.join(map(str, changes))}." if changes else "No setting makes it fit."
+    fitting = f"This would fit: {'; '.join(map(str, changes))}."
+    advice = fitting if changes else _no_help(budget, lacking[0], built)
     if not device.is_gpu:
         advice += " To plan for a GPU elsewhere: simpletuner plan --device-memory 24."
     more = f" ({len(lacking) - 1} more)" if len(lacking) > 1 else ""
     message = f"{lacking[0]}{more}. {advice}"
     yield Problem("memory", message if not fatal else f"{message} i_know_what_i_am_doing goes on anyway.", fatal=fatal)
+
+
+def _no_help(budget: Budget, told: str, built: Built) -> str:
+    """What is still missing when everything possible has been changed, where that is another thing than was told."""
+    changes = list(possible_changes(budget.config, budget.workload, built))
+    phases = _phases((budget.config, budget.workload), changes, budget)
+    rest = next(text for phase in phases if (text := shortage(phase, budget.device)) is not None)
+    return "No setting makes it fit." if rest == told else f"With every setting that helps, {rest}."
 
 
 def smallest_change(budget: Budget, built: Built = is_built) -> list[Change]:
@@ -85,10 +94,14 @@ def smallest_change(budget: Budget, built: Built = is_built) -> list[Change]:
 
 
 def _fits(choice: Choice, changes: Sequence[Change], budget: Budget) -> bool:
+    return fits(_phases(choice, changes, budget), budget.device)
+
+
+def _phases(choice: Choice, changes: Sequence[Change], budget: Budget) -> list[Phase]:
     for change in changes:
         choice = change.of(choice)
     config, workload = choice
-    return fits(list(find_phases(config, budget.parts, workload, budget.parts.setup(config))), budget.device)
+    return list(find_phases(config, budget.parts, workload, budget.parts.setup(config)))
 
 
 def possible_changes(config: RunConfig, workload: Workload, built: Built) -> Iterator[Change]:
@@ -96,16 +109,27 @@ def possible_changes(config: RunConfig, workload: Workload, built: Built) -> Ite
     yield from _lossless_changes(config, built)
     if config.model.model_type == "lora" and config.precision.base_model_precision in PLAIN_PRECISIONS:
         yield from _if_built(built, "base_model_precision", "int8-quanto")
+    if config.precision.text_encoder_1_precision in PLAIN_PRECISIONS:
+        yield from _if_built(built, "text_encoder_1_precision", "int8-quanto")
     batch = max((bucket.batch for bucket in workload.buckets), default=1)
     while batch > 1:
         batch //= 2
         yield Change({"train_batch_size": batch}, apply=lambda before, size=batch: before.with_batch(size))  # type: ignore[misc]
-    if any(bucket.frames > 1 for bucket in workload.buckets):
-        yield Change({}, "half as many frames", lambda before: before.scaled(1.0, 0.5))
-    for share in (0.75, 0.5):
-        yield Change({}, f"resolution x {share:g}", lambda before, side=share: before.scaled(side, 1.0))  # type: ignore[misc]
+    yield from _smaller_samples(workload)
     if workload.previews:
         yield Change({"validation_disable": True}, apply=lambda before: replace(before, previews=[]))
+
+
+def _smaller_samples(workload: Workload) -> Iterator[Change]:
+    """Shorter clips, then smaller pictures, in the words of the dataset file."""
+    longest = max((bucket.frames for bucket in workload.buckets), default=1)
+    if longest > 1:
+        frames = max(bucket.frames for bucket in workload.scaled(1.0, 0.5).buckets)
+        words = f"num_frames {frames} instead of {longest}"
+        yield Change({}, words, lambda before: before.scaled(1.0, 0.5))
+    for share in (0.75, 0.5):
+        words = f"a resolution {share:g} times as large"
+        yield Change({}, words, lambda before, side=share: before.scaled(side, 1.0))  # type: ignore[misc]
 
 
 def _lossless_changes(config: RunConfig, built: Built) -> Iterator[Change]:
@@ -121,6 +145,8 @@ def _lossless_changes(config: RunConfig, built: Built) -> Iterator[Change]:
         yield from _if_built(built, "enable_group_offload", True)
     if not offload.offload_block_inputs:
         yield from _if_built(built, "offload_block_inputs", True)
+    if not offload.group_offload_text_encoder:
+        yield from _if_built(built, "group_offload_text_encoder", True)
     if not caching.vae_enable_tiling:
         yield Change({"vae_enable_tiling": True})
 
@@ -136,12 +162,12 @@ def choose(budget: Budget, built: Built = is_built) -> Budget:
     Only keys that the user left unset are touched. When nothing fits, the leanest settings are returned, and
     `check_fit` says what is missing.
     """
-    tried = list(_ways(budget, built))
-    for change, reason in tried:
-        chosen = _with(budget, change, reason)
-        if fits(chosen.phases, budget.device, headroom=HEADROOM):
-            return chosen
-    return _with(budget, *tried[-1])
+    start: Choice = budget.config, budget.workload
+    ways = list(_ways(budget, built))
+    for change, reason in ways:
+        if fits(_phases(start, [change], budget), budget.device, headroom=HEADROOM):
+            return _with(budget, change, reason)
+    return _with(budget, *ways[-1])
 
 
 def _with(budget: Budget, change: Change, reason: str) -> Budget:

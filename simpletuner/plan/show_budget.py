@@ -38,7 +38,8 @@ def _phase_lines(budget: Budget) -> Iterator[str]:
     yield f"  {names[0]:<{width}}{'device':>10}{'host':>10}"
     for phase in shown:
         on_device = gigabytes(phase.device) if phase.device else "-"
-        yield f"  {phase.name:<{width}}{on_device:>10}{gigabytes(phase.host):>10}"
+        on_host = phase.host + (phase.passing if budget.device.is_gpu else 0.0)
+        yield f"  {phase.name:<{width}}{on_device:>10}{gigabytes(on_host):>10}"
 
 
 def _bucket_lines(budget: Budget) -> Iterator[str]:
@@ -46,7 +47,7 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
     shown = budget.buckets[:SHOWN_BUCKETS]
     width = max((len(each.bucket.label) for each in shown), default=0) + 2
     width = max(width, len("micro-step") + 2)
-    heads = ("tokens", "TFLOP", "weights", "trained", "inputs", "block", "s")
+    heads = ("tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
     yield f"  {'micro-step':<{width}}" + "".join(f"{head:>10}" for head in heads)
     for each in shown:
         yield f"  {each.bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in _cells(budget, each))
@@ -60,7 +61,7 @@ def _cells(budget: Budget, each: BucketCost) -> Iterator[str]:
     yield f"{each.step.executed.total / 1e12:.3g}"
     for part in (memory.weights, memory.trained, memory.inputs, memory.block + memory.outside):
         yield gigabytes(part)
-    yield f"{each.step.seconds:.2g}"
+    yield duration(each.step.seconds)
 
 
 def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -71,13 +72,15 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     previews = rounds * budget.preview_seconds
     beside = f", and {duration(previews)} for previews" if previews else ""
     each = budget.step_seconds
-    yield f"  about {each:.2g} s a step, {duration(each * steps)} for {steps} steps{beside}; without filling the caches"
+    whole = duration(each * steps)
+    yield f"  about {duration(each)} a step, {whole} for {steps} steps{beside}; without filling the caches"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
+    """Seconds for people: two figures are more than an estimate deserves."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):
+        if seconds < end:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"

@@ -252,7 +252,8 @@ def previews_of(plan: Plan) -> list[Bucket]:
 def encoder_bytes(parts: Parts, config: RunConfig) -> tuple[float, float]:
     """Bytes of the VAE's and of the text encoders' weights."""
     vae = parts.vae_parameters * BYTES[vae_dtype(config.precision, config.caching)]
-    return float(vae), float(parts.text_parameters * BYTES[text_encoder_dtype(config.precision)])
+    quantised = quantised_bytes(config.precision.text_encoder_1_precision)
+    return float(vae), parts.text_parameters * (quantised or BYTES[text_encoder_dtype(config.precision)])
 
 
 Choice = tuple[RunConfig, Workload]

@@ -22,6 +22,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.memory.device_rates import DeviceRates
 from simpletuner.memory.measure import device_rates
 from simpletuner.memory.precision import DTYPES
+from simpletuner.plan.budget import Budget
 from simpletuner.plan.build import Plan
 from simpletuner.plan.resume import fingerprint
 from simpletuner.reporting.environment import package_versions
@@ -32,6 +33,7 @@ from simpletuner.reporting.trackers import GuardedTracker, build_trackers
 from simpletuner.run.caches import CacheWorkshop, build_adapter, fetch, quarantine_rejected
 from simpletuner.run.previews import build_subjects
 from simpletuner.run.publish import publish
+from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.report import RunReport
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.regularisation import Regularisation
@@ -49,8 +51,12 @@ from simpletuner.validation.runner import ValidationRunner
 logger = logging.getLogger(__name__)
 
 
-def run_plan(plan: Plan, progress: Progress) -> None:
+def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool | None = None) -> None:
     """Train what a plan says, from where an earlier session left it, to a verified file.
+
+    Args:
+        budget: what the plan expects of memory.
+        rehearsed: whether the largest moments are tried first; None is on a GPU.
 
     Raises:
         UserError: something the user can mend; nothing that was complete is lost.
@@ -89,6 +95,12 @@ def run_plan(plan: Plan, progress: Progress) -> None:
         callbacks = build_callbacks(
             plan, workshop, reader, loader, ema, state, trackers, report, progress, media, rates
         )
+        if accelerator.device.type == "cuda" if rehearsed is None else rehearsed:
+            validation = next(each for each in callbacks if isinstance(each, ValidationRunner))
+            batches = plan.sampler().batches(loader.epoch)
+            with progress.phase("Rehearsing the largest moments"):
+                for tried in rehearse(assembly, batches, reader, validation, budget):
+                    progress.say(str(tried))
         with stop_on_interrupt() as stop:
             train(assembly, loader, state, callbacks, stop)
         published = publish(plan, assembly, ema, weight_note(plan, state))

@@ -116,6 +116,12 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     )
 
 
+def rehearse_micro_step(assembly: Assembly, batch: Batch) -> None:
+    """Forward and backward of one micro-batch as in step 0; the gradients stay, and whoever asked removes them."""
+    loss = micro_loss(assembly, batch, 0, 0, _Losses())
+    assembly.accelerator.backward(assembly.scaler.scale(loss))
+
+
 def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: _Losses) -> Tensor:
     """The scalar loss of one micro-batch, ready for backward."""
     noisy = assembly.adapter.prepare(add_noise(assembly, batch, global_step, micro_step))

@@ -48,7 +48,17 @@ def test_it_is_measured_once_per_device_and_precision(tmp_path: Path) -> None:
     assert read_rates(tmp_path) == other
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"device": "cpu"}', '{"unknown": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"device": "cpu"}',
+        '{"unknown": 1}',
+        '{"device": "cpu", "matmul_flops": "fast", "dtype": "float32"}',
+    ],
+)
 def test_a_file_that_says_something_else_is_measured_anew(tmp_path: Path, content: str) -> None:
     (tmp_path / RATES_FILE).write_text(content)
     assert read_rates(tmp_path) is None

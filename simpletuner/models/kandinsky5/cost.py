@@ -43,7 +43,8 @@ def published(flavour: str) -> dict[str, object]:
     """Dimensions of the published checkpoint of a flavour."""
     task, *words = flavour.split("-")
     size = IMAGE if task in ("t2i", "i2i") else PRO if "pro" in words else LITE
-    return {**CHANNELS, "num_text_blocks": 2, **size, "visual_cond": task != "t2i"}
+    sparse = "nabla" if "pro" in words or "10s" in words else "regular"
+    return {**CHANNELS, "num_text_blocks": 2, **size, "visual_cond": task != "t2i", "attention_type": sparse}
 
 
 def transformer_cost(settings: Mapping[str, object]) -> TransformerCost:
@@ -128,13 +129,12 @@ def rows(name: str, load: Load) -> int:
     return load.samples * (load.text if reads_text else load.tokens)
 
 
-def starts(module: str) -> bool:
-    """Embeddings, time, modulation, and the first projections of either kind of block."""
-    if "modulation." in module or "embeddings." in module:
+def starts(module: str, full: bool) -> bool:
+    """Embeddings; beside a LoRA also time, modulation, and the first projections of either kind of block."""
+    if module.endswith("embeddings.in_layer"):
         return True
-    return (
-        re.fullmatch(r"(text|visual)_transformer_blocks\.0\.self_attention\.to_(query|key|value)", module) is not None
-    )
+    beside_lora = "modulation." in module or "embeddings." in module or FIRST_PROJECTIONS.fullmatch(module)
+    return not full and bool(beside_lora)
 
 
 def attention_work(load: Load, d: int, text_blocks: int, visual_blocks: int) -> Work:
@@ -149,7 +149,8 @@ def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adap
     Of each element of N x d autograd keeps: the float32 inputs of three LayerNorms and three RMSNorms; q, k, v and
     the output of self-attention; q and the output of cross-attention; the input of the GELU (f / d elements); and the
     input of every adapted layer that is not among these. Where `size` is 4, float32 copies are no copies, and the
-    first LayerNorm's input is the block's own.
+    first LayerNorm's input is the block's own. With NABLA a mask has an entry for each pair of tokens and head: one
+    byte as booleans, and once more as the numbers that attention adds to its scores, which autograd keeps.
     """
     d, head, rank = number(settings, "model_dim", 2048), _head(settings), adapters.rank
     ratio = number(settings, "ff_dim", 5120) / d
@@ -159,15 +160,18 @@ def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adap
     kept = copies + 3 * 4 + (4 + 2 + ratio + _adapted_inputs(adapters, ratio)) * size
     statistics = tokens * 4 * (5 * d // head + 3 * 2)  # per head: three RMSNorms, two log-sum-exps; three LayerNorms
     of_text = text * (d * (4 + 2 * size) + 4 * d // head)
+    pairs = load.samples * load.tokens**2 * d // head if settings.get("attention_type") == "nabla" else 0
     down = (tokens * 4 + text * 2) * rank * size
     return Activations(
         held=elements * size,
-        saved=elements * kept + statistics + of_text + down,
-        transient=elements * (2 * ratio * size + 4),  # both sides of the GELU, and the residual's float32 gradient
+        saved=elements * kept + statistics + of_text + down + pairs * size,
+        transient=max(
+            elements * (2 * ratio * size + 4), 2.0 * pairs
+        ),  # both sides of the GELU, and the residual's float32 gradient
         attention=elements * size + tokens * 4 * d // head,
         outside=tokens * head * 2 * 4 + text * d * size * 2,
-        sampling=elements * (12 * size if size < 4 else 8 * size),
-        traffic=elements * 195 * size,
+        sampling=elements * (12 * size if size < 4 else 8 * size) + pairs * (1 + size),
+        traffic=elements * 195 * size + pairs * 2 * (1 + size),
     )
 
 
@@ -224,7 +228,7 @@ IMAGE_COST = FamilyCost(
     text_parameters=QWEN_AND_CLIP,
     vae_encode=image_vae_encode,
     vae_decode=image_vae_decode,
-    prompt_width=3584,
+    prompt_layer="text_embeddings.in_layer",
     picture_tokens=picture_tokens,
 )
 VIDEO_COST = FamilyCost(
@@ -234,5 +238,5 @@ VIDEO_COST = FamilyCost(
     text_parameters=QWEN_AND_CLIP,
     vae_encode=video_vae_encode,
     vae_decode=video_vae_decode,
-    prompt_width=3584,
+    prompt_layer="text_embeddings.in_layer",
 )

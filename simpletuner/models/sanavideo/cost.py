@@ -32,6 +32,10 @@ PUBLISHED = {
 TEXT_LENGTH = 300  # text is always padded to it
 
 
+# Modules whose input depends on no LoRA.
+BESIDE_LORA = re.compile(r"time_embed|caption_projection|.*\.attn2\.to_[kv]$|transformer_blocks\.0\.attn1\.to_[qkv]$")
+
+
 def published(flavour: str) -> dict[str, object]:
     """Dimensions of the published checkpoint."""
     return dict(PUBLISHED)
@@ -121,13 +125,11 @@ def rows(name: str, load: Load) -> int:
     return load.samples * (load.text if reads_text else load.tokens)
 
 
-def starts(module: str) -> bool:
-    """Embeddings, keys and values of the text, and the first block's projections of its input."""
-    if module.startswith(("patch_embedding", "time_embed", "caption_projection")):
+def starts(module: str, full: bool) -> bool:
+    """Embeddings; beside a LoRA also keys and values of the text, and the first block's projections of its input."""
+    if module == "patch_embedding" or module.endswith(("timestep_embedder.linear_1", "caption_projection.linear_1")):
         return True
-    if re.search(r"\.attn2\.to_[kv]$", module):
-        return True
-    return re.fullmatch(r"transformer_blocks\.0\.attn1\.to_[qkv]", module) is not None
+    return not full and BESIDE_LORA.match(module) is not None
 
 
 def attention_work(settings: Mapping[str, object], load: Load) -> Work:
@@ -151,7 +153,8 @@ def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adap
     tokens, text = load.samples * load.tokens, load.samples * load.text
     elements, wide = tokens * d, 2 * h / d
     timed = 8 * size if load.timed_tokens else 0
-    kept = 7 * 4 + (13 + 4 * wide) * size + timed
+    copies = 7 * 4 if size < 4 else 5 * 4  # float32 copies of what is float32 are no copies
+    kept = copies + (13 + 4 * wide) * size + timed
     down = (tokens * 6 + text * 2) * adapters.rank * size
     return Activations(
         held=elements * size,
@@ -183,7 +186,7 @@ COST = FamilyCost(
     text_parameters=GEMMA,
     vae_encode=vae_encode,
     vae_decode=vae_decode,
-    prompt_width=2304,
+    prompt_layer="caption_projection.linear_1",
     guided_together=True,
     padded_text=TEXT_LENGTH,
 )
