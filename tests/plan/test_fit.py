@@ -27,7 +27,7 @@ def nothing_built(key: str) -> bool:
 
 
 def config(family: str, **settings: Any) -> RunConfig:
-    values = {"model_type": "lora", "model_family": family, **settings}
+    values = {"model_type": "lora", "model_family": family, "speed": "reference", **settings}
     problems: list[Any] = []
     found = resolve([Layer("config.json", list(values.items()))], problems)
     assert not problems, problems
