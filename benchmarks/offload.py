@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from benchmarks.models import SIZES, clock_of, make_batch
@@ -30,10 +32,11 @@ def main() -> None:
         "gradient_checkpointing": True,
         "learning_rate": RATE,
     }
+    variants: dict[str, dict[str, Any]] = {"resident": {}, **VARIANTS}
     ratios: list[Ratio] = []
     for count in options.batches:
         batch = make_batch(options.size, count)
-        configs = {"resident": config_of(**base)} | {name: config_of(**base, **more) for name, more in VARIANTS.items()}
+        configs = {name: config_of(options.size, **base, **more) for name, more in variants.items()}
         steps = {name: ours(options.size, options.device, config, batch) for name, config in configs.items()}
         seconds = interleave(steps, options.rounds, clock_of(options.device))
         ratios += [

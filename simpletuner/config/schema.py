@@ -366,6 +366,19 @@ class LoraConfig(Group):
 class OffloadConfig(Group):
     """Offload"""
 
+    offload: Literal["manual", "auto"] = option(
+        "manual",
+        "auto chooses, by the plan's estimate, what the keys of this section and of checkpointing leave unset, so that "
+        "the run fits the device and wastes none of it.",
+    )
+    plan_device_memory_gb: Number | None = option(
+        None,
+        "Plan for a GPU with so many GB (as cards are labelled) instead of the one at hand: `simpletuner plan "
+        "--device-memory 24`.",
+        aliases=("device_memory",),
+        gt=0,
+        default_note="the device at hand",
+    )
     enable_group_offload: Flag = option(
         False, "Frozen weights of the transformer live in host memory and come block by block; the same numbers."
     )
@@ -707,6 +720,11 @@ def all_options() -> dict[str, Option]:
         for attribute, group in GROUPS.items()
         for name, field in group.model_fields.items()
     }
+
+
+def is_built(name: str) -> bool:
+    """Whether what a key controls is there."""
+    return all_options()[name].planned is None
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
+from simpletuner.models.cost import FamilyCost
 
 if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource
@@ -82,6 +83,7 @@ class FamilySpec:
         clean_caption: what is done to a caption before it is encoded.
         dataset_caption: what the keys of a dataset add to a caption of it, None where none do.
         text_fingerprint: stands for the words around a caption; changes when they do.
+        cost: shapes, FLOPs and bytes, for the plan.
         bare_fingerprint: the same for negative prompts and the empty caption, None where nothing differs.
         prompt_holds_picture: tasks whose prompt contains the source picture.
     """
@@ -106,6 +108,7 @@ class FamilySpec:
     check_checkpoint: Callable[[Flavour, ModelSource], list[Problem]]
     clean_caption: Callable[[str], str]
     text_fingerprint: Callable[[TextConfig, Flavour], str]
+    cost: FamilyCost
     bare_fingerprint: Callable[[TextConfig], str] | None = None
     dataset_caption: Callable[[DatasetConfig, str], str] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)

@@ -16,8 +16,13 @@ from typing import Any
 import torch
 
 from simpletuner.caching.read import BatchReader
+from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.tread import read_routes
 from simpletuner.data.loader import BatchLoader
+from simpletuner.memory.device_rates import DeviceRates
+from simpletuner.memory.measure import device_rates
+from simpletuner.memory.precision import DTYPES
+from simpletuner.plan.budget import Budget
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated
 from simpletuner.plan.resume import fingerprint
@@ -29,6 +34,7 @@ from simpletuner.reporting.trackers import GuardedTracker, build_trackers
 from simpletuner.run.caches import CacheWorkshop, build_adapter, fetch, quarantine_rejected
 from simpletuner.run.previews import build_subjects
 from simpletuner.run.publish import publish
+from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.report import RunReport
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.regularisation import Regularisation
@@ -47,8 +53,12 @@ from simpletuner.validation.runner import ValidationRunner
 logger = logging.getLogger(__name__)
 
 
-def run_plan(plan: Plan, progress: Progress) -> None:
+def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool | None = None) -> None:
     """Train what a plan says, from where an earlier session left it, to a verified file.
+
+    Args:
+        budget: what the plan expects of memory.
+        rehearsed: whether the largest moments are tried first; None is on a GPU.
 
     Raises:
         UserError: something the user can mend; nothing that was complete is lost.
@@ -64,6 +74,7 @@ def run_plan(plan: Plan, progress: Progress) -> None:
     for dataset in plan.datasets:
         dataset.save_index()
 
+    rates = device_rates(plan.output_dir, accelerator.device, DTYPES[transformer_dtype(plan.config.precision)])
     with progress.phase("Loading the transformer"):
         assembly = assemble(plan.config, intent_of(plan), adapter, choose_techniques(plan), accelerator)
     ema = Ema(assembly.parameters, plan.config.ema, accelerator.device) if plan.config.ema.use_ema else None
@@ -84,7 +95,15 @@ def run_plan(plan: Plan, progress: Progress) -> None:
     metrics = MetricsFile(plan.output_dir / METRICS_FILE, state.global_step)
     media = MediaFile(plan.output_dir / MEDIA_FILE, state.global_step)
     try:
-        callbacks = build_callbacks(plan, workshop, reader, loader, ema, trackers, report, progress, metrics, media)
+        callbacks = build_callbacks(
+            plan, workshop, reader, loader, ema, trackers, report, progress, metrics, media, rates
+        )
+        if accelerator.device.type == "cuda" if rehearsed is None else rehearsed:
+            validation = next(each for each in callbacks if isinstance(each, ValidationRunner))
+            batches = plan.sampler().batches(loader.epoch)
+            with progress.phase("Rehearsing the largest moments"):
+                for tried in rehearse(assembly, batches, reader, validation, budget):
+                    progress.say(str(tried))
         with stop_on_interrupt() as stop:
             train(assembly, loader, state, callbacks, stop)
         published = publish(plan, assembly, ema, weight_note(plan, state))
@@ -113,6 +132,7 @@ def build_callbacks(
     progress: Progress,
     metrics: MetricsFile,
     media: MediaFile,
+    rates: DeviceRates | None,
 ) -> list[Callback]:
     """Who watches the run, in the order in which they are called."""
     config = plan.config
@@ -161,7 +181,8 @@ def build_callbacks(
         phase=lambda title, total: progress.phase(title, total, "timesteps"),
         say=progress.say,
     )
-    recorder = Recorder(metrics, progress, trackers, ema, plan.length.epochs)
+    matmul_flops = rates.matmul_flops if rates else None
+    recorder = Recorder(metrics, progress, trackers, ema, plan.length.epochs, matmul_flops)
     writer = ReportWriter(report.write, interval=max(50, plan.length.total_steps // 20))
     averaging: list[Callback] = [EmaUpdater(ema)] if ema else []
     # Evaluation adds to the metrics that the recorder then writes down.

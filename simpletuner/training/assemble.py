@@ -29,6 +29,7 @@ from simpletuner.techniques.base import Technique
 from simpletuner.training.activation_checkpointing import checkpoints_all, enable_checkpointing
 from simpletuner.training.attention_kernel import kernel_chooser
 from simpletuner.training.compile import compile_blocks
+from simpletuner.training.flops import count_flops
 from simpletuner.training.lora import LoraAdapter, add_lora, start_from
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.schedules import scaled_learning_rate
@@ -125,6 +126,7 @@ def assemble(
         lora=lora,
         techniques=list(techniques),
         streamer=streamer,
+        sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
     )
 
 

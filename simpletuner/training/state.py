@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,11 +15,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from simpletuner.config.schema import FlowConfig, LossConfig, OptimizerConfig
-from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.techniques.base import Technique
 from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.optimizers import sampling_weights
+
+# FLOPs that training on one sample takes, what checkpointing recomputes not counted, given its tokens and text tokens.
+SampleFlops = Callable[[int, int], float]
+
+
+class WeightStreamer(Protocol):
+    """Brings the weights of blocks to the device while other blocks compute."""
+
+    def waited(self) -> float:
+        """Seconds for which computing waited for weights since this was last asked; never waits for the device."""
+        ...
 
 
 @dataclass
@@ -71,8 +82,9 @@ class Assembly:
     Attributes:
         parameters: what is trained, by name, in the order the optimizer knows them.
         lora: the adapter when a LoRA is trained, None for a full fine-tune.
-        streamer: brings the blocks' frozen weights to the device, None where they stay there.
         scaler: keeps small float16 gradients from vanishing; inert in other precisions.
+        streamer: brings weights to the device while it computes; None when all of them stay there.
+        sample_flops: what a sample costs, where the family's cost is known.
     """
 
     adapter: FamilyAdapter
@@ -84,7 +96,8 @@ class Assembly:
     settings: StepSettings
     lora: LoraAdapter | None = None
     techniques: list[Technique] = field(default_factory=list)
-    streamer: Streamer | None = None
+    streamer: WeightStreamer | None = None
+    sample_flops: SampleFlops | None = None
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """The weights to sample with and to publish, where the optimizer trains at others (schedule-free)."""

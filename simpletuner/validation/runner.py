@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from simpletuner.training.step import StepReport
 from simpletuner.validation.placement import place_vae
 from simpletuner.validation.prompts import ValidationPrompt
 
+REHEARSED_STEPS = 2
 FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}
 
 
@@ -116,6 +117,14 @@ class ValidationRunner:
         self._release()
         self.listener(previews)
         return previews
+
+    def rehearse(self, assembly: Assembly) -> None:
+        """Render the first subject at the largest size in as few steps as samplers take, and throw it away."""
+        width, height = max(self.sizes, key=lambda size: size[0] * size[1])
+        with quiet(assembly):
+            request = self._request(self.subjects[0], width, height, self._seed(0, 0))
+            self._load_pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
+        self._release()
 
     def _render_all(
         self, pipeline: PreviewPipeline, step: int, images: int, use_ema: bool, benchmark: bool

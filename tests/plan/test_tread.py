@@ -91,7 +91,7 @@ def test_a_model_that_is_fetched_later_is_checked_then(
     local, fetch = Part.local_folder, Part.fetch
     monkeypatch.setattr(Part, "local_folder", lambda self: local(self) if there else None)
     monkeypatch.setattr(Part, "fetch", lambda self: (there.append(self.role), fetch(self))[1])
-    workspace.write_config(tread_config={"routes": [route(0, 2)]})
+    workspace.write_config(tread_config={"routes": [route(0, 2)]}, i_know_what_i_am_doing=True)
     found = complaints(workspace, capsys, "train")
     assert there, "the plan had no objection"
     assert found == ["tread_config: the model has 2 blocks, so an edge is between -2 and 1, not 2."]

@@ -7,6 +7,7 @@ import importlib.metadata
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
+from simpletuner.models.kandinsky5.cost import IMAGE_COST
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Component, FamilySpec, Flavour, Task
@@ -141,6 +142,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
     fast_blocks=True,
+    cost=IMAGE_COST,
     prompt_holds_picture=frozenset({"i2i"}),
     in_comfyui=True,
     token_blocks=TOKEN_BLOCKS,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
+from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.kandinsky5.rope import RopeScale, parse_rope_scale, rope_scale_of_size
 from simpletuner.models.kandinsky5.spec import (
     ALL_LINEAR,
@@ -165,11 +166,12 @@ KANDINSKY5_VIDEO = FamilySpec(
     check_checkpoint=check_video_checkpoint,
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
-    token_blocks=TOKEN_BLOCKS,
+    cost=VIDEO_COST,
     grid=pixel_grid,
     frame_rate=24,
     frame_stride=4,
     slices_convolutions=True,
     fast_blocks=True,
     in_comfyui=True,
+    token_blocks=TOKEN_BLOCKS,
 )

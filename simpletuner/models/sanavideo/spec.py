@@ -6,6 +6,7 @@ from typing import Any
 
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
+from simpletuner.models.sanavideo.cost import COST
 from simpletuner.models.sanavideo.prompts import (
     bare_fingerprint,
     clean_caption,
@@ -150,6 +151,7 @@ SANA_VIDEO = FamilySpec(
     check_checkpoint=check_checkpoint,
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
+    cost=COST,
     bare_fingerprint=bare_fingerprint,
     dataset_caption=dataset_caption,
     frame_rate=16,
