@@ -2,10 +2,9 @@
 
 Rates are assumptions until measured: a run may leave `device_rates.json` in its output folder,
 
-    {"device": "NVIDIA H100 80GB HBM3", "matmul_tflops": 610, "attention_tflops": 340,
-     "memory_gb_per_s": 2600, "transfer_gb_per_s": 54}
+    {"device": "NVIDIA H100 80GB HBM3", "matmul_flops": 6.1e14, "host_to_device_bytes": 5.4e10}
 
-with any of the four numbers; those that are there and positive replace the assumed ones when the device is the same.
+in operations and bytes per second; what is there and positive replaces what is assumed when the device is the same.
 """
 
 from __future__ import annotations
@@ -132,16 +131,15 @@ def with_measured(device: Device, folder: Path) -> Device:
         return device
     if not isinstance(content, dict) or content.get("device") != device.name:
         return device
-    fields = {"matmul": ("matmul_tflops", 1e12), "attention": ("attention_tflops", 1e12),
-              "memory": ("memory_gb_per_s", 1e9), "transfer": ("transfer_gb_per_s", 1e9)}  # fmt: skip
+    fields = {"matmul": "matmul_flops", "transfer": "host_to_device_bytes"}
     measured = {
-        name: content[key] * unit
-        for name, (key, unit) in fields.items()
+        name: content[key]
+        for name, key in fields.items()
         if isinstance(content.get(key), int | float) and content[key] > 0
     }
     if not measured:
         return device
-    if "matmul" in measured and "attention" not in measured:
+    if "matmul" in measured:
         measured["attention"] = ATTENTION_SHARE * measured["matmul"]
     return replace(device, rates=replace(device.rates, **measured), note=f"{', '.join(measured)} measured")
 

@@ -59,10 +59,11 @@ def test_measured_rates_count_for_the_same_device(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(module, "query_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80e9))
     assumed = find_device(output_dir=tmp_path).rates
     for name, matmul in (("NVIDIA H100 80GB HBM3", 300e12), ("another", assumed.matmul)):
-        content = {"device": name, "matmul_tflops": 300, "memory_gb_per_s": "fast", "transfer_gb_per_s": -1}
+        content = {"device": name, "matmul_flops": 3e14, "host_to_device_bytes": "fast"}
         (tmp_path / "device_rates.json").write_text(json.dumps(content))
         rates = find_device(output_dir=tmp_path).rates
         assert rates.matmul == matmul
+        assert rates.attention / rates.matmul == assumed.attention / assumed.matmul
         assert (rates.memory, rates.transfer) == (assumed.memory, assumed.transfer)
     (tmp_path / "device_rates.json").write_text("{")
     assert find_device(output_dir=tmp_path).rates == assumed

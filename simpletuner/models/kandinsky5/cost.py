@@ -26,6 +26,8 @@ from simpletuner.models.cost import (
 FLOAT32 = ("time_embeddings.", "modulation.")  # `_keep_in_fp32_modules` of the class
 QKV = ("to_query", "to_key", "to_value")
 FIRST_PROJECTIONS = re.compile(r"(text|visual)_transformer_blocks\.0\.self_attention\.to_(query|key|value)")
+# Attention gets NABLA's choice of tiles as a mask with an entry for each pair of tokens.
+WHOLE_MASK = True
 QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
 FLUX_VAE, HUNYUAN_VAE = 83_819_683, 246_478_803
 PROMPT_PIXELS = 56  # pixels a side of a picture per token of Qwen's prompt: it sees half the size in steps of 28
@@ -160,7 +162,8 @@ def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adap
     kept = copies + 3 * 4 + (4 + 2 + ratio + _adapted_inputs(adapters, ratio)) * size
     statistics = tokens * 4 * (5 * d // head + 3 * 2)  # per head: three RMSNorms, two log-sum-exps; three LayerNorms
     of_text = text * (d * (4 + 2 * size) + 4 * d // head)
-    pairs = load.samples * load.tokens**2 * d // head if settings.get("attention_type") == "nabla" else 0
+    masked = WHOLE_MASK and settings.get("attention_type") == "nabla"
+    pairs = load.samples * load.tokens**2 * d // head if masked else 0
     down = (tokens * 4 + text * 2) * rank * size
     return Activations(
         held=elements * size,
