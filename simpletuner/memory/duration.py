@@ -28,7 +28,7 @@ class StepCost:
         executed: FLOPs that the device does: recomputed blocks and the flash kernel's second look at the scores.
         traffic: bytes of elementwise operations.
         seconds: estimated.
-        copying: seconds of copying weights, hidden as far as `seconds` minus this is positive.
+        copying: seconds of copying weights, beside the compute or between it.
     """
 
     model: float
@@ -50,7 +50,8 @@ def step_cost(cost: TransformerCost, setup: Setup, load: Load, device: Device) -
     traffic = cost.large * per_block * (3 + share)
     computing = max(_seconds(executed, traffic, setup, device), _launches(cost, device) * (1 + share / 3))
     copying = copy_seconds(cost, setup, device)
-    return StepCost(forward.total + backward.total, executed, traffic, max(computing, copying), copying)
+    seconds = max(computing, copying) if setup.overlapped else computing + copying
+    return StepCost(forward.total + backward.total, executed, traffic, seconds, copying)
 
 
 def recomputed_share(cost: TransformerCost, setup: Setup) -> float:

@@ -38,6 +38,7 @@ class Setup:
         streamed: frozen blocks come through slots.
         residents: so many of them stay on the device.
         group: blocks that come together.
+        overlapped: copies of streamed blocks run beside the compute.
         inputs_on_host: block inputs wait in host memory.
         quantised: bytes per weight of the blocks' linear layers, 0 where they are not quantised.
         averaged_on_device: a moving average of the trained weights is kept there.
@@ -52,6 +53,7 @@ class Setup:
     streamed: bool = False
     residents: int = 0
     group: int = 1
+    overlapped: bool = True
     inputs_on_host: bool = False
     quantised: float = 0.0
     averaged_on_device: bool = False

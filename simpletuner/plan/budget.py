@@ -159,18 +159,22 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setu
         yield Phase(f"training at {bucket.label}", step_memory(cost, setup, load).total, host)
     trained = trained_bytes(cost, setup)
     if workload.previews:
-        between = frozen_bytes(cost, setup) + trained
-        yield Phase("previews", between + vae + _preview_peak(config, parts, workload, setup), waiting)
+        rendering = _preview_peak(config, parts, workload, setup, vae)
+        yield Phase("previews", trained + rendering, waiting)
     yield Phase("saving", 0.0, waiting + SAVED_COPIES * trained)
 
 
-def _preview_peak(config: RunConfig, parts: Parts, workload: Workload, setup: Setup) -> float:
-    """Sampling or decoding the largest preview, whichever takes more."""
+def _preview_peak(config: RunConfig, parts: Parts, workload: Workload, setup: Setup, vae: float) -> float:
+    """Sampling or decoding the largest preview, whichever takes more, with the weights that are there meanwhile."""
     largest, caching = workload.previews[0], config.caching
-    sampling = sampling_bytes(parts.transformer, setup, parts.load(largest))
+    weights = frozen_bytes(parts.transformer, setup)
+    sampling = weights + sampling_bytes(parts.transformer, setup, parts.load(largest))
     picture = VaeLoad(1, largest.frames, largest.width, largest.height, tiled=caching.vae_enable_tiling)
     size = BYTES["fp32" if parts.spec.defaults.get("vae_dtype") == "fp32" else setup.dtype]
-    return max(sampling, parts.cost.vae_decode(parts.vae, picture) * size)
+    decoding = vae + parts.cost.vae_decode(parts.vae, picture) * size
+    if config.offload.enable_model_cpu_offload:  # one leaves before the other comes
+        return max(sampling, decoding)
+    return max(sampling + vae, decoding + weights)
 
 
 def shortage(phase: Phase, device: Device, *, headroom: float = 0.0) -> str | None:

@@ -20,6 +20,7 @@ from simpletuner.plan.workload import Choice, Workload
 HEADROOM = 0.05  # that auto leaves free: a driver, a browser, an estimate that is a little off
 # Every n-th block checkpointed, from the fastest to the leanest; None is none of them.
 DEPTHS = (None, 8, 4, 3, 2)
+STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 Built = Callable[[str], bool]
 
 
@@ -67,7 +68,7 @@ def check_fit(budget: Budget, built: Built = is_built) -> Iterator[Problem]:
 
 def _no_help(budget: Budget, told: str, built: Built) -> str:
     """What is still missing when everything possible has been changed, where that is another thing than was told."""
-    changes = list(possible_changes(budget.config, budget.workload, built))
+    changes = list(possible_changes(budget, built))
     phases = _phases((budget.config, budget.workload), changes, budget)
     rest = next(text for phase in phases if (text := shortage(phase, budget.device)) is not None)
     return "No setting makes it fit." if rest == told else f"With every setting that helps, {rest}."
@@ -80,7 +81,7 @@ def smallest_change(budget: Budget, built: Built = is_built) -> list[Change]:
     """
     start: Choice = budget.config, budget.workload
     taken: list[Change] = []
-    for change in possible_changes(budget.config, budget.workload, built):
+    for change in possible_changes(budget, built):
         taken.append(change)
         if _fits(start, taken, budget):
             break
@@ -104,9 +105,10 @@ def _phases(choice: Choice, changes: Sequence[Change], budget: Budget) -> list[P
     return list(find_phases(config, budget.parts, workload, budget.parts.setup(config)))
 
 
-def possible_changes(config: RunConfig, workload: Workload, built: Built) -> Iterator[Change]:
+def possible_changes(budget: Budget, built: Built) -> Iterator[Change]:
     """Changes that this configuration has not made yet, the gentlest first."""
-    yield from _lossless_changes(config, built)
+    config, workload = budget.config, budget.workload
+    yield from _lossless_changes(budget, built)
     if config.model.model_type == "lora" and config.precision.base_model_precision in PLAIN_PRECISIONS:
         yield from _if_built(built, "base_model_precision", "int8-quanto")
     if config.precision.text_encoder_1_precision in PLAIN_PRECISIONS:
@@ -132,23 +134,31 @@ def _smaller_samples(workload: Workload) -> Iterator[Change]:
         yield Change({}, words, lambda before, side=share: before.scaled(side, 1.0))  # type: ignore[misc]
 
 
-def _lossless_changes(config: RunConfig, built: Built) -> Iterator[Change]:
+def _lossless_changes(budget: Budget, built: Built) -> Iterator[Change]:
     """Those that leave every number as it is (tiles of the VAE excepted)."""
-    precision, offload, caching = config.precision, config.offload, config.caching
+    config = budget.config
+    precision, caching = config.precision, config.caching
     if keeps_attention(config.speed):
         yield Change({"speed_keep_attention": False})
     if not precision.gradient_checkpointing or (precision.gradient_checkpointing_interval or 1) > 1:
         yield Change({"gradient_checkpointing": True, "gradient_checkpointing_interval": 1})
     if caching.vae_batch_size > 1:
         yield Change({"vae_batch_size": 1})
-    if config.model.model_type == "lora" and not offload.enable_group_offload:
-        yield from _if_built(built, "enable_group_offload", True)
+    if budget.device.is_gpu:
+        yield from _offload_changes(config, built)
+    if not caching.vae_enable_tiling:
+        yield Change({"vae_enable_tiling": True})
+
+
+def _offload_changes(config: RunConfig, built: Built) -> Iterator[Change]:
+    """From the device into host memory."""
+    offload = config.offload
+    if config.model.model_type == "lora" and not offload.enable_group_offload and built("enable_group_offload"):
+        yield Change(STREAMED)
     if not offload.offload_block_inputs:
         yield from _if_built(built, "offload_block_inputs", True)
     if not offload.group_offload_text_encoder:
         yield from _if_built(built, "group_offload_text_encoder", True)
-    if not caching.vae_enable_tiling:
-        yield Change({"vae_enable_tiling": True})
 
 
 def _if_built(built: Built, key: str, value: Any) -> Iterator[Change]:
@@ -189,9 +199,10 @@ def _ways(budget: Budget, built: Built) -> Iterator[tuple[Change, str]]:
     if free["speed_keep_attention"] and keeps_attention(config.speed):
         plain["speed_keep_attention"] = False
         yield Change(plain), "attention is computed twice, which takes less memory"
-    if config.model.model_type == "lora" and free["enable_group_offload"]:
+    if config.model.model_type == "lora" and free["enable_group_offload"] and budget.device.is_gpu:
+        streamed = {key: value for key, value in STREAMED.items() if free[key]}
+        plain = {**plain, **streamed}
         yield from _streamed(budget, plain, free)
-        plain = {**plain, "enable_group_offload": True}
         if free["offload_block_inputs"]:
             plain["offload_block_inputs"] = True
     if free["base_model_precision"] and config.model.model_type == "lora":
@@ -201,7 +212,7 @@ def _ways(budget: Budget, built: Built) -> Iterator[tuple[Change, str]]:
 
 OWN_KEYS = (
     "gradient_checkpointing", "gradient_checkpointing_interval", "speed_keep_attention", "enable_group_offload",
-    "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
+    "group_offload_use_stream", "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
 )  # fmt: skip
 
 
@@ -221,7 +232,7 @@ def _streamed(budget: Budget, plain: Mapping[str, Any], free: Mapping[str, bool]
     residents = range(blocks - 1, -1, -1) if free["group_offload_resident_blocks"] else [None]
     for on_host in (False, True) if free["offload_block_inputs"] else (False,):
         for count in residents:
-            values = {**plain, "enable_group_offload": True}
+            values = dict(plain)
             if count is not None:
                 values["group_offload_resident_blocks"] = count
             if on_host:

@@ -101,6 +101,7 @@ class Parts:
             streamed=offload.enable_group_offload,
             residents=offload.group_offload_resident_blocks,
             group=offload.group_offload_blocks_per_group,
+            overlapped=offload.group_offload_use_stream,
             inputs_on_host=offload.offload_block_inputs and checkpointed,
             quantised=quantised_bytes(precision.base_model_precision),
             averaged_on_device=config.ema.use_ema and config.ema.ema_device == "accelerator",

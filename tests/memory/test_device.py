@@ -62,6 +62,7 @@ def test_measured_rates_count_for_the_same_device(tmp_path: Path, monkeypatch: p
         write_rates(tmp_path, DeviceRates(name, 300e12, None, "bfloat16"))
         rates = find_device(output_dir=tmp_path).rates
         assert rates.matmul == matmul
+        assert rates.attention / rates.matmul == assumed.attention / assumed.matmul
         assert (rates.memory, rates.transfer) == (assumed.memory, assumed.transfer)
     write_rates(tmp_path, DeviceRates("NVIDIA H100 80GB HBM3", 30e12, 20e9, "float32"))
     rates = find_device(output_dir=tmp_path).rates

@@ -11,9 +11,10 @@ from simpletuner.memory.device import Device, rates_of
 from simpletuner.memory.duration import step_cost
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.budget import Budget, estimate, fits
-from simpletuner.plan.fit import HEADROOM, check_fit, choose, smallest_change
+from simpletuner.plan.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
 from simpletuner.plan.workload import Bucket, Parts, Workload
 
+STREAMING = "enable_group_offload true, group_offload_use_stream true"
 LITE = Bucket(768, 512, 61, 1, 1.0, 256)
 PICTURE = Bucket(1024, 1024, 1, 4, 1.0, 256)
 
@@ -64,16 +65,24 @@ def test_it_says_what_needs_how_much_and_what_would_fit() -> None:
     told = complaint(gpu(8))
     assert told.startswith("memory: training at 768x512@61 needs 10.")
     assert "of which 7.2 GB can be used" in told
-    assert "This would fit: enable_group_offload true." in told
+    assert "This would fit: enable_group_offload true, group_offload_use_stream true." in told
 
 
 @pytest.mark.parametrize(
     ("gigabytes", "settings", "changes"),
     [
         (24, {"gradient_checkpointing": False}, ["gradient_checkpointing true, gradient_checkpointing_interval 1"]),
-        (8, {}, ["enable_group_offload true"]),
-        (5, {}, ["enable_group_offload true", "offload_block_inputs true"]),
-        (3.9, {}, ["enable_group_offload true", "offload_block_inputs true", "num_frames 33 instead of 61"]),
+        (8, {}, [STREAMING]),
+        (5, {}, [STREAMING, "offload_block_inputs true"]),
+        (
+            3.9,
+            {},
+            [
+                STREAMING,
+                "offload_block_inputs true",
+                "num_frames 33 instead of 61",
+            ],
+        ),
     ],
 )
 def test_the_smallest_change(gigabytes: float, settings: dict[str, Any], changes: list[str]) -> None:
@@ -171,12 +180,35 @@ def test_auto_does_not_choose_what_is_not_built() -> None:
 def test_streaming_costs_time_where_the_step_is_short() -> None:
     """A picture of 4096 tokens does not hide the copies of its blocks, a clip does."""
     for bucket, flavour, hidden in ((PICTURE, "t2i-lite-sft", True), (LITE, "t2v-lite-sft-5s", True)):
-        streamed = budget(gpu(80), bucket, flavour, enable_group_offload=True)
+        streamed = budget(gpu(80), bucket, flavour, **STREAMED)
         plain = budget(gpu(80), bucket, flavour)
         step = streamed.buckets[0].step
         assert step.copying > 0
         assert (step.seconds == plain.buckets[0].step.seconds) is hidden
     one = Bucket(512, 512, 1, 1, 1.0, 256)
-    short = budget(gpu(80), one, "t2i-lite-sft", enable_group_offload=True)
+    short = budget(gpu(80), one, "t2i-lite-sft", **STREAMED)
     step = step_cost(short.parts.transformer, short.setup, short.parts.load(one), short.device)
     assert step.seconds == step.copying
+    waited = budget(gpu(80), one, "t2i-lite-sft", enable_group_offload=True).buckets[0].step
+    plain = budget(gpu(80), one, "t2i-lite-sft").buckets[0].step
+    assert waited.seconds == pytest.approx(plain.seconds + waited.copying), "without a stream they take turns"
+
+
+def test_without_a_gpu_nothing_is_streamed() -> None:
+    machine = Device("CPU", 9e9, 9e9, False, rates_of(""), "")
+    for settings in choose(budget(machine), everything_built).config, budget(machine).config:
+        assert not settings.offload.enable_group_offload
+    assert "group_offload" not in complaint(machine)
+
+
+def test_previews_take_weights_and_vae_unless_they_take_turns() -> None:
+    before = budget(gpu(80))
+    workload = Workload([LITE], [], False, [LITE], 0.0)
+    peaks = []
+    for turns in (False, True):
+        settings = config("kandinsky5-video", enable_model_cpu_offload=turns)
+        phases = estimate(settings, before.parts, workload, gpu(80), None).phases
+        peaks.append(next(each.device for each in phases if each.name == "previews"))
+    weights = 4.573e9
+    assert peaks[0] - peaks[1] == pytest.approx(weights, rel=0.01)
+    assert peaks[0] > 20e9, "the VAE of HunyuanVideo decodes 17 frames at a time"

@@ -26,6 +26,7 @@ from simpletuner.models.cost import (
 FLOAT32 = ("time_embeddings.", "modulation.")  # `_keep_in_fp32_modules` of the class
 QKV = ("to_query", "to_key", "to_value")
 FIRST_PROJECTIONS = re.compile(r"(text|visual)_transformer_blocks\.0\.self_attention\.to_(query|key|value)")
+NABLA_TILE = 64  # tokens that share one row of the mask
 QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
 FLUX_VAE, HUNYUAN_VAE = 83_819_683, 246_478_803
 PROMPT_PIXELS = 56  # pixels a side of a picture per token of Qwen's prompt: it sees half the size in steps of 28
@@ -149,8 +150,9 @@ def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adap
     Of each element of N x d autograd keeps: the float32 inputs of three LayerNorms and three RMSNorms; q, k, v and
     the output of self-attention; q and the output of cross-attention; the input of the GELU (f / d elements); and the
     input of every adapted layer that is not among these. Where `size` is 4, float32 copies are no copies, and the
-    first LayerNorm's input is the block's own. With NABLA a mask has an entry for each pair of tokens and head: one
-    byte as booleans, and once more as the numbers that attention adds to its scores, which autograd keeps.
+    first LayerNorm's input is the block's own. With NABLA the mask has an entry for each tile of queries, key and
+    head: one byte as booleans, and once more as the numbers that attention adds to its scores, which autograd keeps. A
+    kernel that takes lists of tiles needs less.
     """
     d, head, rank = number(settings, "model_dim", 2048), _head(settings), adapters.rank
     ratio = number(settings, "ff_dim", 5120) / d
@@ -160,7 +162,8 @@ def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adap
     kept = copies + 3 * 4 + (4 + 2 + ratio + _adapted_inputs(adapters, ratio)) * size
     statistics = tokens * 4 * (5 * d // head + 3 * 2)  # per head: three RMSNorms, two log-sum-exps; three LayerNorms
     of_text = text * (d * (4 + 2 * size) + 4 * d // head)
-    pairs = load.samples * load.tokens**2 * d // head if settings.get("attention_type") == "nabla" else 0
+    sparse = settings.get("attention_type") == "nabla"
+    pairs = load.samples * load.tokens**2 // NABLA_TILE * d // head if sparse else 0
     down = (tokens * 4 + text * 2) * rank * size
     return Activations(
         held=elements * size,

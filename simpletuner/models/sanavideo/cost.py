@@ -160,7 +160,7 @@ def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adap
         held=elements * size,
         saved=elements * kept + text * d * (4 + 3 * size) + down,
         transient=elements * size * wide,
-        attention=elements * size,
+        attention=0.0,  # linear attention is cheap to compute again, and nothing of it is kept
         outside=elements * size * (0.25 + 6 * load.timed_tokens),
         sampling=elements * size * (15 + 12 * load.timed_tokens),
         traffic=elements * 183 * size,
