@@ -1,56 +1,155 @@
-"""Models of random weights in three sizes, and batches for them.
+"""Transformers of random weights in many sizes, batches for them, and adapters around them.
 
-tiny is what the tests use. medium is large enough that arithmetic outweighs Python on one CPU thread. image is the
-architecture of Kandinsky 5 Image (6B), for a GPU.
+The tiny ones, one per family, are what the tests use. medium is large enough that arithmetic outweighs Python on one
+CPU thread. lite, image, pro and sana are the real architectures at their usual number of tokens; they are made on the
+device itself and need a GPU.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from accelerate import Accelerator
-from diffusers import AutoencoderKL, Kandinsky5Transformer3DModel
-from torch import nn
+from accelerate import Accelerator, init_empty_weights
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLHunyuanVideo,
+    Kandinsky5Transformer3DModel,
+    SanaVideoTransformer3DModel,
+)
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.kandinsky5 import attention
-from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
-from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.source import ModelSource
-from tests.tiny import WIDTH, build_qwen, fill_zeros
+from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.registry import FAMILIES, load_adapter
+from simpletuner.models.source import ModelSource, Part
+from tests.tiny import WIDTH, build_qwen
 
-SIZES = ("tiny", "medium", "image")
-FLAVOUR = "t2i-lite-sft"
+CHANNELS = 16
 
-_TRANSFORMERS: dict[str, dict[str, Any]] = {
-    "tiny": {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": WIDTH, "model_dim": WIDTH, "ff_dim": 2 * WIDTH,
-             "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (4, 6, 6)},
-    "medium": {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 128, "model_dim": 384, "ff_dim": 1536,
-               "num_text_blocks": 2, "num_visual_blocks": 8, "axes_dims": (16, 24, 24)},
-    "image": {"in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "model_dim": 2560, "ff_dim": 10240,
-              "num_text_blocks": 2, "num_visual_blocks": 50, "axes_dims": (32, 48, 48)},
+
+@dataclass(frozen=True)
+class Size:
+    """One architecture and what it is trained on.
+
+    Attributes:
+        settings: what the transformer's class is built with.
+        latents: frames, height and width.
+        caption: tokens of a caption.
+        embeds: width of each text embedding; the pooled one has no tokens.
+        gigabytes: weights in bf16 with the parts that stay float32, to be checked.
+    """
+
+    family: str
+    flavour: str
+    settings: dict[str, Any]
+    latents: tuple[int, int, int]
+    caption: int
+    embeds: dict[str, int] = field(default_factory=dict)
+    gigabytes: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of one sample."""
+        frames, height, width = self.latents
+        return frames * height * width // 4
+
+
+def _kandinsky(size: dict[str, int], axes: tuple[int, int, int], **more: Any) -> dict[str, Any]:
+    channels = {"in_visual_dim": CHANNELS, "out_visual_dim": CHANNELS}
+    return {**channels, **size, "axes_dims": axes, **more}
+
+
+_TINY = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": WIDTH, "model_dim": WIDTH, "ff_dim": 2 * WIDTH,
+         "num_text_blocks": 1, "num_visual_blocks": 2}  # fmt: skip
+_MEDIUM = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 128, "model_dim": 384, "ff_dim": 1536,
+           "num_text_blocks": 2, "num_visual_blocks": 8}  # fmt: skip
+_DEEP = {**_MEDIUM, "num_visual_blocks": 16}
+_LITE = {"in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "model_dim": 1792, "ff_dim": 7168,
+         "num_text_blocks": 2, "num_visual_blocks": 32}  # fmt: skip
+_IMAGE = {**_LITE, "model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50}
+_PRO = {**_LITE, "time_dim": 1024, "model_dim": 4096, "ff_dim": 16384, "num_text_blocks": 4, "num_visual_blocks": 60}
+_TINY_SANA = {"num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 2, "num_cross_attention_heads": 2,
+              "cross_attention_head_dim": 24, "cross_attention_dim": 48, "caption_channels": WIDTH}  # fmt: skip
+_SMALL_TEXT = {"prompt_embeds": WIDTH, "pooled_prompt_embeds": WIDTH}
+_QWEN_AND_CLIP = {"prompt_embeds": 3584, "pooled_prompt_embeds": 768}
+_NARROW, _WIDE = (16, 24, 24), (32, 48, 48)
+
+SHAPES: dict[str, Size] = {
+    "tiny": Size("kandinsky5-image", "t2i-lite-sft", _kandinsky(_TINY, (4, 6, 6)), (1, 16, 16), 24, _SMALL_TEXT),
+    "medium": Size("kandinsky5-image", "t2i-lite-sft", _kandinsky(_MEDIUM, _NARROW), (1, 32, 32), 64, _SMALL_TEXT),
+    "tiny-video": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_TINY, (4, 6, 6), visual_cond=True),
+                       (3, 8, 12), 24, _SMALL_TEXT),
+    "medium-video": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_MEDIUM, _NARROW, visual_cond=True),
+                         (5, 16, 24), 64, _SMALL_TEXT),
+    "deep": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_DEEP, _NARROW, visual_cond=True), (4, 32, 32),
+                 128, _SMALL_TEXT),
+    "tiny-sana": Size("sanavideo", "2b-480p", _TINY_SANA, (3, 8, 12), 300, {"prompt_embeds": WIDTH}),
+    # 512 x 768, 61 frames
+    "lite": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_LITE, _NARROW, visual_cond=True), (16, 64, 96),
+                 256, _QWEN_AND_CLIP, 4.6),
+    # 1024 x 1024
+    "image": Size("kandinsky5-image", "t2i-lite-sft", _kandinsky(_IMAGE, _WIDE), (1, 128, 128),
+                  256, _QWEN_AND_CLIP, 13.3),
+    # 512 x 768, 121 frames
+    "pro": Size("kandinsky5-video", "t2v-pro-sft-5s-hd", _kandinsky(_PRO, _WIDE, visual_cond=True), (31, 64, 96),
+                256, _QWEN_AND_CLIP, 43.4),
+    # 480 x 832, 81 frames
+    "sana": Size("sanavideo", "2b-480p", {"mlp_ratio": 3.0}, (21, 60, 104), 300, {"prompt_embeds": 2304}, 4.1),
 }  # fmt: skip
-# Height and width of the latents, and tokens of a caption.
-LATENT_SIDE = {"tiny": 16, "medium": 32, "image": 128}
-CAPTION_LENGTH = {"tiny": 24, "medium": 64, "image": 256}
+SIZES = tuple(SHAPES)
+
+
+def transformer_class(size: str) -> Any:
+    """The diffusers class of a size."""
+    return SanaVideoTransformer3DModel if SHAPES[size].family == "sanavideo" else Kandinsky5Transformer3DModel
+
+
+def hollow_transformer(size: str) -> nn.Module:
+    """The layers without weights; buffers have their values."""
+    with init_empty_weights(include_buffers=False):
+        model: nn.Module = transformer_class(size)(**SHAPES[size].settings)
+    return model
 
 
 def build_transformer(size: str, device: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
-    """The transformer of a size, in training mode; equal seeds give equal weights."""
-    with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(seed)
-        model = Kandinsky5Transformer3DModel(in_visual_dim=16, out_visual_dim=16, **_TRANSFORMERS[size])
-        fill_zeros(model)
-    for name, parameter in model.named_parameters():
-        if not any(each in name for each in model._keep_in_fp32_modules or ()):
-            parameter.data = parameter.data.to(dtype)
-    return model.train()
+    """The transformer of a size, in training mode; equal seeds give equal weights.
+
+    Weights are drawn on the device, each in the precision in which a checkpoint of that dtype is loaded, so a model
+    takes no more memory while it is made than afterwards. None is zero: behind a gate of zero, gradients are zero.
+    """
+    model = hollow_transformer(size)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, module in model.named_modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            kind = dtype_of(model, f"{name}.{key}", dtype)
+            values = _random(name, key, parameter, torch.device(device), kind, generator)
+            setattr(module, key, nn.Parameter(values))
+    return model.to(device).train()
+
+
+def dtype_of(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """float32 for what the class keeps in float32 when it is loaded in another dtype."""
+    kept = model._keep_in_fp32_modules or ()
+    return torch.float32 if any(each in name.split(".") for each in kept) else dtype
+
+
+def _random(
+    name: str, key: str, like: Tensor, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    """Matrices that keep the size of what they multiply, norms near 1, and gates that are small."""
+    values = torch.empty(like.shape, device=device, dtype=dtype)
+    if like.ndim < 2 and key == "weight":
+        return values.normal_(1.0, 0.05, generator=generator)
+    small = like.ndim < 2 or "modulation" in name
+    return values.normal_(0.0, 0.02 if small else like[0].numel() ** -0.5, generator=generator)
 
 
 def build_vae() -> AutoencoderKL:
@@ -69,6 +168,18 @@ def build_vae() -> AutoencoderKL:
     )
 
 
+def build_clip_vae(size: str, device: str) -> AutoencoderKLHunyuanVideo:
+    """HunyuanVideo's VAE; the real one for a real size, else an eighth as wide. In bf16 on a GPU."""
+    real = SHAPES[size].gigabytes is not None
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        vae = AutoencoderKLHunyuanVideo(
+            block_out_channels=(128, 256, 512, 512) if real else (16, 32, 64, 64), norm_num_groups=32 if real else 8
+        )
+    made: AutoencoderKLHunyuanVideo = vae.to(dtype).requires_grad_(False).eval()
+    return made
+
+
 def build_medium_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForConditionalGeneration:
     """The tests' Qwen2.5-VL made wider and deeper."""
     config = build_qwen(tokenizer).config
@@ -81,9 +192,10 @@ def build_medium_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForCondit
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def make_config(**settings: Any) -> RunConfig:
+def make_config(size: str = "tiny", **settings: Any) -> RunConfig:
     """The config of a LoRA run."""
-    values = {"model_type": "lora", "model_family": KANDINSKY5_IMAGE.name, "model_flavour": FLAVOUR, **settings}
+    shape = SHAPES[size]
+    values = {"model_type": "lora", "model_family": shape.family, "model_flavour": shape.flavour, **settings}
     problems: list[Any] = []
     config = resolve([Layer("benchmark", list(values.items()))], problems)
     if config is None or problems:
@@ -91,20 +203,31 @@ def make_config(**settings: Any) -> RunConfig:
     return config
 
 
-class RandomAdapter(Kandinsky5ImageAdapter):
-    """The family's adapter, with a transformer of random weights made in place."""
+def lora_targets(size: str) -> list[str]:
+    """The layers that the family trains by default."""
+    return list(FAMILIES[SHAPES[size].family].lora_targets)
 
-    def __init__(self, config: RunConfig, size: str, device: str) -> None:
-        flavour = KANDINSKY5_IMAGE.flavour(FLAVOUR)
-        source = ModelSource.from_config(KANDINSKY5_IMAGE, flavour, config.model)
-        super().__init__(flavour, source, config.model, config.text, config.caching)
-        self.size, self.device = size, device
 
-    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        transformer = build_transformer(self.size, self.device, dtype)
-        self.dtype = dtype
-        self._padding = attention.install(transformer)
-        return transformer
+def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
+    """The family's own adapter; loading its transformer makes one of random weights on the device."""
+    spec = FAMILIES[SHAPES[size].family]
+    flavour = spec.flavour(SHAPES[size].flavour)
+    source = ModelSource.from_config(spec, flavour, config.model)
+    adapter: Any = load_adapter(spec)(flavour, source, config.model, config.text, config.caching)
+    load = adapter.load_transformer
+
+    def load_random(dtype: torch.dtype) -> nn.Module:
+        def build(*inputs: Any, **settings: Any) -> nn.Module:
+            return build_transformer(size, device, dtype)
+
+        here = mock.patch.object(Part, "fetch", return_value=Path())
+        with here, mock.patch.object(transformer_class(size), "from_pretrained", build):
+            loaded: nn.Module = load(dtype)
+        return loaded
+
+    adapter.load_transformer = load_random
+    made: FamilyAdapter = adapter
+    return made
 
 
 def make_accelerator(device: str) -> Accelerator:
@@ -112,19 +235,20 @@ def make_accelerator(device: str) -> Accelerator:
     return Accelerator(mixed_precision="no", cpu=device == "cpu")
 
 
-def make_batch(size: str, count: int) -> Batch:
+def make_batch(size: str, count: int, latents: tuple[int, int, int] | None = None) -> Batch:
     """Random latents and captions of one length, on the CPU."""
-    shape, side, length = _TRANSFORMERS[size], LATENT_SIDE[size], CAPTION_LENGTH[size]
+    shape = SHAPES[size]
     with torch.random.fork_rng():
         torch.manual_seed(count)
         embeds = [
             {
-                "prompt_embeds": torch.randn(length, shape["in_text_dim"]),
-                "pooled_prompt_embeds": torch.randn(shape["in_text_dim2"]),
+                name: torch.randn(width) if name.startswith("pooled") else torch.randn(shape.caption, width)
+                for name, width in shape.embeds.items()
             }
             for _ in range(count)
         ]
-        return Batch(torch.randn(count, 16, 1, side, side), embeds, [f"memory/{index}" for index in range(count)])
+        clean = torch.randn(count, CHANNELS, *(latents or shape.latents))
+    return Batch(clean, embeds, [f"memory/{index}" for index in range(count)])
 
 
 def clock_of(device: str) -> Callable[[], float]:
@@ -145,5 +269,6 @@ def write_checkpoint(folder: Path, size: str) -> Path:
 
     make_checkpoint(folder)
     if size != "tiny":
-        build_transformer(size, "cpu", torch.float32).save_pretrained(folder / "transformer")  # type: ignore[operator]
+        transformer: Any = build_transformer(size, "cpu", torch.float32)
+        transformer.save_pretrained(folder / "transformer")
     return folder

@@ -1,4 +1,7 @@
-"""Our optimizer step against a plain diffusers + peft loop: same model, LoRA, optimizer, checkpointing, batch."""
+"""Our optimizer step against a plain diffusers + peft loop: same model, LoRA, optimizer, checkpointing, batch.
+
+`reference` runs diffusers' blocks as the loop does, `eager` ours, `compiled` ours through torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,23 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from torch import Tensor
 
-from benchmarks.models import SIZES, RandomAdapter, build_transformer, clock_of, make_accelerator, make_batch
+from benchmarks.models import (
+    SHAPES,
+    SIZES,
+    RandomAdapter,
+    build_transformer,
+    clock_of,
+    lora_targets,
+    make_accelerator,
+    make_batch,
+)  # fmt: skip
 from benchmarks.models import make_config as config_of
 from benchmarks.timing import Ratio, arguments, compare, interleave, show
 from simpletuner.config.load import RunConfig
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.metrics import MetricsFile
 from simpletuner.reporting.plain import PlainProgress
 from simpletuner.training.assemble import Intent, assemble
@@ -26,7 +39,14 @@ from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step
 
 RATE = 1e-4
-TARGETS = list(KANDINSKY5_IMAGE.lora_targets)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "reference": {"speed": "reference", "dynamo_backend": "no"},
+    "eager": {"speed": "auto", "dynamo_backend": "no"},
+    "compiled": {"speed": "auto", "dynamo_backend": "inductor"},
+}
+BARS = {"reference": 1.05, "eager": 0.95, "compiled": 0.75}
+# What everything together must reach on one H100.
+GPU_BARS = {"lite": 0.65, "image": 0.55, "sana": 0.70}
 
 
 class _Memory:
@@ -43,7 +63,7 @@ class _Memory:
 
 def ours(size: str, device: str, config: RunConfig, batch: Batch, record: Path | None = None) -> Callable[[], None]:
     """One `optimizer_step`; with a folder to `record` in also what is written and shown of it."""
-    intent = Intent(lora_targets=TARGETS, seed=0, total_steps=100_000, learning_rate=RATE)
+    intent = Intent(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
     assembly = assemble(config, intent, RandomAdapter(config, size, device), [], make_accelerator(device))
     assembly.transformer.train()
     loader: Any = _Memory(batch)
@@ -68,35 +88,23 @@ def plain(size: str, device: str, config: RunConfig, batch: Batch) -> Callable[[
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model: Any = build_transformer(size, device, dtype)
     model.requires_grad_(False)
-    model.add_adapter(LoraConfig(r=config.lora.lora_rank, lora_alpha=config.lora.lora_rank, target_modules=TARGETS))
+    rank = config.lora.lora_rank
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=lora_targets(size)))
     model.enable_gradient_checkpointing()
     trained = [each for each in model.parameters() if each.requires_grad]
     precision = config.precision.mixed_precision
     optimizer = build_optimizer(trained, config.optimizer, mixed_precision=precision, learning_rate=RATE)
-    side = batch.latents.shape[-1] // 2
-    length = len(batch.embeds[0]["prompt_embeds"])
+    predict = _sana_velocity if config.model.model_family == "sanavideo" else _kandinsky_velocity
 
     def step() -> None:
         latents = batch.latents.to(device)
-        text = torch.stack([one["prompt_embeds"] for one in batch.embeds]).to(device, dtype)
-        pooled = torch.stack([one["pooled_prompt_embeds"] for one in batch.embeds]).to(device, dtype)
+        embeds = {name: torch.stack([one[name] for one in batch.embeds]).to(device, dtype) for name in batch.embeds[0]}
         noise = torch.randn(latents.shape, device=device)
         sigmas = torch.sigmoid(torch.randn(len(latents), device=device))
         share = sigmas.view(-1, 1, 1, 1, 1)
         noisy = (1 - share) * latents + share * noise
-        velocity = model(
-            hidden_states=noisy.permute(0, 2, 3, 4, 1).to(dtype),
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
-            timestep=1000 * sigmas,
-            visual_rope_pos=[torch.arange(count, device=device) for count in (1, side, side)],
-            text_rope_pos=torch.arange(length, device=device),
-            scale_factor=(1.0, 1.0, 1.0),
-            return_dict=False,
-        )
-        velocity = velocity[0] if isinstance(velocity, tuple) else velocity
-        target = (noise - latents).permute(0, 2, 3, 4, 1)
-        loss = torch.nn.functional.mse_loss(velocity.float(), target)
+        velocity = predict(model, noisy.to(dtype), 1000 * sigmas, embeds)
+        loss = torch.nn.functional.mse_loss(velocity.float(), noise - latents)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, config.optimizer.max_grad_norm)
         optimizer.step()
@@ -106,28 +114,70 @@ def plain(size: str, device: str, config: RunConfig, batch: Batch) -> Callable[[
     return step
 
 
+def _kandinsky_velocity(model: Any, noisy: Tensor, timesteps: Tensor, embeds: dict[str, Tensor]) -> Tensor:
+    frames, height, width = noisy.shape[2:]
+    hidden_states = noisy.permute(0, 2, 3, 4, 1)
+    if model.config.visual_cond:
+        hidden_states = torch.cat([hidden_states, torch.zeros_like(hidden_states),
+                                   torch.zeros_like(hidden_states[..., :1])], dim=-1)  # fmt: skip
+    positions = [torch.arange(count, device=noisy.device) for count in (frames, height // 2, width // 2)]
+    velocity: Tensor = model(
+        hidden_states=hidden_states,
+        encoder_hidden_states=embeds["prompt_embeds"],
+        pooled_projections=embeds["pooled_prompt_embeds"],
+        timestep=timesteps,
+        visual_rope_pos=positions,
+        text_rope_pos=torch.arange(embeds["prompt_embeds"].shape[1], device=noisy.device),
+        scale_factor=(1.0, 1.0, 1.0) if frames == 1 else (1.0, 2.0, 2.0),
+        return_dict=False,
+    )
+    return velocity.permute(0, 4, 1, 2, 3)
+
+
+def _sana_velocity(model: Any, noisy: Tensor, timesteps: Tensor, embeds: dict[str, Tensor]) -> Tensor:
+    text = embeds["prompt_embeds"]
+    mask = torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
+    velocity: Tensor = model(
+        hidden_states=noisy, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=timesteps.floor(),
+        return_dict=False,
+    )[0]  # fmt: skip
+    return velocity
+
+
 def main() -> None:
     parser = arguments(__doc__, SIZES)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="samples per step")
+    parser.add_argument("--batches", type=int, nargs="+", help="samples per step")
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=["reference", "eager"])
     parser.add_argument("--steps", type=int, help="steps per round; by default as many as a size needs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    steps = options.steps or {"tiny": 20, "medium": 1, "image": 5}[options.size]
+    steps = options.steps or {"tiny": 20, "image": 5}.get(options.size, 1)
     precision = "no" if options.device == "cpu" else "bf16"
-    config = config_of(mixed_precision=precision, gradient_checkpointing=True, lora_rank=16, learning_rate=RATE)
+    common = {"mixed_precision": precision, "gradient_checkpointing": True, "lora_rank": 16, "learning_rate": RATE}
+    configs = {name: config_of(options.size, **common, **settings) for name, settings in VARIANTS.items()}
+    config = configs["eager"]
+    bars = BARS | ({"compiled": GPU_BARS.get(options.size, BARS["compiled"])} if options.device == "cuda" else {})
+    if not FAMILIES[SHAPES[options.size].family].fast_blocks:
+        bars |= {"eager": BARS["reference"]}  # its blocks are those of diffusers
+    batches = options.batches or ([1, 4] if SHAPES[options.size].gigabytes is None else [1])
     ratios: list[Ratio] = []
     with tempfile.TemporaryDirectory() as folder:
-        for count in options.batches:
+        for count in batches:
             batch = make_batch(options.size, count)
             makers: dict[str, Callable[[], Callable[[], None]]] = {
                 "plain": lambda batch=batch: plain(options.size, options.device, config, batch),
-                "ours": lambda batch=batch: ours(options.size, options.device, config, batch),
             }
-            if options.size != "image":  # a third copy of 13 GB would prove nothing
-                makers["recorded"] = lambda batch=batch: ours(options.size, options.device, config, batch, Path(folder))
+            for name in options.variants:
+                makers[name] = lambda batch=batch, name=name: ours(options.size, options.device, configs[name], batch)
+            if SHAPES[options.size].gigabytes is None:  # another copy of a real model would prove nothing
+                makers["recorded"] = lambda batch=batch: ours(
+                    options.size, options.device, configs["eager"], batch, Path(folder)
+                )
             variants = {name: _repeat(make(), steps) for name, make in makers.items()}
             seconds = interleave(variants, options.rounds, clock_of(options.device))
-            ratios.append(compare(f"step / plain loop, batch {count}", seconds, "ours", "plain", 1.05))
+            for name in options.variants:
+                title = f"step, {name} / plain loop, batch {count}"
+                ratios.append(compare(title, seconds, name, "plain", bars[name]))
             if "recorded" in seconds:
                 name = f"step and its record / plain loop, batch {count}"
                 ratios.append(compare(name, seconds, "recorded", "plain", 1.05))

@@ -7,7 +7,11 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+from simpletuner.reporting.environment import describe_device, describe_environment
 
 Clock = Callable[[], float]
 
@@ -77,10 +81,27 @@ def show(title: str, ratios: Sequence[Ratio], options: argparse.Namespace) -> No
     print(title)
     print(f"{'':{width}}   median      min      max      bar")
     for ratio in ratios:
-        bar = "" if ratio.bar is None else f"<= {ratio.bar:g}"
+        bar = "" if ratio.bar is None else f"<= {ratio.bar:.3g}"
         numbers = f"{ratio.median:9.3f}{min(ratio.rounds):9.3f}{max(ratio.rounds):9.3f}{bar:>9}"
         print(f"{ratio.name:{width}}{numbers}  {ratio.verdict:6}  {ratio.note}".rstrip())
     if options.json:
-        flags = {name: value for name, value in vars(options).items() if name != "json"}
         lines = [{**asdict(ratio), "median": ratio.median} for ratio in ratios]
-        options.json.write_text(json.dumps({"title": title, "options": flags, "ratios": lines}, indent=2) + "\n")
+        write_json(options.json, {"title": title, "options": flags_of(options), "ratios": lines}, device_of(options))
+
+
+def write_json(path: Path, content: dict[str, Any], device: str) -> None:
+    """The results, with what they were measured on."""
+    measured = {"measured": datetime.now(UTC).isoformat(timespec="seconds"), **describe_environment(device)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**content, "environment": measured}, indent=2) + "\n", encoding="utf-8")
+
+
+def flags_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What the script was called with."""
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    return {name: value for name, value in plain.items() if name != "json"}
+
+
+def device_of(options: argparse.Namespace) -> str:
+    """The name of what it ran on; scripts without `--device` run on the CPU."""
+    return describe_device() if vars(options).get("device") == "cuda" else "cpu"

@@ -7,6 +7,7 @@ tells the time at which the frame was filmed, so that a test sees rotation, colo
 from __future__ import annotations
 
 import io
+import struct
 import wave
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -220,6 +221,55 @@ WHOLE: dict[str, Writer] = {
     "broken-index.avi": with_broken_index,
     "edited.mp4": cut_by_edit_list,
     "sound.mp4": with_sound,
+}
+
+
+# The nine numbers of a display matrix, in their fixed point, that say more than a quarter turn does.
+MIRRORED = (-1 << 16, 0, 0, 0, 1 << 16, 0, WIDTH << 16, 0, 1 << 30)
+UPSIDE_DOWN = (1 << 16, 0, 0, 0, -1 << 16, 0, 0, HEIGHT << 16, 1 << 30)
+DIAGONAL = (46341, 46341, 0, -46341, 46341, 0, 0, 0, 1 << 30)
+
+
+def _with_matrix(matrix: tuple[int, ...]) -> Writer:
+    """A clip whose track header says how it is to be shown."""
+
+    def write(path: Path) -> None:
+        write_clip(path)
+        content = bytearray(path.read_bytes())
+        start = content.index(b"tkhd") + 44
+        content[start : start + 36] = struct.pack(">9i", *matrix)
+        path.write_bytes(bytes(content))
+
+    return write
+
+
+def write_with_colours(primaries: int, curve: int) -> Writer:
+    """A clip that says what its colours and its brightness mean (ITU-T H.273)."""
+
+    def write(path: Path) -> None:
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("libx265", rate=RATE, options={"x265-params": "log-level=none"})
+            stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p10le"
+            codec = stream.codec_context
+            codec.color_primaries, codec.color_trc, codec.colorspace = primaries, curve, primaries
+            for index in range(5):
+                frame = VideoFrame.from_ndarray(filmed(index / RATE), format="rgb24").reformat(format="yuv420p10le")
+                frame.pts = index
+                frame.color_primaries, frame.color_trc, frame.colorspace = primaries, curve, primaries
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+
+    return write
+
+
+# Whole, and yet not to be trained on as it is read: a player shows it otherwise.
+SHOWN_OTHERWISE: dict[str, tuple[Writer, str]] = {
+    "mirrored.mp4": (_with_matrix(MIRRORED), "is shown mirrored"),
+    "upside-down.mov": (_with_matrix(UPSIDE_DOWN), "is shown mirrored"),
+    "diagonal.mp4": (_with_matrix(DIAGONAL), "is shown turned by 45 degrees"),
+    "pq.mp4": (write_with_colours(9, 16), "is HDR (PQ)"),
+    "hlg.mov": (write_with_colours(9, 18), "is HDR (HLG)"),
+    "wide.mkv": (write_with_colours(9, 14), "is in wide colours (BT.2020)"),
 }
 
 

@@ -141,8 +141,10 @@ def build_video_vae() -> AutoencoderKLHunyuanVideo:
     )
 
 
-def build_kandinsky(*, visual_cond: bool = False, nabla: bool = False) -> Kandinsky5Transformer3DModel:
-    """A Kandinsky 5 transformer of one text block and two visual ones, with no zero-initialised parameter left."""
+def build_kandinsky(
+    *, visual_cond: bool = False, nabla: bool = False, visual_blocks: int = 2
+) -> Kandinsky5Transformer3DModel:
+    """A Kandinsky 5 transformer of one text block and few visual ones, with no zero-initialised parameter left."""
     transformer = Kandinsky5Transformer3DModel(
         in_visual_dim=16,
         out_visual_dim=16,
@@ -152,7 +154,7 @@ def build_kandinsky(*, visual_cond: bool = False, nabla: bool = False) -> Kandin
         model_dim=WIDTH,
         ff_dim=2 * WIDTH,
         num_text_blocks=1,
-        num_visual_blocks=2,
+        num_visual_blocks=visual_blocks,
         axes_dims=(4, 6, 6),
         visual_cond=visual_cond,
         **(NABLA if nabla else {}),
@@ -174,6 +176,7 @@ def make_checkpoint(
     task: Literal["t2i", "i2i", "t2v", "i2v"] = "t2i",
     *,
     nabla: bool = False,
+    visual_blocks: int = 2,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
@@ -188,7 +191,9 @@ def make_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = pipeline_class(
-            transformer=cast(build_kandinsky(visual_cond=task != "t2i", nabla=nabla), dtype),
+            transformer=cast(
+                build_kandinsky(visual_cond=task != "t2i", nabla=nabla, visual_blocks=visual_blocks), dtype
+            ),
             vae=cast(build_video_vae() if is_video else build_image_vae(), dtype),
             text_encoder=cast(build_qwen(processor.tokenizer), dtype),
             tokenizer=processor,

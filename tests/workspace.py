@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -110,8 +111,8 @@ class Workspace:
     def metrics(self, output: str = "output") -> list[dict[str, Any]]:
         """The run record without what depends on the clock."""
         lines = (self.folder / output / "training_metrics.jsonl").read_text().splitlines()
-        clock = ("time", "seconds", "data_seconds")
-        return [{key: value for key, value in json.loads(line).items() if key not in clock} for line in lines]
+        clock = re.compile("time|mfu|(.*_)?seconds|.*_share")
+        return [{key: value for key, value in json.loads(line).items() if not clock.fullmatch(key)} for line in lines]
 
     def path(self, relative: str) -> Path:
         return self.folder / relative

@@ -70,6 +70,7 @@ class Catalogue:
         default_text_folder: text cache of prompts that belong to no dataset.
         compressed: whether a dataset's entries are written compressed, by id; prompts that belong to none are where
             `compress` says so.
+        completed: what is added to the captions of a dataset, by id; others are taken as they are.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Catalogue:
         default_text_folder: Path,
         compressed: Mapping[str, bool],
         compress: bool,
+        completed: Mapping[str, Callable[[str], str]] | None = None,
     ) -> None:
         self.encoders = encoders
         self.latent_folders = latent_folders
@@ -87,6 +89,7 @@ class Catalogue:
         self.default_text_folder = default_text_folder
         self.compressed = compressed
         self.compress = compress
+        self.completed = completed or {}
 
     def latent(self, sample: Sample) -> LatentEntry:
         """Where the latents of a sample are or will be."""
@@ -118,6 +121,8 @@ class Catalogue:
         held = picture if self.encoders.prompt_holds_picture else None
         fingerprint = None if held is None else picture_fingerprint(held)
         encoders = self.encoders
+        if dataset_id is not None and dataset_id in self.completed and not negative:
+            caption = self.completed[dataset_id](caption)
         cleaned = encoders.clean(caption)
         bare = encoders.bare_template if negative or not cleaned else None
         key = TextKey(cleaned, bare or encoders.template, encoders.max_length, encoders.text, fingerprint)

@@ -3,7 +3,8 @@
     decode threads ─► bounded queue ─► encoder (this thread) ─► writer threads
 
 One encoder is on the device at a time, and none is loaded when nothing is missing. An entry is written when it is
-done, so a killed run loses at most the batch under way, and the next one goes on behind it.
+done, so a killed run loses at most the batch under way, and the next one goes on behind it. Where memory does not
+suffice, batches become smaller (`shrink`).
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ from torch import Tensor
 
 from simpletuner.caching.catalogue import LatentEntry, TextEntry
 from simpletuner.caching.keys import provenance_of
+from simpletuner.caching.shrink import ShrinkingEncoder, available
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data import clips, media
 from simpletuner.data.dataset import Sample
+from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
 
 logger = logging.getLogger(__name__)
 
 WRITERS = 2
+Decoded = tuple[LatentEntry, np.ndarray]
+
 # What decoded pictures and clips that wait for the encoder may take, beside the one that each thread works on.
 WAITING_BYTES = 1 << 30
 
@@ -53,12 +58,12 @@ def fill_texts(
     if not entries:
         return []
     encoder = load()
+    encode = ShrinkingEncoder(_text_batch(encoder), lambda: False, lambda entry: entry.source, _text_advice())
     notes = []
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(WRITERS) as writers:
         for group in _chunks(entries, config.text_encoder_batch_size):
-            requests = [TextRequest(entry.caption, _picture(entry.picture), entry.negative) for entry in group]
-            for entry, embeds in zip(group, encoder.encode(requests), strict=True):
+            for entry, embeds in zip(group, encode(group), strict=True):
                 writes.append(writers.submit(_write, entry, embeds))
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
@@ -75,25 +80,64 @@ def fill_latents(
     """Encode pictures and clips; returns the files that could not be decoded, (dataset id, name) to reason.
 
     Those of one size and length are encoded together. `vae_batch_size`, threads and order never change a latent.
+
+    Raises:
+        UserError: one does not fit into memory, or the VAE's values are not finite.
     """
     if not entries:
         return {}
     encoder = load()
+    encode = ShrinkingEncoder(_latent_batch(encoder), encoder.use_less_memory, _described, _latent_advice(config))
     failures: dict[tuple[str, str], str] = {}
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(_decoders(config)) as decoders, ThreadPoolExecutor(WRITERS) as writers:
         ahead = max(config.image_processing_batch_size, config.vae_batch_size)
         decoding = _decode_ahead(entries, ahead, decoders)
         for group in _batches(decoding, config.vae_batch_size, failures):
-            pixels = torch.stack([to_pixels(array) for _, array in group])
-            latents = encoder.encode(pixels, [entry.key.seed() for entry, _ in group])
-            stop_if_not_finite(latents, [entry.sample.full_name for entry, _ in group])
-            for (entry, _), latent in zip(group, latents, strict=True):
+            for (entry, _), latent in zip(group, encode(group), strict=True):
                 writes.append(writers.submit(_write, entry, {"latents": latent}))
             writes = _settle(writes)
             phase.advance(len(group), group[-1][0].sample.name)
     _settle(writes, wait=True)
     return failures
+
+
+def _text_batch(encoder: TextEncoder) -> Callable[[Sequence[TextEntry]], list[TextEmbeds]]:
+    def encode(group: Sequence[TextEntry]) -> list[TextEmbeds]:
+        return encoder.encode([TextRequest(entry.caption, _picture(entry.picture), entry.negative) for entry in group])
+
+    return encode
+
+
+def _latent_batch(encoder: LatentEncoder) -> Callable[[Sequence[Decoded]], list[Tensor]]:
+    def encode(group: Sequence[Decoded]) -> list[Tensor]:
+        pixels = torch.stack([to_pixels(array) for _, array in group])
+        latents = encoder.encode(pixels, [entry.key.seed() for entry, _ in group])
+        stop_if_not_finite(latents, [entry.sample.full_name for entry, _ in group])
+        return list(latents)
+
+    return encode
+
+
+def _described(decoded: Decoded) -> str:
+    return _described_sample(decoded[0].sample)
+
+
+def _described_sample(sample: Sample) -> str:
+    width, height = sample.geometry.size
+    length = f"@{sample.frames}" if sample.frames > 1 else ""
+    return f"{sample.full_name} ({width}x{height}{length})"
+
+
+def _text_advice() -> str:
+    return f"These need less: {available('group_offload_text_encoder', 'tokenizer_max_length')}."
+
+
+def _latent_advice(config: CachingConfig) -> str:
+    keys = available("group_offload_vae", *(() if config.vae_enable_tiling else ("vae_enable_tiling",)))
+    tiles = "" if config.vae_enable_tiling else " (tiles change latents a little at their seams)"
+    less = f" These need less for the same: {keys}{tiles}." if keys else ""
+    return f"A smaller resolution helps, and fewer frames of a clip (video.num_frames).{less}"
 
 
 def stop_if_not_finite(latents: Tensor, names: Sequence[str]) -> None:
@@ -119,9 +163,6 @@ def prepared_picture(sample: Sample) -> Image.Image:
     return Image.fromarray(_decode(sample.first_frame)[0])
 
 
-Decoded = tuple[LatentEntry, np.ndarray]
-
-
 def _batches(
     decoding: Iterable[tuple[LatentEntry, Future[np.ndarray]]], size: int, failures: dict[tuple[str, str], str]
 ) -> Iterator[list[Decoded]]:
@@ -133,6 +174,9 @@ def _batches(
         except media.MediaError as error:
             failures[(entry.sample.dataset_id, entry.sample.name)] = str(error)
             continue
+        except MemoryError as error:
+            less = "lower max_workers and image_processing_batch_size"
+            raise UserError(f"{_described_sample(entry.sample)}: too little memory to decode it; {less}.") from error
         if group and group[0][1].shape != array.shape:
             yield group
             group = []

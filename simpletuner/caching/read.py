@@ -12,6 +12,7 @@ from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
 from simpletuner.caching.entry import DamagedEntryError
 from simpletuner.caching.store import CacheStore
 from simpletuner.data.chance import fraction
+from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch, TextEmbeds
 
@@ -39,13 +40,21 @@ class BatchReader:
         self._stores: dict[Path, CacheStore] = {}
 
     def __call__(self, planned: PlannedBatch) -> Batch:
-        samples = planned.samples
+        embeds = [self._embeds(planned, slot) for slot in range(len(planned.samples))]
+        return self._batch(planned.samples, embeds)
+
+    def read_sample(self, sample: Sample) -> Batch:
+        """A batch of one, with the sample's first caption, which is never dropped."""
+        caption = sample.captions[0]
+        return self._batch([sample], [self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))])
+
+    def _batch(self, samples: Sequence[Sample], embeds: list[TextEmbeds]) -> Batch:
         conditions = [self.catalogue.condition(sample) for sample in samples]
         return Batch(
             latents=torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples]),
-            embeds=[self._embeds(planned, slot) for slot in range(len(samples))],
+            embeds=embeds,
             names=[sample.full_name for sample in samples],
-            dataset_id=planned.dataset_id,
+            dataset_id=samples[0].dataset_id,
             condition=self._stacked([entry for entry in conditions if entry is not None]),
         )
 

@@ -57,11 +57,13 @@ def explain_caching(plan: Plan, file: str) -> Iterator[str]:
     Raises:
         UserError: the configuration does not use the file.
     """
-    texts, latents = wanted_entries(plan, _catalogue(plan), epoch=1)
+    catalogue = _catalogue(plan)
+    texts, latents = wanted_entries(plan, catalogue, epoch=1)
     own = [entry for entry in latents if _is_of(entry.sample, file)]
-    captions = {caption for entry in own for caption in entry.sample.captions}
+    samples = [entry.sample for entry in own]
+    captions = {catalogue.text(one.dataset_id, text, one.partner).key for one in samples for text in one.captions}
     found: list[LatentEntry | TextEntry] = [*own]
-    found += [entry for entry in texts if entry.source == file or entry.caption in captions]
+    found += [entry for entry in texts if entry.source == file or entry.key in captions]
     if not found:
         raise UserError(f"{file!r} is not used by this configuration; `simpletuner plan` lists every file.")
     for entry in found:

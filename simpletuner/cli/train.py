@@ -65,17 +65,19 @@ def train(
         _show_plan(arguments, problems)
         return
     from simpletuner.models.registry import load_adapter
-    from simpletuner.plan.build import make_plan
+    from simpletuner.plan.ready import ready_plan
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import make_progress
     from simpletuner.run.heavy import quick_imports
 
-    plan = make_plan(arguments, problems)
+    plan, budget = ready_plan(arguments, problems)
     prepare_output(plan)
     setup_logging()
     with make_progress() as progress:
         for warning in plan.warnings:
             progress.say(f"warning: {warning}")
+        for decision in budget.decisions:
+            progress.say(f"offload auto: {decision}")
         if plan.is_finished:
             progress.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
             return
@@ -84,7 +86,7 @@ def train(
             from simpletuner.run.train import run_plan
 
             load_adapter(plan.spec)
-        run_plan(plan, progress)
+        run_plan(plan, budget, progress)
 
 
 def prepare_output(plan: Plan) -> None:
@@ -106,10 +108,10 @@ def plan(context: typer.Context) -> None:
 
 
 def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
-    from simpletuner.plan.build import make_plan
+    from simpletuner.plan.ready import ready_plan
     from simpletuner.plan.show import show_plan
 
-    show_plan(make_plan(arguments, problems), sys.stdout)
+    show_plan(*ready_plan(arguments, problems), sys.stdout)
 
 
 def parse_settings(tokens: list[str]) -> tuple[Arguments, list[Problem]]:

@@ -130,6 +130,9 @@ class DatasetConfig(Group):
     aws_secret_access_key: Text | None = option(None, "Secret (aws).")
     aws_data_prefix: Text | None = option(None, "Prefix (aws).")
     video: VideoConfig = option(VideoConfig(), "Rules for clips.")
+    sana_motion_score: Number | None = option(
+        None, "Motion score of its captions (Sana Video), instead of the run's. A caption that ends with one keeps it."
+    )
 
     @property
     def is_conditioning(self) -> bool:
@@ -139,6 +142,11 @@ class DatasetConfig(Group):
     @property
     def is_text_embeds(self) -> bool:
         return self.dataset_type == "text_embeds"
+
+    @property
+    def holds_clips(self) -> bool:
+        """Whether its files are clips: those of a video dataset, and of an eval one that has rules for clips."""
+        return self.dataset_type == "video" or (self.dataset_type == "eval" and self.video != VideoConfig())
 
     @property
     def is_trained(self) -> bool:

@@ -25,6 +25,8 @@ from .option import Group
 GroupType = TypeVar("GroupType", bound=Group)
 FAMILY_DEFAULT = "family default"
 FAMILY_FIXED = "fixed by the family"
+CHOSEN = "chosen by offload auto"
+NOT_THE_USERS = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN)
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 
 
@@ -53,6 +55,7 @@ class RunConfig:
     checkpoints: schema.CheckpointConfig
     optimizer: schema.OptimizerConfig
     precision: schema.PrecisionConfig
+    speed: schema.SpeedConfig
     launch: schema.LaunchConfig
     ema: schema.EmaConfig
     lora: schema.LoraConfig
@@ -71,7 +74,16 @@ class RunConfig:
 
     def is_explicit(self, key: str) -> bool:
         """Whether the user set the key, in a file or on the command line."""
-        return self.origins.get(key, "default") not in ("default", FAMILY_DEFAULT, FAMILY_FIXED)
+        return self.origins.get(key, "default") not in NOT_THE_USERS
+
+    def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
+        """The config with some keys set anew; they are remembered to come from `origin`."""
+        updates = {}
+        for attribute, group in schema.GROUPS.items():
+            own = {name: value for name, value in values.items() if name in group.model_fields}
+            if own:
+                updates[attribute] = getattr(self, attribute).model_copy(update=own)
+        return replace(self, **cast(Any, updates), origins={**self.origins, **dict.fromkeys(values, origin)})
 
     def flat(self) -> dict[str, Any]:
         """Every key and its value, for snapshots and the plan."""

@@ -29,6 +29,8 @@ class Quantisation:
         library: whose arithmetic it is.
         kind: what the library calls it.
         bits: of one weight, the scales of its row or group apart.
+        shared: bytes of the scales of a group, where a scale is not for a whole row.
+        group: weights that share them.
         package: what must be installed for it beside the base install, if anything.
     """
 
@@ -37,20 +39,27 @@ class Quantisation:
     kind: str
     bits: int
     package: Package | None = None
+    shared: int = 0
+    group: int = 128
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """With the scales of groups, without those of rows."""
+        return self.bits / 8 + self.shared / self.group
 
 
 QUANTISATIONS = {
     each.name: each
     for each in (
         Quantisation("int8-quanto", "quanto", "qint8", 8),
-        Quantisation("int4-quanto", "quanto", "qint4", 4),
-        Quantisation("int2-quanto", "quanto", "qint2", 2),
+        Quantisation("int4-quanto", "quanto", "qint4", 4, shared=4),
+        Quantisation("int2-quanto", "quanto", "qint2", 2, shared=4),
         Quantisation("fp8-quanto", "quanto", "qfloat8_e4m3fn", 8),
         Quantisation("fp8uz-quanto", "quanto", "qfloat8_e4m3fnuz", 8),
         Quantisation("int8-torchao", "torchao", "Int8WeightOnlyConfig", 8, TORCHAO),
         Quantisation("int8dq-torchao", "torchao", "Int8DynamicActivationInt8WeightConfig", 8, TORCHAO),
         Quantisation("fp8-torchao", "torchao", "Float8WeightOnlyConfig", 8, TORCHAO),
-        Quantisation("nf4-bnb", "bnb", "nf4", 4, BITSANDBYTES),
+        Quantisation("nf4-bnb", "bnb", "nf4", 4, BITSANDBYTES, shared=4, group=64),
     )
 }
 # Names that are known and that nothing here can do, with what comes nearest.

@@ -257,8 +257,36 @@ class PrecisionConfig(Group):
     )
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
-    ] = option("diffusers", "Attention kernel.", planned="switch")  # fmt: skip
+    ] = option(
+        "diffusers",
+        "Kernel of dense self-attention; diffusers is torch's own, on a GPU the faster of cuDNN and flash. The others "
+        "need their package.",
+    )  # fmt: skip
     disable_tf32: Flag = option(False, "Keep full float32 in matrix products on a GPU.")
+
+
+class SpeedConfig(Group):
+    """Speed"""
+
+    speed: Literal["auto", "reference"] = option(
+        "auto", "auto: everything that is faster and trains the same (docs/SPEED.md). reference: diffusers' own code."
+    )
+    speed_plain_math: Flag | None = option(
+        None,
+        "Blocks of Kandinsky with less arithmetic and the same result, bit for bit.",
+        default_note="as `speed` says",
+    )
+    speed_keep_attention: Flag | None = option(
+        None,
+        "With gradient_checkpointing: keep the self-attention's result, tokens x width x 2 bytes per block, instead of "
+        "computing it again.",
+        default_note="as `speed` says",
+    )
+    speed_bf16_modulation: Flag | None = option(
+        None,
+        "Store frozen float32 modulation weights of Kandinsky as bf16 where that loses nothing.",
+        default_note="as `speed` says",
+    )
 
 
 class LaunchConfig(Group):
@@ -266,13 +294,17 @@ class LaunchConfig(Group):
 
     num_processes: Integer = option(1, "Processes, one per device.", ge=1, planned="switch")
     num_machines: Integer = option(1, "Machines.", ge=1, planned="switch")
-    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] = option(
-        "no", "torch.compile backend.", planned="switch"
+    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = option(
+        None,
+        "torch.compile backend for the repeated blocks; no is off.",
+        default_note="inductor on CUDA with speed auto, else no",
     )
-    dynamo_mode: Text | None = option(None, "torch.compile mode.", planned="detail")
-    dynamo_fullgraph: Flag = option(False, "torch.compile fullgraph.", planned="detail")
-    dynamo_dynamic: Flag = option(False, "torch.compile dynamic shapes.", planned="detail")
-    dynamo_use_regional_compilation: Flag = option(False, "Compile the repeated blocks only.", planned="detail")
+    dynamo_mode: Text | None = option(
+        None, "Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."
+    )
+    dynamo_fullgraph: Flag = option(False, "Stop where a compiled function would have to be cut.")
+    dynamo_dynamic: Flag = option(False, "Every size may change, not only the number of tokens.")
+    dynamo_use_regional_compilation: Flag = option(True, "Only the repeated blocks are compiled; false has no effect.")
     fsdp_enable: Flag = option(False, "Sharded training (FSDP2).", planned="switch")
     fsdp_version: FsdpVersion = option("2", "FSDP version; 1 is deprecated.", planned="detail")
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = option(
@@ -326,7 +358,10 @@ class LoraConfig(Group):
         default_note="the family's attention projections",
     )
     use_dora: Flag = option(False, "Split weights into size and direction (DoRA).")
-    lora_format: Literal["diffusers", "comfyui"] = option("diffusers", "Key names in the saved file.", planned="switch")
+    lora_format: Literal["diffusers", "comfyui"] = option(
+        "diffusers",
+        "Key names in the saved files: diffusers', or ComfyUI's (Kandinsky 5 only). `init_lora` reads either.",
+    )
     init_lora: PathText | None = option(None, "File or folder of a LoRA to start from.")
     init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
 
@@ -334,19 +369,44 @@ class LoraConfig(Group):
 class OffloadConfig(Group):
     """Offload"""
 
+    offload: Literal["manual", "auto"] = option(
+        "manual",
+        "auto chooses, by the plan's estimate, what the keys of this section and of checkpointing leave unset, so that "
+        "the run fits the device and wastes none of it.",
+    )
+    plan_device_memory_gb: Number | None = option(
+        None,
+        "Plan for a GPU with so many GB (as cards are labelled) instead of the one at hand: `simpletuner plan "
+        "--device-memory 24`.",
+        aliases=("device_memory",),
+        gt=0,
+        default_note="the device at hand",
+    )
     enable_group_offload: Flag = option(
-        False, "Frozen weights live in host memory and come block by block.", planned="switch"
+        False, "Frozen weights of the transformer live in host memory and come block by block; the same numbers."
     )
     group_offload_type: Literal["block_level", "leaf_level"] = option(
-        "block_level", "What comes at a time.", planned="detail"
+        "block_level", "What comes at a time; leaf_level comes by blocks, too."
     )
-    group_offload_blocks_per_group: Integer = option(1, "Blocks that come together.", ge=1, planned="detail")
-    group_offload_use_stream: Flag = option(False, "Copies run beside the compute (CUDA).", planned="detail")
-    group_offload_to_disk_path: PathText | None = option(None, "Parked weights lie on disk.", planned="detail")
-    group_offload_text_encoder: Flag = option(False, "The same for text encoders.", planned="switch")
-    group_offload_vae: Flag = option(False, "The same for the VAE.", planned="switch")
+    group_offload_blocks_per_group: Integer = option(
+        1, "Blocks that come together; two groups are on the device at a time.", ge=1
+    )
+    group_offload_resident_blocks: Integer = option(
+        0, "So many blocks, evenly spaced, stay on the device: where copies are slower than the compute.", ge=0
+    )
+    group_offload_use_stream: Flag = option(False, "Copies run beside the compute (CUDA).")
+    group_offload_to_disk_path: PathText | None = option(
+        None, "Folder for the offloaded weights, in place of host memory; every step reads them twice."
+    )
+    group_offload_text_encoder: Flag = option(False, "The same for the layers of text encoders, while caching.")
+    group_offload_vae: Flag = option(
+        False, "The same for the blocks of the VAE, while caching and in previews; saves little, since VAEs are small."
+    )
+    offload_block_inputs: Flag = option(
+        False, "What gradient checkpointing keeps of each block waits in host memory (CUDA)."
+    )
     enable_model_cpu_offload: Flag = option(
-        False, "Validation pipelines bring one component at a time to the device.", planned="switch"
+        False, "Previews bring one component at a time to the device: the transformer leaves while the VAE decodes."
     )
 
 
@@ -359,7 +419,9 @@ class CachingConfig(Group):
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
     )
-    vae_batch_size: Integer = option(4, "Pictures encoded at a time; never changes the result.", ge=1)
+    vae_batch_size: Integer = option(
+        4, "Encoded at a time, fewer where memory does not suffice; never changes the result.", ge=1
+    )
     vae_enable_slicing: Flag = option(False, "Encode and decode a batch one by one.")
     vae_enable_tiling: Flag = option(
         False, "Encode and decode in tiles; edges may differ slightly, so it is part of the cache identity."
@@ -445,9 +507,8 @@ class TreadConfig(Group):
     """TREAD"""
 
     tread_config: Json | None = option(
-        None, 'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}.',
-        planned="switch",
-    )  # fmt: skip
+        None, 'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.'
+    )
 
 
 class CrepaConfig(Group):
@@ -560,20 +621,27 @@ class ValidationConfig(Group):
         off=("euler",),
         default_note="the pipeline's",
     )
-    validation_torch_compile: Flag = option(False, "Compile for validation.", planned="switch")
+    validation_torch_compile: Flag = option(
+        False, "Previews run the compiled blocks, too, where training compiles them."
+    )
 
 
 class EvaluationConfig(Group):
     """Evaluation"""
 
     eval_steps_interval: Integer | None = option(
-        None, "Loss on eval datasets when global_step is a multiple.", ge=1, planned="switch"
+        None, "Loss on `num_eval_images` samples of each eval dataset when global_step is a multiple.", ge=1
     )
-    eval_epoch_interval: Number | None = option(None, "The same, in epochs.", gt=0, planned="switch")
-    eval_timesteps: Integer = option(28, "Timesteps of the evaluation.", ge=1, planned="detail")
-    eval_dataset_pooling: Flag = option(False, "Also the mean over datasets.", planned="detail")
+    eval_epoch_interval: Number | None = option(None, "The same, in epochs; 0.5 is twice an epoch.", gt=0)
+    eval_timesteps: Integer = option(28, "Evenly spaced timesteps of the evaluation.", ge=1)
+    eval_dataset_pooling: Flag = option(False, "Also the mean over datasets.")
     eval_loss_disable: Flag = option(False, "No evaluation loss.")
     evaluation_type: Literal["none", "clip"] = option("none", "Scoring of previews.", planned="switch")
+
+    @property
+    def measures_loss(self) -> bool:
+        """Whether there is an interval, and nothing that switches it off."""
+        return not self.eval_loss_disable and (self.eval_steps_interval or self.eval_epoch_interval) is not None
 
 
 class DatasetDefaults(Group):
@@ -629,6 +697,7 @@ GROUPS: dict[str, type[Group]] = {
     "checkpoints": CheckpointConfig,
     "optimizer": OptimizerConfig,
     "precision": PrecisionConfig,
+    "speed": SpeedConfig,
     "launch": LaunchConfig,
     "ema": EmaConfig,
     "lora": LoraConfig,
@@ -654,6 +723,11 @@ def all_options() -> dict[str, Option]:
         for attribute, group in GROUPS.items()
         for name, field in group.model_fields.items()
     }
+
+
+def is_built(name: str) -> bool:
+    """Whether what a key controls is there."""
+    return all_options()[name].planned is None
 
 
 @functools.cache

@@ -6,16 +6,19 @@ The reader for every machine and every codec; `clips` decides when it is asked.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 from av.container import InputContainer
+from av.sidedata.sidedata import Type as SideDataType
 from av.stream import Disposition
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
@@ -25,6 +28,11 @@ from .media import NOT_THE_FILES_FAULT
 from .structure import MediaError
 from .timing import MISSING_SECONDS, TOLERANCE, ClipFacts
 
+# What a decoder says of brightness and colours that an 8-bit sRGB picture cannot hold (ITU-T H.273, tables 2 and 3).
+HDR_CURVES = {16: "PQ", 18: "HLG"}
+WIDE_COLOURS = {9: "BT.2020"}
+# Fixed point of a display matrix, and how far its angle may be from a right one.
+UNIT, RIGHT_ANGLE = 1 << 16, 0.01
 # The most frames that a decoder holds back to put them in order.
 REORDERED = 16
 
@@ -42,6 +50,7 @@ def probe(path: Path) -> ClipFacts:
         if listing.first is None or not listing.times:
             raise MediaError("holds no frame that can be decoded")
         _check_whole(path, container, stream, listing)
+        _check_shown(listing.first, stream)
         width, height = _shown_size(listing.first, stream)
         start, last = min(listing.times), max(listing.times)
         seconds = last - start
@@ -145,6 +154,35 @@ def _check_whole(path: Path, container: InputContainer, stream: VideoStream, lis
         raise MediaError("is truncated: a part of its frames is missing")
     if there < declared - MISSING_SECONDS:
         raise MediaError(f"is truncated: {there:.2f} of {declared:.2f} seconds are there")
+
+
+def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:
+    """What would come out with wrong colours or mirrored is refused; a player shows it otherwise.
+
+    Raises:
+        MediaError: HDR or wide colours, mirrored, or turned by something else than quarters.
+    """
+    codec = stream.codec_context
+    curves = [HDR_CURVES[each] for each in (frame.color_trc, codec.color_trc) if each in HDR_CURVES]
+    colours = [WIDE_COLOURS[each] for each in (frame.color_primaries, codec.color_primaries) if each in WIDE_COLOURS]
+    if curves or colours:
+        kind = f"HDR ({curves[0]})" if curves else f"in wide colours ({colours[0]})"
+        raise MediaError(f"is {kind}, which 8-bit pictures cannot hold; convert it to SDR (BT.709)")
+    side_data: Any = frame.side_data  # its type hints do not fit its keys
+    matrix = side_data.get(SideDataType.DISPLAYMATRIX)
+    if matrix is not None:
+        _check_turn(np.frombuffer(bytes(matrix)[:20], dtype=np.int32) / UNIT)
+
+
+def _check_turn(matrix: NDArray[np.float64]) -> None:
+    """Takes the first five numbers of a display matrix, row by row: a, b, u, c, d."""
+    a, b, _, c, d = matrix
+    remedy = "; writing it anew with ffmpeg gives it the way it is shown"
+    if a * d - b * c < 0:
+        raise MediaError(f"is shown mirrored, by its display matrix{remedy}")
+    quarters = math.atan2(b, a) / (math.pi / 2)
+    if abs(quarters - round(quarters)) > RIGHT_ANGLE:
+        raise MediaError(f"is shown turned by {quarters * 90:.0f} degrees, by its display matrix{remedy}")
 
 
 def _declared_seconds(container: InputContainer, stream: VideoStream) -> float:

@@ -89,7 +89,7 @@ def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list
         problems: receives everything that is wrong or has no effect.
     """
     video, native = config.video, context.frame_rate
-    if config.dataset_type != "video" or native is None:
+    if not config.holds_clips or native is None:
         if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
             message = "has no effect: it is for datasets of clips (dataset_type video)."
             problems.append(Problem(f"{config.id}.video", message, fatal=False))

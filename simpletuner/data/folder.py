@@ -44,7 +44,7 @@ def read_folder(config: DatasetConfig, context: DataContext) -> Folder:
     """Look at every file of an entry; one that did not change since the last run is not read again."""
     root = Path(config.instance_data_dir or "")
     known = load_index(Path(config.cache_dir_vae or ""), root)
-    listing = scan(root, clips=config.dataset_type == "video") if is_readable(root) else Scan()
+    listing = scan(root, clips=config.holds_clips and context.spec.media == "video") if is_readable(root) else Scan()
     rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
     names = list(listing.files)
     if known and _keeps_list(config):

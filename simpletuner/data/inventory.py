@@ -23,7 +23,8 @@ from .media import MediaError, probe
 from .timing import ClipFacts
 
 INDEX_NAME = "index.json"
-INDEX_VERSION = 1
+# 2: clips with HDR or a mirroring matrix are refused.
+INDEX_VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,6 @@ class BatchLoader:
         self.prepare_epoch = prepare_epoch
         self.pin = pin
         self.ahead = config.dataloader_prefetch_qlen if config.dataloader_prefetch else 1
-        self.epoch = 1
-        self._position = 0  # batches of this epoch handed out
         self._supply: Iterator[Batch] | None = None
 
     def __iter__(self) -> BatchLoader:
@@ -66,24 +64,29 @@ class BatchLoader:
                 self._supply = self._read_epoch()
             batch = next(self._supply, None)
             if batch is not None:
-                self._position += 1
+                self.sampler.index += 1
                 return batch
-            self.epoch, self._position, self._supply = self.epoch + 1, 0, None
+            self.sampler.epoch, self.sampler.index, self._supply = self.epoch + 1, 0, None
+
+    @property
+    def epoch(self) -> int:
+        """Where the last batch came from, counted from 1."""
+        return self.sampler.epoch
 
     @property
     def epochs_done(self) -> int:
         """Epochs of which every batch was handed out."""
-        complete = self._position >= self.sampler.batches_per_epoch(self.epoch)
+        complete = self.sampler.index >= self.sampler.batches_per_epoch(self.epoch)
         return self.epoch if complete else self.epoch - 1
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is in the data."""
-        return {"epoch": self.epoch, "position": self._position}
+        return {"epoch": self.epoch, "position": self.sampler.index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the last batch that was handed out."""
         self.close()
-        self.epoch, self._position = state["epoch"], state["position"]
+        self.sampler.epoch, self.sampler.index = state["epoch"], state["position"]
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -94,7 +97,7 @@ class BatchLoader:
     def _read_epoch(self) -> Iterator[Batch]:
         """The rest of the current epoch."""
         self.prepare_epoch(self.epoch)
-        planned = self.sampler.batches(self.epoch)[self._position :]
+        planned = self.sampler.batches(self.epoch)[self.sampler.index :]
         return read_ahead(planned, self._make, self.ahead)
 
     def _make(self, planned: PlannedBatch) -> Batch:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .seeds import Place
+
 # The cached embeddings of one caption, by name, without a batch dimension and without padding.
 TextEmbeds = dict[str, Tensor]
 
@@ -76,6 +78,9 @@ class NoisyBatch:
         noisy_latents: `(1 - sigma) z + sigma noise`, float32, `B C F H W`.
         timesteps: `1000 sigma`, float32, `B`.
         target: `noise - z`, float32, `B C F H W`.
+        protected: positions that techniques which leave out tokens must not leave out: bool, on any device, of a
+            shape that broadcasts to `B 1 F H W`, or None.
+        place: where in the run this is, for techniques that draw random numbers; None outside of a run.
     """
 
     batch: Batch
@@ -84,3 +89,5 @@ class NoisyBatch:
     noisy_latents: Tensor
     timesteps: Tensor
     target: Tensor
+    protected: Tensor | None = None
+    place: Place | None = None

@@ -11,7 +11,7 @@ from .batch import NoisyBatch
 
 
 def hold_first_frame(noisy: NoisyBatch) -> NoisyBatch:
-    """Put the condition in place of frame 0 and leave that frame out of the loss.
+    """Put the condition in place of frame 0, leave that frame out of the loss and protect it.
 
     The loss stays a mean over what is left: the weight of the other frames is F / (F - 1), times the batch's own mask.
     A clip of one frame has nothing to continue with and is trained as it is; so is a batch without a condition.
@@ -23,7 +23,12 @@ def hold_first_frame(noisy: NoisyBatch) -> NoisyBatch:
     mask = _later_frames(noisy_latents)
     if noisy.batch.loss_mask is not None:
         mask = mask * noisy.batch.loss_mask
-    return replace(noisy, noisy_latents=noisy_latents, batch=replace(noisy.batch, loss_mask=mask))
+    # The other frames continue this one: whoever leaves out tokens must leave it whole.
+    protected = (torch.arange(frames) == 0).view(1, 1, -1, 1, 1)
+    if noisy.protected is not None:
+        protected = protected.to(noisy.protected.device) | noisy.protected
+    batch = replace(noisy.batch, loss_mask=mask)
+    return replace(noisy, noisy_latents=noisy_latents, batch=batch, protected=protected)
 
 
 def _later_frames(latents: Tensor) -> Tensor:

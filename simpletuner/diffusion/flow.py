@@ -16,6 +16,7 @@ from simpletuner.config.schema import FlowConfig
 
 from .batch import Batch, NoisyBatch
 from .beta import beta_quantile
+from .seeds import Place
 
 # Below this a float32 mix no longer contains the noise.
 SMALLEST_SIGMA = 1e-6
@@ -83,7 +84,7 @@ def choose_shift(flow: FlowConfig, tokens: int, *, shift_is_explicit: bool) -> f
 
 def sample_noise(latents: Tensor, generator: torch.Generator) -> Tensor:
     """Standard normal noise like `latents`, float32, drawn by a CPU generator and moved to their device."""
-    return torch.randn(latents.shape, generator=generator, dtype=torch.float32).to(latents.device)
+    return _upload(torch.randn(latents.shape, generator=generator, dtype=torch.float32), latents.device)
 
 
 def make_noisy(
@@ -94,6 +95,7 @@ def make_noisy(
     input_perturbation: float = 0.0,
     noise_offset: float = 0.0,
     generator: torch.Generator | None = None,
+    place: Place | None = None,
 ) -> NoisyBatch:
     """Mix a batch with noise.
 
@@ -105,15 +107,16 @@ def make_noisy(
         sigmas: `B`, in (0, 1], on any device.
         noise: standard normal, shape of `batch.latents`.
         generator: on the CPU; needed when one of the two strengths is not 0.
+        place: where in the run this is; techniques that draw random numbers need it.
     """
     latents = batch.latents.float()
-    noise = noise.to(latents.device, torch.float32)
+    noise = _upload(noise.float(), latents.device)
     if noise_offset:
         noise = noise + noise_offset * sample_noise(latents[..., :1, :1, :1], _given(generator))
     in_input = noise
     if input_perturbation:
         in_input = noise + input_perturbation * sample_noise(latents, _given(generator))
-    sigmas = sigmas.to(latents.device, torch.float32)
+    sigmas = _upload(sigmas.float(), latents.device)
     share = sigmas.view(-1, 1, 1, 1, 1)
     return NoisyBatch(
         batch=batch,
@@ -122,7 +125,17 @@ def make_noisy(
         noisy_latents=(1 - share) * latents + share * in_input,
         timesteps=1000 * sigmas,
         target=noise - latents,
+        # Where a mask says that the loss counts, half or more.
+        protected=None if batch.loss_mask is None else batch.loss_mask >= 0.5,
+        place=place,
     )
+
+
+def _upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, without waiting for what the device has under way: only locked pages copy like that."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _given(generator: torch.Generator | None) -> torch.Generator:

@@ -6,6 +6,7 @@ A resumed run, a run with previews and a run without thus draw the same noise in
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 
@@ -32,6 +33,24 @@ def generator_for(seed: int, global_step: int, micro_step: int, rank: int, purpo
     it belongs to two steps that have nothing else in common.
     """
     return torch.Generator("cpu").manual_seed(step_seed(seed, global_step, micro_step, rank, purpose))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in the run at which something is drawn: the arguments of `step_seed` without the purpose."""
+
+    seed: int
+    global_step: int
+    micro_step: int
+    rank: int
+
+    def seed_for(self, purpose: str) -> int:
+        """`step_seed` here."""
+        return step_seed(self.seed, self.global_step, self.micro_step, self.rank, purpose)
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """`generator_for` here."""
+        return generator_for(self.seed, self.global_step, self.micro_step, self.rank, purpose)
 
 
 def seed_device(device: torch.device, seed: int) -> None:

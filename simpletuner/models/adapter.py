@@ -6,7 +6,7 @@ An adapter loads the parts of one checkpoint and translates between the family's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
+from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 
@@ -44,7 +45,17 @@ class EncoderQuantiser(Protocol):
 
 
 class TextEncoder(Protocol):
-    """Captions to embeddings, exactly as the family's pipeline makes them at inference."""
+    """Captions to embeddings, exactly as the family's pipeline makes them at inference.
+
+    Attributes:
+        device: where inputs go, and where the models compute.
+        models: the networks inside.
+    """
+
+    device: torch.device
+
+    @property
+    def models(self) -> Sequence[nn.Module]: ...
 
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """Embeddings of each request, without padding, on the CPU."""
@@ -58,11 +69,20 @@ class TextEncoder(Protocol):
 class LatentEncoder(Protocol):
     """Pixels to latents as the transformer sees them, and back to the VAE's own scale for nobody else."""
 
+    vae: Any
+
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """Encode `B 3 F H W` in [-1, 1] to z `B C F H W`, float32, on the CPU.
 
         `seeds` has one number per sample; where the VAE draws from its posterior, the draw depends on that number
         alone, so that batching never changes a latent.
+        """
+        ...
+
+    def use_less_memory(self) -> bool:
+        """Switch on what lowers the peak of memory and changes latents by rounding at most.
+
+        Returns False when there is nothing of that kind left.
         """
         ...
 
@@ -77,6 +97,27 @@ class BlockLayout:
     def blocks(self) -> list[nn.Module]:
         """All repeated blocks in the order in which the forward pass enters them."""
         return [block for group in self.groups.values() for block in group]
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """How the tokens of pictures and clips run through repeated blocks in which each can go without the others.
+
+    A block takes the tokens, `B S D`, as its first positional argument and returns them.
+
+    Attributes:
+        blocks: in the order of the forward pass.
+        unit: how many tokens in a row stay together, since attention knows them only as one tile; 1 where it does not.
+        order: (frames, rows, columns) of the grid of tokens -> for each token of a block, in their order there, its
+            index in the flattened grid; int64, `S`.
+        tables: further positional arguments of a block that hold something for each token: how to cut them to the
+            kept ones, (argument, indices of the kept tokens `B K`) -> argument.
+    """
+
+    blocks: Sequence[nn.Module]
+    unit: int
+    order: Callable[[int, int, int], Tensor]
+    tables: Mapping[int, Callable[[Any, Tensor], Any]]
 
 
 @dataclass(frozen=True)
@@ -105,6 +146,8 @@ class PreviewRequest:
 
 class PreviewPipeline(Protocol):
     """The family's stock diffusers pipeline, ready to sample from cached embeddings."""
+
+    vae: Any
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size; the frames, in order."""
@@ -154,8 +197,20 @@ class FamilyAdapter(Protocol):
         """The velocity `noise - z` that the transformer predicts, float32, `B C F H W`."""
         ...
 
+    def token_stream(self, transformer: nn.Module) -> TokenStream | None:
+        """The blocks that tokens of pictures pass through, None where a block needs all of them together."""
+        ...
+
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         """The repeated blocks of a loaded transformer."""
+        ...
+
+    def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks | None:
+        """Replace the forward of the repeated blocks by one of less work and equal result; None: there is none."""
+        ...
+
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
+        """Halve frozen float32 modulation weights that are bf16 numbers; results stay equal. The bytes it saved."""
         ...
 
     def load_preview_pipeline(

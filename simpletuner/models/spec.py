@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
+from simpletuner.models.cost import FamilyCost
 
 if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource
 
 Task = Literal["t2i", "i2i", "t2v", "i2v"]
+Size = tuple[int, int]  # width and height in pixels
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,20 @@ class FamilySpec:
         lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
         quantised_layers: regular expression for the linear layers that a quantised base holds in few bits.
         license: of the published weights.
+        in_comfyui: ComfyUI has the model, and calls its layers what diffusers calls them.
+        token_blocks: entry of the transformer's config that counts the blocks of its `TokenStream`; None without one.
         grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
+        fast_blocks: the adapter has blocks of less work than those of diffusers.
         check: problems of a config that only this family knows of.
+        check_sizes: hints about the sizes of use and those that are trained, by dataset id; None where any go together.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
+        dataset_caption: what the keys of a dataset add to a caption of it, None where none do.
         text_fingerprint: stands for the words around a caption; changes when they do.
+        cost: shapes, FLOPs and bytes, for the plan.
         bare_fingerprint: the same for negative prompts and the empty caption, None where nothing differs.
         prompt_holds_picture: tasks whose prompt contains the source picture.
     """
@@ -101,13 +110,21 @@ class FamilySpec:
     check_checkpoint: Callable[[Flavour, ModelSource], list[Problem]]
     clean_caption: Callable[[str], str]
     text_fingerprint: Callable[[TextConfig, Flavour], str]
+    cost: FamilyCost
     bare_fingerprint: Callable[[TextConfig], str] | None = None
+    dataset_caption: Callable[[DatasetConfig, str], str] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prompt_holds_picture: frozenset[Task] = frozenset()
+    token_blocks: str | None = None
     grid: Callable[[Flavour, ModelSource], int] | None = None
     frame_rate: float | None = None
     frame_stride: int = 1
     slices_convolutions: bool = False
+    fast_blocks: bool = False
+    check_sizes: Callable[[RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]]], list[Problem]] | None = (
+        None
+    )
+    in_comfyui: bool = False
     flavour_names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,6 +134,11 @@ class FamilySpec:
     def text_encoders(self) -> int:
         """How many text encoders the family has."""
         return sum(role.startswith("text_encoder") for role in self.components)
+
+    @property
+    def samples(self) -> str:
+        """What is trained on and rendered, as people call it."""
+        return "clips" if self.media == "video" else "pictures"
 
     def flavour(self, name: str | None) -> Flavour:
         """The flavour of that name, or the default one.

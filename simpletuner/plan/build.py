@@ -25,7 +25,7 @@ from simpletuner.models.lora_targets import Targets, check_targets, linear_modul
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.checks import check_config, check_datasets, check_family, check_flavour, check_total
+from simpletuner.plan.checks import check_config, check_datasets, check_family, check_flavour, check_total, check_tread
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.plan.tasks import settle_task
@@ -150,6 +150,7 @@ def _plan_family(
     problems.extend(spec.check(config, flavour))
     model_problems = source.problems()
     problems.extend(model_problems or spec.check_checkpoint(flavour, source))
+    problems.extend(check_tread(config, spec, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
     sizes = _sizes(config, spec, problems)
@@ -159,9 +160,12 @@ def _plan_family(
     datasets = build_datasets(entries, context, problems) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     _check_datasets(config, datasets, trained, problems)
-    problems.extend(check_datasets(datasets, config.validation.eval_dataset_id or []))
+    problems.extend(check_datasets(config, spec, flavour, datasets))
     problems.extend(check_packages(config.precision))
     raise_if_fatal(problems)
+    if spec.check_sizes is not None:
+        buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
+        problems.extend(spec.check_sizes(config, flavour, sizes, buckets))
     same_data = has_same_data(config, resume, trained, problems)
     length = plan_length(config, make_sampler(trained, config, seed))
     problems.extend(check_total(config, length.total_steps))

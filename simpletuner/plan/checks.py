@@ -11,9 +11,13 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, PLAIN_PRECISIONS, all_options
+from simpletuner.config.speed import BLOCK_KEYS, check_speed
+from simpletuner.config.tread import check_routes, read_routes
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
+from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
 
 SANA_KEYS = ("sana_motion_score", "sana_complex_human_instruction")
@@ -88,10 +92,8 @@ def check_flow(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_memory(config: RunConfig) -> Iterator[Problem]:
-    """Offload and precision that exclude each other."""
-    offload, precision = config.offload, config.precision
-    if offload.enable_group_offload and offload.enable_model_cpu_offload:
-        yield Problem("enable_group_offload", "and enable_model_cpu_offload exclude each other.")
+    """Precision that excludes something."""
+    precision = config.precision
     is_quantised = precision.base_model_precision not in PLAIN_PRECISIONS
     if config.model.model_type == "full" and is_quantised:
         message = (
@@ -131,9 +133,17 @@ def check_text(config: RunConfig) -> Iterator[Problem]:
         yield Problem("caption_dropout_probability", message, fatal=False)
 
 
+def check_evaluation(config: RunConfig) -> Iterator[Problem]:
+    """Intervals of the evaluation loss."""
+    evaluation = config.evaluation
+    if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
+        yield Problem("eval_epoch_interval", "and eval_steps_interval are both given; both are kept.", fatal=False)
+
+
 def check_rest(config: RunConfig) -> Iterator[Problem]:
-    """Optimizer and trackers know their own rules."""
+    """Optimizer, speed and trackers know their own rules."""
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
+    yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
 
 
@@ -146,8 +156,15 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if config.caching.vae_enable_patch_conv and not spec.slices_convolutions:
         message = f"has no effect: the VAE of {spec.title} is not the one it is for."
         yield Problem("vae_enable_patch_conv", message, fatal=False)
+    if not spec.fast_blocks:
+        for key in filter(config.is_explicit, (*BLOCK_KEYS, "attention_mechanism")):
+            message = f"has no effect: the blocks of {spec.title} run as diffusers made them."
+            yield Problem(key, message, fatal=False)
     if spec.media == "video":
         yield from check_frames(config, spec)
+    if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
+        message = f"'comfyui': ComfyUI has no {spec.title} of its own that would know the keys; leave it at diffusers."
+        yield Problem("lora_format", message)
     if config.model.pretrained_gemma_model_name_or_path and "gemma" not in str(spec.components):
         message = f"has no effect: {spec.title} has no Gemma text encoder."
         yield Problem("pretrained_gemma_model_name_or_path", message, fatal=False)
@@ -193,11 +210,45 @@ def check_text_encoders(config: RunConfig, spec: FamilySpec) -> Iterator[Problem
         yield Problem("text_encoder_2_precision", message)
 
 
-def check_datasets(datasets: Sequence[Dataset], previewed: Sequence[str]) -> Iterator[Problem]:
-    """Entries that nothing uses yet."""
+def check_tread(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
+    """Token routes, against the number of blocks where the checkpoint is on this machine.
+
+    A family whose tokens cannot be left out says why in its own checks.
+    """
+    value = config.tread.tread_config
+    if value is None or spec.token_blocks is None:
+        return
+    problems: list[Problem] = []
+    routes = read_routes(value, problems)
+    blocks = (source.read_config("transformer") or {}).get(spec.token_blocks)
+    problems.extend(check_routes(routes, blocks if isinstance(blocks, int) else None))
+    yield from problems
+
+
+def check_datasets(
+    config: RunConfig, spec: FamilySpec, flavour: Flavour, datasets: Sequence[Dataset]
+) -> Iterator[Problem]:
+    """Entries that nothing uses, keys of theirs without effect, and what evaluation lacks."""
+    previewed = config.validation.eval_dataset_id or []
+    evaluation = config.evaluation
+    if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
+        key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
+        message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
+        yield Problem(key, message, fatal=False)
     for dataset in datasets:
-        if dataset.config.dataset_type == "eval" and dataset.id not in previewed:
-            yield Problem(dataset.id, "is not used: loss on eval datasets is not available yet.", fatal=False)
+        if dataset.config.sana_motion_score is not None and spec.dataset_caption is None:
+            message = f"has no effect: {spec.title} is not Sana Video."
+            yield Problem(f"{dataset.id}.sana_motion_score", message, fatal=False)
+        if dataset.config.dataset_type != "eval":
+            continue
+        if evaluation.measures_loss and flavour.task == "i2i" and not dataset.partners:
+            message = "is required: without source pictures this flavour has no loss on the dataset."
+            yield Problem(f"{dataset.id}.conditioning_data", message)
+        elif not evaluation.measures_loss and dataset.id not in previewed:
+            message = (
+                "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
+            )
+            yield Problem(dataset.id, message, fatal=False)
 
 
 def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
@@ -218,7 +269,9 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_learning_rate,
     check_flow,
     check_memory,
+    check_offload,
     check_lora,
     check_text,
+    check_evaluation,
     check_rest,
 )

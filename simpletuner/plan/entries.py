@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, TextEntry
@@ -52,7 +55,15 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         default_text_folder=text_folder(plan),
         compressed={dataset.id: bool(dataset.config.compress_cache) for dataset in plan.datasets},
         compress=plan.config.caching.compress_disk_cache,
+        completed=_completed(plan),
     )
+
+
+def _completed(plan: Plan) -> dict[str, Callable[[str], str]]:
+    complete = plan.spec.dataset_caption
+    if complete is None:
+        return {}
+    return {each.id: partial(complete, each.config) for each in plan.datasets}
 
 
 def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
@@ -64,10 +75,24 @@ def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
 
 
 def wanted_entries(plan: Plan, catalogue: Catalogue, epoch: int) -> tuple[list[TextEntry], list[LatentEntry]]:
-    """Every entry that the run reads in an epoch: captions, prompts, latents."""
+    """Every entry that the run reads in an epoch: captions, prompts, latents, of eval datasets too."""
     dropout = plan.config.text.caption_dropout_probability > 0
+    watched = evaluated(plan)
     texts = catalogue.texts_of(plan.trained, epoch, with_empty=dropout)
-    return texts + prompt_entries(plan, catalogue), catalogue.latents_of(plan.trained, epoch)
+    known = {(entry.key, entry.folder) for entry in texts}
+    others = catalogue.texts_of(watched, 1, with_empty=False)
+    texts += [entry for entry in others if (entry.key, entry.folder) not in known]
+    latents = catalogue.latents_of(plan.trained, epoch) + catalogue.latents_of(watched, 1)
+    return texts + prompt_entries(plan, catalogue), latents
+
+
+def evaluated(plan: Plan) -> list[Dataset]:
+    """The eval datasets whose loss is measured, each with the samples that it is measured on."""
+    if not plan.config.evaluation.measures_loss:
+        return []
+    most = plan.config.validation.num_eval_images
+    sets = [each for each in plan.datasets if each.config.dataset_type == "eval" and each.samples]
+    return [replace(each, samples=each.samples[:most]) for each in sets]
 
 
 def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:

@@ -6,24 +6,26 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from simpletuner.caching.catalogue import missing
 from simpletuner.config.schema import all_options
 from simpletuner.data.sample import LedgerEntry
+from simpletuner.plan.budget import Budget
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import make_catalogue, wanted_entries
+from simpletuner.plan.disk import find_writings
+from simpletuner.plan.entries import evaluated
+from simpletuner.plan.show_budget import budget_lines
 from simpletuner.reporting.redaction import redact_settings
 
 # A ledger longer than this is shown by its counts and its rejected files alone.
 LONGEST_LEDGER = 60
 
 
-def show_plan(plan: Plan, stream: TextIO) -> None:
+def show_plan(plan: Plan, budget: Budget, stream: TextIO) -> None:
     """Write the whole plan as text."""
-    for line in plan_lines(plan):
+    for line in plan_lines(plan, budget):
         print(line, file=stream)
 
 
-def plan_lines(plan: Plan) -> Iterator[str]:
+def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     """The plan, line by line."""
     yield f"{plan.spec.title} {plan.flavour.name}, {plan.config.model.model_type}"
     yield f"  model    {plan.source['transformer'].location}"
@@ -40,8 +42,10 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield ""
         yield from _ledger_lines(dataset.id, dataset.ledger(), dataset.changes_each_epoch)
     yield ""
-    yield from _cache_lines(plan)
+    yield from _cache_lines(plan, budget)
     yield from _preview_lines(plan)
+    yield ""
+    yield from budget_lines(plan, budget, find_writings(plan, budget))
     if plan.warnings:
         yield ""
         yield "Warnings:"
@@ -105,18 +109,23 @@ def _fate(entry: LedgerEntry) -> str:
     return f"{size}, {frames}{fitted}, {_count(entry.captions, 'caption')}"
 
 
-def _cache_lines(plan: Plan) -> Iterator[str]:
-    catalogue = make_catalogue(plan)
-    if catalogue is None:
+def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+    lacking = budget.missing
+    if lacking is None:
         yield "Caches: the checkpoint is not on this machine yet; it will be downloaded, then everything encoded once."
         return
-    texts, latents = wanted_entries(plan, catalogue, epoch=1)
-    for what, entries in (("captions and prompts", texts), ("pictures", latents)):
-        absent = len(missing(entries))
-        yield f"Cache of {what}: {len(entries) - absent} of {len(entries)} are there, {absent} to encode"
+    for what, absent, total in (
+        ("captions and prompts", lacking.texts, lacking.all_texts),
+        (plan.spec.samples, len(lacking.latents), lacking.all_latents),
+    ):
+        yield f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
 
 
 def _preview_lines(plan: Plan) -> Iterator[str]:
+    watched = evaluated(plan)
+    if watched:
+        names = ", ".join(f"{each.id} ({_count(len(each.samples), 'sample')})" for each in watched)
+        yield f"Evaluation loss at {plan.config.evaluation.eval_timesteps} timesteps: {names}"
     if plan.prompts:
         sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
         names = ", ".join(prompt.short_name for prompt in plan.prompts)

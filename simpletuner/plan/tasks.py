@@ -23,7 +23,7 @@ def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Fla
 
 
 def _answered(entry: DatasetConfig) -> DatasetConfig:
-    if entry.dataset_type != "video":
+    if not entry.holds_clips:
         return entry
     video = entry.video.model_copy(update={"is_i2v": bool(entry.video.is_i2v)})
     return entry.model_copy(update={"video": video})

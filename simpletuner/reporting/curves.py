@@ -18,6 +18,9 @@ SMOOTHING_SHARE, SHORTEST_SPAN, LONGEST_SPAN = 0.05, 5, 200
 NOISY_TRAVEL = 4
 # What is no measurement of the step.
 BOOKKEEPING = frozenset({"step", "time", "epoch"})
+# Parts of each step, and the same as shares of it, which would draw the same lines again.
+WAITS = {"data_seconds": "for data", "weights_seconds": "for weights"}
+SHARES = ("compute_share", "data_share", "weights_share")
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,18 @@ class Chart:
 def charts_of(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """The charts that the recorded metrics allow, the most important first."""
     charts = [chart for chart in (_loss_chart(rows), _learning_rate_chart(rows)) if chart]
-    taken = {"train_loss", "learning_rate", *_evaluation_keys(rows)}
+    taken = {"train_loss", "learning_rate", *WAITS, *SHARES, *_evaluation_keys(rows)}
     for key, title, note in (
         ("grad_norm", "Gradient norm", "before clipping"),
         ("grad_absmax", "Largest gradient", "before clipping"),
         ("seconds", "Seconds per step", ""),
-        ("data_seconds", "Seconds waiting for data", "part of each step"),
+        ("mfu", "MFU", "model FLOP utilisation, in units of the measured matmul rate"),
     ):
         taken.add(key)
         if points := points_of(rows, key):
-            minor = key == "data_seconds"
-            charts.append(Chart(title, [smoothed(title.lower(), points)], note, log=True, minor=minor))
+            charts.append(Chart(title, [smoothed(title.lower(), points)], note, log=True, minor=key == "mfu"))
+    if waiting := _waiting_chart(rows):
+        charts.append(waiting)
     for key in _keys(rows):
         points = [] if key in taken else points_of(rows, key)
         if len(points) > 1:
@@ -148,6 +152,12 @@ def _loss_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
 def _learning_rate_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
     points = points_of(rows, "learning_rate")
     return Chart("Learning rate", [Series("learning rate", thin(points))]) if points else None
+
+
+def _waiting_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
+    found = {name: points for key, name in WAITS.items() if (points := points_of(rows, key))}
+    series = [smoothed(name, points) for name, points in found.items()]
+    return Chart("Seconds of waiting", series, "part of each step", log=True, minor=True) if series else None
 
 
 def _evaluation_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .progress import StepNumbers
+from .speed import mfu_text, shares, shares_text
 
 # A loss jumps with the noise level that was drawn; some fifty steps show where it goes.
 LOSS_MEMORY = 0.98
@@ -44,14 +45,18 @@ class Pace:
         self._loss_every = max(1, (total_steps - start_step) // LOSS_POINTS)
         self._loss = RunningMean(LOSS_MEMORY)
         self._seconds = RunningMean(PACE_MEMORY)
+        self._data = RunningMean(PACE_MEMORY)
+        self._weights = RunningMean(PACE_MEMORY)
+        self._useful = RunningMean(PACE_MEMORY)
         self._spent = 0.0
-        self._waited = 0.0
 
     def add(self, report: StepNumbers) -> None:
         self.last = report
         self._seconds.add(report.seconds)
         self._spent += report.seconds
-        self._waited += report.data_wait_seconds
+        self._data.add(report.data_wait_seconds)
+        self._weights.add(report.weights_wait_seconds or 0.0)
+        self._useful.add(report.seconds * (report.mfu or 0.0))
         smoothed = self._loss.add(report.loss)
         if self.steps_done % self._loss_every == 0:
             self.losses.append(smoothed)
@@ -76,9 +81,21 @@ class Pace:
         return max(0, self.total_steps - done) * self._seconds.value
 
     @property
-    def waiting_share(self) -> float:
-        """Share of the time in which the device waited for data."""
-        return self._waited / self._spent if self._spent else 0.0
+    def shares(self) -> dict[str, float]:
+        """What the recent steps spent their time on."""
+        streams = self.last is not None and self.last.weights_wait_seconds is not None
+        return shares(self._seconds.value, self._data.value, self._weights.value if streams else None)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation of the recent steps, where it is known."""
+        known = self.last is not None and self.last.mfu is not None and self._seconds.value > 0
+        return self._useful.value / self._seconds.value if known else None
+
+    @property
+    def speed(self) -> str:
+        """Where the time goes, in words."""
+        return shares_text(self.shares) + (f", {mfu_text(self.mfu)}" if self.mfu is not None else "")
 
     def summary(self) -> str:
         """One sentence for the end of a session."""

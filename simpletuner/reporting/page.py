@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from importlib.resources import files
+from statistics import median
+from typing import Any
 
 from .curves import Chart, charts_of, points_of
 from .ledger import ledger_section
 from .pace import clock, pace_text
 from .previews import Cell, Grid, Row, build_grid
 from .report import ReportData, Setting
+from .speed import shares, shares_text
 
 # The page may show what is inside it (and videos beside it) and must not ask anybody for anything else.
 POLICY = (
@@ -88,10 +91,21 @@ def _facts(data: ReportData) -> Iterable[tuple[str, str]]:
     if seconds:
         yield "Pace", pace_text(sum(seconds) / len(seconds))
         yield "Time in steps", clock(sum(seconds))
+        yield "It went into", shares_text(_shares(data.metrics))
+    utilisation = [value for _, value in points_of(data.metrics, "mfu")]
+    if utilisation:
+        yield "Median MFU", f"{median(utilisation) * 100:.0f} % of the measured matmul rate"
     if data.ledger:
         yield "Files used", f"{sum(row.used for row in data.ledger):,} of {len(data.ledger):,}"
     if device := data.environment.get("device"):
         yield "Device", device.partition(",")[0]
+
+
+def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What all steps of the record together spent their time on."""
+    seconds, waited, streamed = (points_of(rows, key) for key in ("seconds", "data_seconds", "weights_seconds"))
+    sums = [sum(value for _, value in points) for points in (seconds, waited, streamed)]
+    return shares(sums[0], sums[1], sums[2] if streamed else None)
 
 
 def _comparison_section(grid: Grid) -> str:

@@ -78,7 +78,7 @@ class PlainProgress:
 
 
 def step_line(pace: Pace, report: StepNumbers) -> str:
-    """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GiB`"""
+    """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GiB  compute 99 %, …`"""
     epochs = f"/{report.epochs}" if report.epochs else ""
     parts = [
         f"step {report.step}/{pace.total_steps}",
@@ -90,6 +90,7 @@ def step_line(pace: Pace, report: StepNumbers) -> str:
     ]
     if report.memory_bytes is not None:
         parts.append(size_text(report.memory_bytes))
+    parts.append(pace.speed)
     return "  ".join(parts)
 
 

@@ -24,6 +24,8 @@ class StepNumbers:
         epoch: counted from 1.
         seconds: wall time of the step, including the wait for data.
         data_wait_seconds: part of `seconds` in which the next batch was not ready.
+        weights_wait_seconds: part of `seconds` in which streamed weights were not there; None when none are streamed.
+        mfu: model FLOP utilisation, in units of the device's measured matmul rate; None where it is not known.
         memory_bytes: peak memory of the device, None where it is not measured.
         epochs: planned epochs, None when steps decide.
     """
@@ -36,6 +38,8 @@ class StepNumbers:
     data_wait_seconds: float = 0.0
     memory_bytes: int | None = None
     epochs: int | None = None
+    weights_wait_seconds: float | None = None
+    mfu: float | None = None
 
 
 class Phase(Protocol):

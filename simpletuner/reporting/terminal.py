@@ -141,7 +141,8 @@ def training_panel(pace: Pace) -> Panel:
     numbers.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _numbers(pace)))
     course = Text(sparkline(pace.losses, SPARK_WIDTH), style="cyan")
     title = f"[bold]Training[/]  step {done:,} of {pace.total_steps:,}"
-    return Panel(Group(bar, numbers, course), title=title, title_align="left", box=box.ROUNDED, padding=(0, 1))
+    speed = Text(pace.speed if pace.last else "", style="dim")
+    return Panel(Group(bar, numbers, speed, course), title=title, title_align="left", box=box.ROUNDED, padding=(0, 1))
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -167,8 +168,6 @@ def _numbers(pace: Pace) -> Iterator[tuple[str, str]]:
     yield "epoch", f"{report.epoch}/{report.epochs}" if report.epochs else str(report.epoch)
     if report.memory_bytes is not None:
         yield "memory", size_text(report.memory_bytes)
-    if pace.waiting_share >= 0.01:
-        yield "waiting for data", f"{pace.waiting_share:.0%}"
 
 
 class _LivePhase:

@@ -14,17 +14,20 @@ from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry, mis
 from simpletuner.caching.entry import DamagedEntryError
 from simpletuner.caching.fill import fill_latents, fill_texts
 from simpletuner.caching.store import CacheStore
+from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.data.amounts import check_amount
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import without_damaged
 from simpletuner.data.quarantine import quarantine, unwelcome
 from simpletuner.errors import Problem, UserError
+from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.quantise import quantise
 from simpletuner.models.adapter import FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length
+from simpletuner.plan.checks import check_tread
 from simpletuner.plan.entries import make_catalogue, wanted_entries
 from simpletuner.reporting.progress import Progress
 from simpletuner.training.assemble import make_accelerator
@@ -89,10 +92,11 @@ class CacheWorkshop:
         self._release()
 
     def encode_latents(self, entries: list[LatentEntry]) -> dict[tuple[str, str], str]:
-        """Encode pictures that are not in their cache; returns those that could not be decoded."""
+        """Encode pictures and clips that are not in their cache; returns those that could not be decoded."""
         if not entries:
             return {}
-        with self.progress.phase("Encoding pictures", len(entries), "pictures") as phase:
+        samples = self.plan.spec.samples
+        with self.progress.phase(f"Encoding {samples}", len(entries), samples) as phase:
             failures = fill_latents(entries, self._load_latent_encoder, self.plan.config.caching, phase)
         self._release()
         return failures
@@ -106,8 +110,16 @@ class CacheWorkshop:
             raise UserError(f"{entry.sample.full_name}: its cache entry is damaged and so is the file itself.")
 
     def _load_text_encoder(self) -> TextEncoder:
-        dtype = DTYPES[text_encoder_dtype(self.plan.config.precision)]
-        return self.adapter.load_text_encoder(self.device, dtype, self._quantise_encoder)
+        config = self.plan.config
+        dtype = DTYPES[text_encoder_dtype(config.precision)]
+        if not config.offload.group_offload_text_encoder:
+            return self.adapter.load_text_encoder(self.device, dtype, self._quantise_encoder)
+        # It would not fit as a whole.
+        encoder = self.adapter.load_text_encoder(torch.device("cpu"), dtype, self._quantise_encoder)
+        for model in encoder.models:
+            offload_layers(model, config.offload, self.device)
+        encoder.device = self.device
+        return encoder
 
     def _quantise_encoder(self, model: nn.Module, layers: str, *, encoder: int) -> None:
         precision = self.plan.config.precision
@@ -118,7 +130,10 @@ class CacheWorkshop:
 
     def _load_latent_encoder(self) -> LatentEncoder:
         config = self.plan.config
-        return self.adapter.load_latent_encoder(self.device, DTYPES[vae_dtype(config.precision, config.caching)])
+        encoder = self.adapter.load_latent_encoder(self.device, DTYPES[vae_dtype(config.precision, config.caching)])
+        if config.offload.group_offload_vae:
+            offload_layers(encoder.vae, config.offload, self.device)
+        return encoder
 
     def _release(self) -> None:
         """The encoder went out of scope with the phase; give its memory back before the next one comes."""
@@ -162,9 +177,9 @@ def fetch(plan: Plan, progress: Progress) -> Catalogue:
             for part in absent:
                 part.fetch()
                 phase.advance(1, f"{part.location}/{part.folder}")
-        problems = [str(each) for each in plan.spec.check_checkpoint(plan.flavour, plan.source) if each.fatal]
-        if problems:
-            raise UserError("\n".join(problems))
+        found = plan.spec.check_checkpoint(plan.flavour, plan.source)
+        found += check_tread(plan.config, plan.spec, plan.source)  # now that the number of blocks is known
+        raise_if_fatal(found)
     catalogue = make_catalogue(plan)
     if catalogue is None:
         raise UserError(f"The checkpoint {plan.source['transformer'].location!r} is not complete.")

@@ -15,7 +15,8 @@ from simpletuner.models.source import Part
 from simpletuner.plan.build import Plan
 from simpletuner.training.checkpoints import lora_names
 from simpletuner.training.ema import Ema
-from simpletuner.training.lora import FILE_NAME, verify_file
+from simpletuner.training.lora import verify_file
+from simpletuner.training.lora_files import FILE_NAME
 from simpletuner.training.state import Assembly
 
 PIPELINE_FOLDER = "pipeline"
@@ -37,7 +38,10 @@ def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, 
             _publish_lora(plan.output_dir / "ema", assembly, note, lora_names(ema.average))
         path, checked = _publish_lora(plan.output_dir, assembly, note)
     size = path.stat().st_size / 1e6
-    return f"Saved {path} ({size:.1f} MB); all {checked} tensors load through the stock pipeline as they were trained."
+    loads = "load through the stock pipeline as they were trained"
+    if assembly.lora.form == "comfyui":
+        loads = "are what was trained, under the names that ComfyUI looks for"
+    return f"Saved {path} ({size:.1f} MB); all {checked} tensors {loads}."
 
 
 def _publish_lora(

@@ -16,8 +16,15 @@ from typing import Any
 import torch
 
 from simpletuner.caching.read import BatchReader
+from simpletuner.config.precision import transformer_dtype
+from simpletuner.config.tread import read_routes
 from simpletuner.data.loader import BatchLoader
+from simpletuner.memory.device_rates import DeviceRates
+from simpletuner.memory.measure import device_rates
+from simpletuner.memory.precision import DTYPES
+from simpletuner.plan.budget import Budget
 from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import evaluated
 from simpletuner.plan.resume import fingerprint
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaFile, MediaRecord, MetricsFile
@@ -27,9 +34,11 @@ from simpletuner.reporting.trackers import GuardedTracker, build_trackers
 from simpletuner.run.caches import CacheWorkshop, build_adapter, fetch, quarantine_rejected
 from simpletuner.run.previews import build_subjects
 from simpletuner.run.publish import publish
+from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.report import RunReport
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.regularisation import Regularisation
+from simpletuner.techniques.tread import Tread
 from simpletuner.training.assemble import Intent, assemble, make_accelerator, peak_learning_rate
 from simpletuner.training.callbacks import Callback
 from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
@@ -38,13 +47,18 @@ from simpletuner.training.loop import stop_on_interrupt, train
 from simpletuner.training.manifest import Identity
 from simpletuner.training.recorder import EmaUpdater, Recorder, ReportWriter
 from simpletuner.training.state import Assembly, TrainState
+from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.runner import ValidationRunner
 
 logger = logging.getLogger(__name__)
 
 
-def run_plan(plan: Plan, progress: Progress) -> None:
+def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool | None = None) -> None:
     """Train what a plan says, from where an earlier session left it, to a verified file.
+
+    Args:
+        budget: what the plan expects of memory.
+        rehearsed: whether the largest moments are tried first; None is on a GPU.
 
     Raises:
         UserError: something the user can mend; nothing that was complete is lost.
@@ -60,6 +74,7 @@ def run_plan(plan: Plan, progress: Progress) -> None:
     for dataset in plan.datasets:
         dataset.save_index()
 
+    rates = device_rates(plan.output_dir, accelerator.device, DTYPES[transformer_dtype(plan.config.precision)])
     with progress.phase("Loading the transformer"):
         assembly = assemble(plan.config, intent_of(plan), adapter, choose_techniques(plan), accelerator)
     ema = Ema(assembly.parameters, plan.config.ema, accelerator.device) if plan.config.ema.use_ema else None
@@ -77,9 +92,18 @@ def run_plan(plan: Plan, progress: Progress) -> None:
     )
     for tracker in trackers:
         tracker.start(plan.config.flat())
+    metrics = MetricsFile(plan.output_dir / METRICS_FILE, state.global_step)
     media = MediaFile(plan.output_dir / MEDIA_FILE, state.global_step)
     try:
-        callbacks = build_callbacks(plan, workshop, reader, loader, ema, state, trackers, report, progress, media)
+        callbacks = build_callbacks(
+            plan, workshop, reader, loader, ema, trackers, report, progress, metrics, media, rates
+        )
+        if accelerator.device.type == "cuda" if rehearsed is None else rehearsed:
+            validation = next(each for each in callbacks if isinstance(each, ValidationRunner))
+            batches = plan.sampler().batches(loader.epoch)
+            with progress.phase("Rehearsing the largest moments"):
+                for tried in rehearse(assembly, batches, reader, validation, budget):
+                    progress.say(str(tried))
         with stop_on_interrupt() as stop:
             train(assembly, loader, state, callbacks, stop)
         published = publish(plan, assembly, ema, weight_note(plan, state))
@@ -92,6 +116,7 @@ def run_plan(plan: Plan, progress: Progress) -> None:
         raise
     finally:
         loader.close()
+        metrics.close()
         media.close()
     _finish(trackers, 0)
 
@@ -102,14 +127,14 @@ def build_callbacks(
     reader: BatchReader,
     loader: BatchLoader,
     ema: Ema | None,
-    state: TrainState,
     trackers: list[GuardedTracker],
     report: RunReport,
     progress: Progress,
+    metrics: MetricsFile,
     media: MediaFile,
+    rates: DeviceRates | None,
 ) -> list[Callback]:
     """Who watches the run, in the order in which they are called."""
-    metrics = MetricsFile(plan.output_dir / METRICS_FILE, state.global_step)
     config = plan.config
 
     def show(records: Sequence[MediaRecord]) -> None:
@@ -141,20 +166,38 @@ def build_callbacks(
         output_dir=plan.output_dir,
         seed=plan.seed,
         ema=ema,
-        phase=lambda title, total: progress.phase(title, total, "pictures"),
+        phase=lambda title, total: progress.phase(title, total, plan.spec.samples),
         listener=show,
         frame_rate=preview_rate(plan),
     )
-    recorder = Recorder(metrics, progress, trackers, ema, plan.length.epochs)
+    evaluation = EvaluationLoss(
+        config=config.evaluation,
+        datasets={each.id: each.samples for each in evaluated(plan)},
+        read=reader.read_sample,
+        seed=plan.seed,
+        steps_per_epoch=plan.length.batches_per_epoch / config.schedule.gradient_accumulation_steps,
+        ema=ema,
+        ema_validation=config.ema.ema_validation,
+        phase=lambda title, total: progress.phase(title, total, "timesteps"),
+        say=progress.say,
+    )
+    matmul_flops = rates.matmul_flops if rates else None
+    recorder = Recorder(metrics, progress, trackers, ema, plan.length.epochs, matmul_flops)
     writer = ReportWriter(report.write, interval=max(50, plan.length.total_steps // 20))
     averaging: list[Callback] = [EmaUpdater(ema)] if ema else []
-    return [*averaging, checkpoints, recorder, validation, writer]
+    # Evaluation adds to the metrics that the recorder then writes down.
+    return [*averaging, checkpoints, evaluation, recorder, validation, writer]
 
 
 def choose_techniques(plan: Plan) -> list[Technique]:
     """The techniques that the configuration switches on, in the order in which their doors are passed."""
+    techniques: list[Technique] = []
     regularised = frozenset(each.id for each in plan.trained if each.config.is_regularisation_data)
-    return [Regularisation(regularised)] if regularised else []
+    if regularised:
+        techniques.append(Regularisation(regularised))
+    if plan.config.tread.tread_config is not None:
+        techniques.append(Tread(read_routes(plan.config.tread.tread_config, [])))  # the plan told its problems
+    return techniques
 
 
 def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:

@@ -17,6 +17,11 @@ from simpletuner.models.adapter import FamilyAdapter
 class Technique:
     """Base of all techniques: every door is closed, a technique opens the ones it needs."""
 
+    @property
+    def name(self) -> str:
+        """What its parameters and its state go by in a checkpoint; a run has one technique of a kind."""
+        return type(self).__name__
+
     def attach(self, adapter: FamilyAdapter, transformer: nn.Module) -> None:
         """Put forward hooks on the transformer. They must do nothing under `no_grad`, and draw no random numbers
         inside a block: activation checkpointing runs a block twice."""

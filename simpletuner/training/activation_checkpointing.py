@@ -2,32 +2,73 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from simpletuner.config.schema import PrecisionConfig
+from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.models.adapter import BlockLayout
+from simpletuner.models.blocks import SelfAttention
+
+# torch's attention on each device; what else an attention may be made of is computed again.
+KEPT = [
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+# Tokens from which on keeping is worth it. It costs a fixed time per block: more than half of the attention itself at
+# 256 tokens, less than its tenth at 1000.
+LONG = 512
 
 
 def enable_checkpointing(
-    transformer: nn.Module, layout: BlockLayout, config: PrecisionConfig, *, dropout: bool
+    transformer: nn.Module,
+    layout: BlockLayout,
+    config: PrecisionConfig,
+    *,
+    dropout: bool,
+    block_inputs: BlockInputs | None = None,
+    keep: SelfAttention | None = None,
 ) -> None:
     """Checkpoint every block, or every n-th one with `gradient_checkpointing_interval`.
 
     Args:
         dropout: whether blocks draw random numbers, whose state must then be put back for the recomputation.
+        block_inputs: keeps the hidden states of checkpointed blocks in host memory.
+        keep: the attention whose result is kept: a tensor of the hidden states' size per block, in exchange for the
+            part of the recomputation that grows with the square of the tokens.
     """
     if not config.gradient_checkpointing:
         return
     interval = config.gradient_checkpointing_interval or 1
     chosen = {id(block) for index, block in enumerate(layout.blocks) if index % interval == 0}
 
-    def run_block(block: nn.Module, *inputs: Any) -> Any:
+    def run_block(block: nn.Module, hidden: Tensor, *others: Any) -> Any:
         if id(block) not in chosen:
-            return block(*inputs)
-        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout)
+            return block(hidden, *others)
+        contexts = noop_context_fn if keep is None or hidden.shape[1] < LONG else partial(keeping_contexts, keep)
+        with nullcontext() if block_inputs is None else block_inputs.around(hidden):
+            return checkpoint(
+                block, hidden, *others, use_reentrant=False, preserve_rng_state=dropout, context_fn=contexts
+            )
 
     model: Any = transformer
     model.enable_gradient_checkpointing(run_block)
+
+
+def checkpoints_all(config: PrecisionConfig) -> bool:
+    """Whether no block keeps what it saves until the backward pass."""
+    return config.gradient_checkpointing and (config.gradient_checkpointing_interval or 1) == 1
+
+
+def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of a block's forward pass and of its recomputation, between which the attention's result is kept."""
+    saving, replaying = create_selective_checkpoint_contexts(KEPT)
+    # Around the attention alone: a dispatch mode costs every operation under it some microseconds.
+    return keep.within(saving), keep.within(replaying)

@@ -1,6 +1,7 @@
 """Put together what trains, in the one order that works.
 
-load ─► quantise ─► LoRA ─► activation checkpointing ─► techniques ─► optimizer ─► prepare ─► offload
+load ─► quantise ─► LoRA ─► fast blocks ─► activation checkpointing ─► compile ─► techniques ─► optimizer ─► prepare
+─► offload
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import keeps_bf16_weights, optimizer_name
 from simpletuner.config.precision import quantisation, transformer_dtype
 from simpletuner.config.schema import PrecisionConfig
+from simpletuner.config.speed import compile_backend, keeps_attention, plain_math, uses
 from simpletuner.diffusion.seeds import step_seed
+from simpletuner.memory.offload.attach import attach_offload, place_model, streamed_blocks
+from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.quantise import quantise
 from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.lora_targets import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.techniques.base import Technique
-from simpletuner.training.activation_checkpointing import enable_checkpointing
+from simpletuner.training.activation_checkpointing import checkpoints_all, enable_checkpointing
+from simpletuner.training.attention_kernel import kernel_chooser
+from simpletuner.training.compile import compile_blocks
+from simpletuner.training.flops import count_flops
 from simpletuner.training.lora import LoraAdapter, add_lora, start_from
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.schedules import scaled_learning_rate
@@ -70,22 +78,40 @@ def assemble(
     transformer.requires_grad_(not is_lora)
     lora = _add_lora(transformer, config, intent, trained_dtype) if is_lora else None
     layout = adapter.block_layout(transformer)
-    enable_checkpointing(transformer, layout, config.precision, dropout=config.lora.lora_dropout > 0)
+    fast = make_fast(transformer, config, adapter, accelerator.device)
+    block_inputs = BlockInputs(accelerator.device) if config.offload.offload_block_inputs else None
+    enable_checkpointing(
+        transformer,
+        layout,
+        config.precision,
+        dropout=config.lora.lora_dropout > 0,
+        block_inputs=block_inputs,
+        keep=fast.self_attention if fast is not None and keeps_attention(config.speed) else None,
+    )
+    backend = compile_backend(config.speed, config.launch, accelerator.device.type)
+    if backend is not None:
+        compile_blocks(layout, fast, backend, config.launch, sampling=config.validation.validation_torch_compile)
     for technique in techniques:
         technique.attach(adapter, transformer)
     parameters = trainable_parameters(transformer, techniques)
-    transformer.to(accelerator.device)
+    residents = config.offload.group_offload_resident_blocks
+    streamed = streamed_blocks(layout.blocks, residents) if config.offload.enable_group_offload else []
+    place_model(transformer, streamed, accelerator.device)
     optimizer = build_optimizer(
         parameters.values(),
         config.optimizer,
         mixed_precision=config.precision.mixed_precision,
         learning_rate=intent.learning_rate,
     )
-    transformer = accelerator.prepare(transformer)
+    prepared = accelerator.prepare(transformer, device_placement=[False])  # it is where it belongs already
+    streamer = None
+    if config.offload.enable_group_offload:
+        keeps_saved = not checkpoints_all(config.precision)
+        streamer = attach_offload(transformer, streamed, config.offload, accelerator.device, keeps_saved=keeps_saved)
     return Assembly(
         adapter=adapter,
         accelerator=accelerator,
-        transformer=transformer,
+        transformer=prepared,
         parameters=parameters,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(accelerator.device.type, enabled=base_dtype == torch.float16),
@@ -103,14 +129,30 @@ def assemble(
         ),
         lora=lora,
         techniques=list(techniques),
+        streamer=streamer,
+        sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
     )
+
+
+def make_fast(
+    transformer: nn.Module, config: RunConfig, adapter: FamilyAdapter, device: torch.device
+) -> FastBlocks | None:
+    """Give the transformer what of `speed` belongs to its family; None: its blocks stay those of diffusers."""
+    if uses(config.speed.speed_bf16_modulation, config.speed):
+        adapter.store_modulation_in_bf16(transformer)
+    fast = adapter.use_fast_blocks(transformer) if plain_math(config.speed) else None
+    if fast is not None:
+        dtype = DTYPES[transformer_dtype(config.precision)]
+        choose = kernel_chooser(config.precision.attention_mechanism, device, dtype)
+        fast.self_attention.choose = choose or fast.self_attention.choose
+    return fast
 
 
 def trainable_parameters(transformer: nn.Module, techniques: Sequence[Technique]) -> dict[str, nn.Parameter]:
     """What the optimizer updates, by name, in a fixed order."""
     parameters = {name: each for name, each in transformer.named_parameters() if each.requires_grad}
     for technique in techniques:
-        parameters.update({f"{type(technique).__name__}.{name}": each for name, each in technique.parameters().items()})
+        parameters.update({f"{technique.name}.{name}": each for name, each in technique.parameters().items()})
     return parameters
 
 

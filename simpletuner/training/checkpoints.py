@@ -27,6 +27,7 @@ from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
 from simpletuner.training.ema import Ema
+from simpletuner.training.lora_files import MAGNITUDE
 from simpletuner.training.manifest import (
     Checkpoint,
     Identity,
@@ -62,10 +63,11 @@ def save_weights(assembly: Assembly, folder: Path, ema: Ema | None, note: Mappin
 
 
 def lora_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameter names of a LoRA in the form of `LoraAdapter.state_dict`: without the adapter's name, and for the
-    magnitudes of DoRA without the name of the parameter inside them."""
-    names = {name: name.replace(".default.", ".").removesuffix(".default") for name in weights}
-    return {names[name].replace("magnitude_vector.weight", "magnitude_vector"): weights[name] for name in weights}
+    """Parameter names of a LoRA in the form of `LoraAdapter.state_dict`: without the adapter's name."""
+    return {
+        name.replace(".default.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
+        for name, tensor in weights.items()
+    }
 
 
 def save_checkpoint(
@@ -111,8 +113,10 @@ def load_checkpoint(
     except ValueError as error:
         raise UserError(f"{checkpoint.path} was made with another optimizer: {error}") from error
     assembly.scaler.load_state_dict(content["scaler"])
-    for technique, saved in zip(assembly.techniques, content["techniques"], strict=True):
-        technique.load_state_dict(saved)
+    saved = dict(content["techniques"])
+    for technique in assembly.techniques:
+        if technique.name in saved:  # else it was switched on since, and begins now
+            technique.load_state_dict(saved[technique.name])
     if ema is not None and content["ema"] is not None:
         ema.load_state_dict(content["ema"])
     position = content["loader"] if same_data else {**content["loader"], "position": 0}
@@ -145,7 +149,7 @@ def _state_bytes(assembly: Assembly, state: TrainState, loader: BatchLoader, ema
         "ema": None if ema is None else ema.state_dict(),
         "loader": loader.state_dict(),
         "random": random_states(),
-        "techniques": [technique.state_dict() for technique in assembly.techniques],
+        "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
     }
     torch.save(content, buffer)
     return buffer.getvalue()

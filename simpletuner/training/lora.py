@@ -1,14 +1,12 @@
 """LoRA: into the transformer, out to a file, and back through the stock loader to see that the file is right.
 
 Low-rank adaptation (Hu et al., arXiv:2106.09685) adds `scale · B(A(x))` to a frozen linear layer, with
-scale = alpha / rank. Files follow diffusers' form: `transformer.<module>.lora_A.weight` and `lora_B.weight`, with the
-scale folded into B and alpha = rank in the metadata, so that every loader applies the trained strength, whether it
-reads the metadata or not.
+scale = alpha / rank. In files (`lora_files`) the scale is folded into B and alpha = rank stands in the metadata, so
+that every loader applies the trained strength, whether it reads the metadata or not.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
@@ -24,17 +23,22 @@ from torch import Tensor, nn
 from simpletuner.atomic import write_atomically
 from simpletuner.config.schema import LoraConfig
 from simpletuner.errors import UserError
-from simpletuner.headers import METADATA, read_header, with_metadata
+from simpletuner.headers import with_metadata
 from simpletuner.models.lora_targets import Targets
+from simpletuner.training.lora_files import (
+    COMFYUI_MAGNITUDE,
+    COMFYUI_PARTS,
+    FILE_NAME,
+    MAGNITUDE,
+    PREFIXES,
+    LoraForm,
+    comfyui_magnitude,
+    file_settings,
+    read_lora_file,
+    trained_magnitude,
+)
 
 ADAPTER = "default"
-FILE_NAME = "pytorch_lora_weights.safetensors"
-PREFIX = "transformer."
-# diffusers reads the adapter's settings from this entry of the safetensors header.
-METADATA_KEY = "lora_adapter_metadata"
-# Prefixes that other programs write; diffusers loads nothing from such files, and says nothing.
-FOREIGN_PREFIXES = (PREFIX, "base_model.model.", "diffusion_model.")
-KOHYA_PREFIX = "lora_unet_"
 # These take part of the base weight into the adapter, so the base changes and the file must hold the difference.
 BASE_CHANGING_INITS = ("olora", "pissa")
 
@@ -47,11 +51,13 @@ class LoraAdapter:
         transformer: the model it was added to.
         settings: rank, alpha and the rest, as peft knows them.
         initial: the adapter as it was at step 0, for inits that change the base; empty otherwise.
+        form: of the files that are written.
     """
 
     transformer: nn.Module
     settings: PeftLoraConfig
     initial: dict[str, Tensor] = field(default_factory=dict)
+    form: LoraForm = "diffusers"
 
     @property
     def scale(self) -> float:
@@ -87,7 +93,10 @@ class LoraAdapter:
             folded = tensor * self.scale if ".lora_B." in name and self.scale != 1 else tensor
             if self.initial and (".lora_A." in name or ".lora_B." in name):
                 folded = self._with_initial(name, folded)
-            result[PREFIX + name] = folded.contiguous()
+            elif self.form == "comfyui" and name.endswith(MAGNITUDE):
+                module = name.removesuffix(MAGNITUDE)
+                name, folded = module + COMFYUI_MAGNITUDE, comfyui_magnitude(tensor, *self.layer(module, source))
+            result[PREFIXES[self.form] + name] = folded.contiguous()
         return result
 
     def save(self, folder: Path, *, weights: Mapping[str, Tensor] | None = None, note: Mapping[str, str]) -> Path:
@@ -107,12 +116,17 @@ class LoraAdapter:
             "lora_dropout": 0.0,
             "bias": "none",
         }
-        metadata = {PREFIX + key: value for key, value in settings.items()}
-        header = {"format": "pt", METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True), **note}
+        header = {"format": "pt", **file_settings(settings, self.form), **note}
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE_NAME
         write_atomically(path, with_metadata(to_safetensors(self.file_weights(weights)), header))
         return path
+
+    def layer(self, module: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The base weight (out, in) of a layer, and what weights of the form of `state_dict` add to it."""
+        layer: Any = self.transformer.get_submodule(module)
+        down, up = (weights[f"{module}.lora_{side}.weight"] for side in "AB")
+        return dequantize_module_weight(layer.get_base_layer()), self.scale * (up.float() @ down.float())
 
     def _with_initial(self, name: str, tensor: Tensor) -> Tensor:
         """Trained minus initial adapter as one adapter of twice the rank: [B, -B0] [A; A0] = B A - B0 A0."""
@@ -149,65 +163,38 @@ def add_lora(
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    adapter = LoraAdapter(transformer, settings)
+    adapter = LoraAdapter(transformer, settings, form=config.lora_format)
     if config.lora_init_type in BASE_CHANGING_INITS:
         adapter.initial = adapter.state_dict()
     return adapter
-
-
-def read_lora_file(path: Path, modules: list[str]) -> dict[str, Tensor]:
-    """A LoRA file of any of the common key forms as `<module>.lora_A.weight` / `lora_B.weight`, scale folded in.
-
-    Args:
-        path: the file, or a folder with `pytorch_lora_weights.safetensors` in it.
-        modules: names of the transformer's modules, to undo key forms that replace dots.
-
-    Raises:
-        UserError: there is no such file, or no key of it belongs to this model.
-    """
-    path = path / FILE_NAME if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"init_lora: {str(path)!r} does not exist.")
-    raw = load_file(path)
-    names = {_module_of(key, modules): key for key in raw}
-    pairs: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in raw.items():
-        module, role = _module_of(key, modules), _role_of(key)
-        if module in modules and role:
-            pairs.setdefault(module, {})[role] = tensor
-    if not pairs:
-        raise UserError(
-            f"init_lora: no key of {str(path)!r} belongs to this model (the first is {next(iter(names.values()))!r})."
-        )
-    settings = _file_settings(path)
-    weights = {}
-    for module, pair in pairs.items():
-        rank = pair["A"].shape[0]
-        alpha = float(pair["alpha"]) if "alpha" in pair else float(settings.get("lora_alpha", rank))
-        weights[f"{module}.lora_A.weight"] = pair["A"]
-        weights[f"{module}.lora_B.weight"] = pair["B"] * (alpha / rank)
-    return weights
 
 
 def start_from(adapter: LoraAdapter, path: Path) -> None:
     """Begin with the weights of a LoRA file (`init_lora`).
 
     Raises:
-        UserError: nothing in the file fits, or its rank is another one.
+        UserError: nothing in the file fits, its rank is another one, or it is a DoRA and the adapter is none.
     """
     modules = [name for name, _ in adapter.transformer.named_modules()]
-    modules = [name.removesuffix(".base_layer") for name in modules]
-    weights = read_lora_file(path, modules)
+    weights = read_lora_file(path, [name.removesuffix(".base_layer") for name in modules])
     rank = next(tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name)
     if rank != adapter.settings.r:
         raise UserError(f"init_lora: the file has rank {rank}, lora_rank is {adapter.settings.r}.")
-    unfolded = {name: w / adapter.scale if ".lora_B." in name else w for name, w in weights.items()}
+    if not adapter.settings.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in weights):
+        raise UserError("init_lora: the file is a DoRA; set use_dora.")
+    start = {name: w / adapter.scale if ".lora_B." in name else w for name, w in weights.items()}
+    for name in [name for name in start if name.endswith(COMFYUI_MAGNITUDE)]:
+        module = name.removesuffix(COMFYUI_MAGNITUDE)
+        start[module + MAGNITUDE] = trained_magnitude(start.pop(name), *adapter.layer(module, start))
     own = adapter.state_dict()
-    adapter.load_state_dict({name: unfolded[name].to(own[name]) if name in unfolded else own[name] for name in own})
+    adapter.load_state_dict({name: start[name].to(own[name]) if name in start else own[name] for name in own})
 
 
 def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mapping[str, Tensor] | None = None) -> int:
-    """Load a saved file with `pipe.load_lora_weights` and compare every key with what was trained.
+    """Read a saved file the way its users will and compare every key with what was trained.
+
+    diffusers' form goes through `pipe.load_lora_weights`. ComfyUI is not here to load its own: each name is looked up
+    among the layers of the model, which have the same names there.
 
     Args:
         path: what `LoraAdapter.save` wrote.
@@ -220,9 +207,16 @@ def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mappin
     Raises:
         RuntimeError: a key is missing after loading, or a value differs.
     """
-    pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True)
-    loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
-    expected = {name.removeprefix(PREFIX): tensor for name, tensor in adapter.file_weights(weights).items()}
+    expected = adapter.file_weights(weights)
+    prefix = PREFIXES[adapter.form]
+    if adapter.form == "diffusers":
+        pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True)
+        loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
+        loaded = {prefix + name: tensor for name, tensor in loaded.items()}
+    else:
+        layers = [prefix + name for name, _ in pipeline.transformer.named_modules()]
+        known = {layer + part for layer in layers for part in COMFYUI_PARTS}
+        loaded = {name: each for name, each in load_file(path).items() if name in known}
     wrong = [name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])]
     if wrong or len(loaded) != len(expected):
         raise RuntimeError(f"{path} does not load as it was saved: {_shorten(wrong or sorted(loaded))}")
@@ -232,33 +226,6 @@ def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mappin
 def _equal(loaded: Tensor, expected: Tensor) -> bool:
     """Equal after the cast to the dtype the loader chose, which is the base weight's."""
     return bool(torch.equal(loaded.cpu(), expected.to(loaded.dtype)))
-
-
-def _file_settings(path: Path) -> dict[str, Any]:
-    return {key.removeprefix(PREFIX): value for key, value in (_raw_settings(path) or {}).items()}
-
-
-def _raw_settings(path: Path) -> dict[str, Any] | None:
-    metadata = read_header(path).get(METADATA, {})
-    return json.loads(metadata[METADATA_KEY]) if METADATA_KEY in metadata else None
-
-
-def _module_of(key: str, modules: list[str]) -> str:
-    if key.startswith(KOHYA_PREFIX):
-        stem = key.removeprefix(KOHYA_PREFIX).partition(".")[0]
-        return next((name for name in modules if name.replace(".", "_") == stem), stem)
-    for prefix in FOREIGN_PREFIXES:
-        key = key.removeprefix(prefix)
-    for marker in (".lora_", ".alpha"):
-        key = key.partition(marker)[0]
-    return key
-
-
-def _role_of(key: str) -> str | None:
-    roles = {".lora_A.": "A", ".lora_down.": "A", ".lora_B.": "B", ".lora_up.": "B"}
-    if key.endswith(".alpha"):
-        return "alpha"
-    return next((role for marker, role in roles.items() if marker in key), None)
 
 
 def _same_shape(own: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,17 @@ from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.techniques.base import Technique
 from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.optimizers import sampling_weights
+
+# FLOPs that training on one sample takes, what checkpointing recomputes not counted, given its tokens and text tokens.
+SampleFlops = Callable[[int, int], float]
+
+
+class WeightStreamer(Protocol):
+    """Brings the weights of blocks to the device while other blocks compute."""
+
+    def waited(self) -> float:
+        """Seconds for which computing waited for weights since this was last asked; never waits for the device."""
+        ...
 
 
 @dataclass
@@ -71,6 +83,8 @@ class Assembly:
         parameters: what is trained, by name, in the order the optimizer knows them.
         lora: the adapter when a LoRA is trained, None for a full fine-tune.
         scaler: keeps small float16 gradients from vanishing; inert in other precisions.
+        streamer: brings weights to the device while it computes; None when all of them stay there.
+        sample_flops: what a sample costs, where the family's cost is known.
     """
 
     adapter: FamilyAdapter
@@ -82,6 +96,8 @@ class Assembly:
     settings: StepSettings
     lora: LoraAdapter | None = None
     techniques: list[Technique] = field(default_factory=list)
+    streamer: WeightStreamer | None = None
+    sample_flops: SampleFlops | None = None
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """The weights to sample with and to publish, where the optimizer trains at others (schedule-free)."""

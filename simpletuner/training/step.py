@@ -20,7 +20,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss
-from simpletuner.diffusion.seeds import generator_for, seed_device, step_seed
+from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.errors import NonFiniteLossError
 from simpletuner.training.clipping import clip_gradients
 from simpletuner.training.schedules import learning_rate_at
@@ -38,6 +38,9 @@ class StepReport:
         metrics: losses, learning rate and gradient size by their logged names.
         samples: (timestep, loss) of each sample.
         seconds, data_seconds: duration of the step, and how much of it was waiting for data.
+        weights_seconds: how much of it was waiting for streamed weights; None when none are streamed.
+        flops: what the model's arithmetic takes on these samples; None when the family's cost is not known.
+        shapes: of the latents of each micro-batch, smallest first: steps that have them in common are comparable.
     """
 
     step: int
@@ -47,6 +50,9 @@ class StepReport:
     samples: list[tuple[float, float]]
     seconds: float
     data_seconds: float
+    weights_seconds: float | None = None
+    flops: float | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -72,15 +78,19 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     """
     settings, accelerator = assembly.settings, assembly.accelerator
     started, waited = time.perf_counter(), 0.0
+    if assembly.streamer is not None:
+        assembly.streamer.waited()  # what previews waited for since the step before
     learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
     for group in assembly.optimizer.param_groups:
         group["lr"] = learning_rate
 
-    losses = _Losses()
+    losses, shapes, flops = _Losses(), [], 0.0
     for micro_step in range(settings.accumulation):
         before = time.perf_counter()
         batch = next(loader).to(accelerator.device, non_blocking=True)
         waited += time.perf_counter() - before
+        shapes.append(tuple(batch.latents.shape))
+        flops += batch_flops(assembly, batch)
         last = micro_step == settings.accumulation - 1
         with nullcontext() if last else accelerator.no_sync(assembly.transformer):
             loss = micro_loss(assembly, batch, global_step, micro_step, losses)
@@ -100,7 +110,16 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         samples=_samples(losses),
         seconds=time.perf_counter() - started,
         data_seconds=waited,
+        weights_seconds=None if assembly.streamer is None else assembly.streamer.waited(),
+        flops=flops or None,
+        shapes=tuple(sorted(shapes)),
     )
+
+
+def rehearse_micro_step(assembly: Assembly, batch: Batch) -> None:
+    """Forward and backward of one micro-batch as in step 0; the gradients stay, and whoever asked removes them."""
+    loss = micro_loss(assembly, batch, 0, 0, _Losses())
+    assembly.accelerator.backward(assembly.scaler.scale(loss))
 
 
 def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: _Losses) -> Tensor:
@@ -131,19 +150,32 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
     """Draw sigmas and noise for this place in the run, and seed what the forward pass may draw (dropout)."""
     settings = assembly.settings
     rank = 0 if settings.shared_noise else assembly.accelerator.process_index
-    place = (settings.seed, global_step, micro_step, rank)
-    seed_device(batch.latents.device, step_seed(*place, "forward"))
-    height, width = batch.latents.shape[-2:]
-    tokens = height * width // assembly.adapter.spec.patch_size**2 * batch.latents.shape[2]
-    shift = choose_shift(settings.flow, tokens, shift_is_explicit=settings.shift_is_explicit)
+    place = Place(settings.seed, global_step, micro_step, rank)
+    seed_device(batch.latents.device, place.seed_for("forward"))
+    shift = choose_shift(settings.flow, tokens_of(assembly, batch), shift_is_explicit=settings.shift_is_explicit)
     return make_noisy(
         batch,
-        sample_sigmas(len(batch.names), settings.flow, shift, generator_for(*place, "sigmas")),
-        sample_noise(batch.latents, generator_for(*place, "noise")),
+        sample_sigmas(len(batch.names), settings.flow, shift, place.generator("sigmas")),
+        sample_noise(batch.latents, place.generator("noise")),
         input_perturbation=settings.loss.input_perturbation,
         noise_offset=settings.loss.noise_offset,
-        generator=generator_for(*place, "perturbation"),
+        generator=place.generator("perturbation"),
+        place=place,
     )
+
+
+def tokens_of(assembly: Assembly, batch: Batch) -> int:
+    """Tokens of each sample's latents."""
+    frames, height, width = batch.latents.shape[-3:]
+    return frames * (height * width // assembly.adapter.spec.patch_size**2)
+
+
+def batch_flops(assembly: Assembly, batch: Batch) -> float:
+    """What the model's arithmetic takes on a micro-batch; 0 where the family's cost is not known."""
+    if assembly.sample_flops is None:
+        return 0.0
+    tokens = tokens_of(assembly, batch)
+    return sum(assembly.sample_flops(tokens, len(embeds["prompt_embeds"])) for embeds in batch.embeds)
 
 
 def stop_if_not_finite(losses: _Losses) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +26,10 @@ from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
+from simpletuner.validation.placement import place_vae
 from simpletuner.validation.prompts import ValidationPrompt
 
+REHEARSED_STEPS = 2
 FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}
 
 
@@ -100,11 +102,11 @@ class ValidationRunner:
         """
         if not self.subjects or not assembly.accelerator.is_main_process:
             return []
-        weights = [False] if benchmark else self._weights()
+        weights = [False] if benchmark else weights_to_use(self.ema, self.config.ema.ema_validation)
         images = self.config.validation.num_validation_images
         total = len(self.subjects) * len(self.sizes) * len(weights) * images
         previews = []
-        with self.phase(f"Rendering previews at step {state.global_step}", total) as phase, _quiet(assembly):
+        with self.phase(f"Rendering previews at step {state.global_step}", total) as phase, quiet(assembly):
             pipeline = self._load_pipeline(assembly)
             for use_ema in weights:
                 with self.ema.applied() if use_ema and self.ema else nullcontext():
@@ -115,6 +117,14 @@ class ValidationRunner:
         self._release()
         self.listener(previews)
         return previews
+
+    def rehearse(self, assembly: Assembly) -> None:
+        """Render the first subject at the largest size in as few steps as samplers take, and throw it away."""
+        width, height = max(self.sizes, key=lambda size: size[0] * size[1])
+        with quiet(assembly):
+            request = self._request(self.subjects[0], width, height, self._seed(0, 0))
+            self._load_pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
+        self._release()
 
     def _render_all(
         self, pipeline: PreviewPipeline, step: int, images: int, use_ema: bool, benchmark: bool
@@ -173,12 +183,6 @@ class ValidationRunner:
         with open_atomically(path) as file:
             frames[0].convert("RGB").save(file, FORMATS[self.config.validation.validation_image_format][0])
 
-    def _weights(self) -> list[bool]:
-        """Whether to render with the moving average: never, only, or beside the trained weights."""
-        if self.ema is None:
-            return [False]
-        return {"none": [False], "ema_only": [True], "comparison": [False, True]}[self.config.ema.ema_validation]
-
     def _load_pipeline(self, assembly: Assembly) -> PreviewPipeline:
         if self._pipeline is None:
             explicit = self.config.is_explicit("flow_schedule_shift")
@@ -186,6 +190,7 @@ class ValidationRunner:
             transformer = assembly.accelerator.unwrap_model(assembly.transformer)
             device = assembly.accelerator.device
             self._pipeline = assembly.adapter.load_preview_pipeline(transformer, device, shift)
+            place_vae(self._pipeline.vae, transformer, self.config.offload, device)
         return self._pipeline
 
     def _release(self) -> None:
@@ -196,8 +201,15 @@ class ValidationRunner:
             torch.cuda.empty_cache()
 
 
+def weights_to_use(ema: Ema | None, ema_validation: str) -> list[bool]:
+    """Whether to validate with the moving average: never, only, or beside the trained weights."""
+    if ema is None:
+        return [False]
+    return {"none": [False], "ema_only": [True], "comparison": [False, True]}[ema_validation]
+
+
 @contextmanager
-def _quiet(assembly: Assembly) -> Iterator[None]:
+def quiet(assembly: Assembly) -> Iterator[None]:
     """Evaluation mode without gradients, and the global random states put back afterwards."""
     states = random_states()
     assembly.transformer.eval()

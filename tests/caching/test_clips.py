@@ -42,6 +42,9 @@ class SmallEncoder:
         self.shapes.append(tuple(pixels.shape))
         return pixels[:, :, ::4, ::8, ::8].clone()
 
+    def use_less_memory(self) -> bool:
+        return False
+
 
 class Silent:
     def advance(self, count: int = 1, note: str = "") -> None:

@@ -144,6 +144,13 @@ def test_another_file_and_its_folder(configure: Configure, capsys: pytest.Captur
     assert "simpletuner train env=cat --dry-run" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("answer", "keys"), [("yes", {"group_offload_use_stream": True}), ("no", {})])
+def test_group_offload_brings_its_stream(configure: Configure, answer: str, keys: dict[str, Any]) -> None:
+    configure(enable_group_offload=answer)
+    assert written()["enable_group_offload"] is (answer == "yes")
+    assert {key: value for key, value in written().items() if key.startswith("group_offload_")} == keys
+
+
 def test_full_training_has_no_lora_questions_and_its_own_rate(configure: Configure) -> None:
     _, person = configure(model_type="full")
     assert "lora_rank" not in person.asked
@@ -157,6 +164,16 @@ def test_alpha_is_written_only_when_it_is_not_the_rank(configure: Configure) -> 
     FILE.unlink()
     configure(lora_rank="8", lora_alpha="4")
     assert (written()["lora_rank"], written()["lora_alpha"]) == (8, 4)
+
+
+def test_token_routes_are_asked_for_where_there_can_be_some(configure: Configure) -> None:
+    _, person = configure(
+        tread_config='{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
+    )
+    assert written()["tread_config"]["routes"][0]["end_layer_idx"] == -2
+    FILE.unlink()
+    _, person = configure(model_family="sanavideo")
+    assert "tread_config" not in person.asked
 
 
 def test_rounds_instead_of_steps(configure: Configure) -> None:
@@ -190,6 +207,7 @@ def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
         ("validation_resolution", "big", "512", "is not a size"),
         ("validation_resolution", "64", "512", "smaller than 128"),
         ("report_to", "wand", "none", "Did you mean 'wandb'?"),
+        ("tread_config", '{"routes": []}', "-", "at least one route"),
     ],
 )
 def test_a_bad_answer_is_asked_again_with_the_reason(
@@ -207,6 +225,23 @@ def test_a_bad_answer_is_asked_again_with_the_reason(
 def test_after_a_bad_size_enter_takes_a_good_one(configure: Configure) -> None:
     configure(validation_resolution="1000x700, 512x512")
     assert written()["validation_resolution"] == "1008x704,512x512"
+
+
+def test_a_length_off_the_rule_offers_both_neighbours(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    _, person = configure(model_family="kandinsky5-video", validation_num_video_frames=["48", "-4", "45"])
+    assert person.asked.count("validation_num_video_frames") == 3
+    assert "48 does not fit the model; near it are 45 and 49." in capsys.readouterr().out
+    assert written()["validation_num_video_frames"] == 45
+    Path("config/config.json").unlink()
+    configure(model_family="kandinsky5-video", validation_num_video_frames="62")
+    assert written()["validation_num_video_frames"] == 65, "Enter takes the longer one"
+
+
+def test_clips_are_called_clips(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    configure(model_family="sanavideo")
+    shown = capsys.readouterr().out
+    assert "where your clips are" in shown
+    assert '"id": "my-clips"' in shown
 
 
 def test_after_a_wrong_spelling_enter_takes_the_nearest(configure: Configure) -> None:
@@ -323,14 +358,14 @@ def test_what_training_would_refuse_can_be_left_out(configure: Configure, capsys
             "model_family": "stable-diffusion",
             "lora_rnak": 8,
             "seed": "x",
-            "enable_group_offload": True,
+            "vae_cache_disable": True,
         }
     )
     configure()
     shown = capsys.readouterr().out
     assert "Did you mean 'lora_rank'?" in shown
     assert "not available yet" in shown
-    assert not {"lora_rnak", "enable_group_offload"} & set(written())
+    assert not {"lora_rnak", "vae_cache_disable"} & set(written())
     assert (written()["seed"], written()["model_family"]) == (42, "kandinsky5-image")
 
 

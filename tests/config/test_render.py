@@ -17,7 +17,7 @@ SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / 
 READ = re.compile(r"""os\.environ(?:\.get\(|\[)["']([A-Z][A-Z_]+)["']""")
 # Looked at to find out what another program would do; nobody sets them for a run.
 OF_OTHERS = {"TERM", "NETRC", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "WANDB_DIR", "WANDB_DISABLED",
-             "WANDB_IDENTITY_TOKEN_FILE"}  # fmt: skip
+             "CUDA_VISIBLE_DEVICES", "WANDB_IDENTITY_TOKEN_FILE"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

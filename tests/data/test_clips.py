@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,18 @@ from simpletuner.data import av_reader, clips, decord_reader
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clips import MediaError, fit_clip, frames_of, probe_clip, read_clip
 from simpletuner.data.timing import moments_of, shown_at
-from tests.clips import BROKEN, HEIGHT, SECONDS, WHOLE, WIDTH, filmed, time_in, write_clip
+from tests.clips import (
+    BROKEN,
+    HEIGHT,
+    SECONDS,
+    SHOWN_OTHERWISE,
+    WHOLE,
+    WIDTH,
+    filmed,
+    time_in,
+    write_clip,
+    write_with_colours,
+)
 from tests.pictures import BLUE, GREEN, RED, WHITE, corners
 
 Reader = Callable[[Path, Sequence[float]], Iterator[NDArray[np.uint8]]]
@@ -111,6 +123,20 @@ def test_other_rates_take_other_frames_of_the_source(folder: Path) -> None:
 
 def test_moments_find_the_frame_that_is_shown() -> None:
     assert shown_at([0, 0.042, 0.083, 0.125], [0, 1 / 24, 2 / 24, 0.11, 3 / 24, 9]) == [0, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("name", SHOWN_OTHERWISE)
+def test_clips_that_a_player_shows_otherwise_are_refused(name: str, tmp_path: Path) -> None:
+    write, reason = SHOWN_OTHERWISE[name]
+    write(tmp_path / name)
+    with pytest.raises(MediaError, match=re.escape(reason)):
+        probe_clip(tmp_path / name)
+
+
+def test_ordinary_colours_are_read(tmp_path: Path) -> None:
+    """BT.709 says so in every file of a camera."""
+    write_with_colours(1, 1)(tmp_path / "camera.mp4")
+    assert probe_clip(tmp_path / "camera.mp4").frames_at(24) == 5
 
 
 @pytest.mark.parametrize("name", BROKEN)

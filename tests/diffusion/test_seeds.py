@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from simpletuner.diffusion.seeds import generator_for, seed_device, step_seed
+from simpletuner.diffusion.seeds import Place, generator_for, seed_device, step_seed
 
 
 def test_seeds_never_change() -> None:
@@ -19,6 +19,13 @@ def test_every_ingredient_changes_the_seed() -> None:
     seeds = [step_seed(*place) for place in places]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_place_says_the_same() -> None:
+    place = Place(seed=42, global_step=7, micro_step=1, rank=0)
+    assert place.seed_for("noise") == step_seed(42, 7, 1, 0, "noise")
+    drawn = torch.rand(3, generator=place.generator("noise"))
+    assert torch.equal(drawn, torch.rand(3, generator=generator_for(42, 7, 1, 0, "noise")))
 
 
 def test_generators_repeat_and_differ() -> None:

@@ -145,7 +145,7 @@ MISTAKES = {
     "num_train_epochs": ["num_train_epochs=3"],
     "conditioning_data": ["model_flavour=i2i-lite-sft"],
     "peft_lora_target_modules": ['peft_lora_target_modules=["to_q"]'],
-    "enable_group_offload": ["enable_group_offload=true"],
+    "'clip'": ["evaluation_type=clip"],
 }
 
 

@@ -73,14 +73,15 @@ def test_files_are_in_the_order_of_the_schema_and_named_after_the_example(name: 
 
 
 def test_every_kind_of_flavour_has_an_example() -> None:
-    """A family, what it does, and the size of the model."""
+    """A family, what it does, the size of the model, and for Lite the length of its clips (another attention)."""
 
-    def kind(family: str, flavour: str) -> tuple[str, str, bool]:
-        return family, FAMILIES[family].flavour(flavour).task, "-pro-" in flavour
+    def kind(family: str, flavour: str) -> tuple[str, str, bool, bool]:
+        is_pro = "-pro-" in flavour
+        return family, FAMILIES[family].flavour(flavour).task, is_pro, "-10s" in flavour and not is_pro
 
     shown = {kind(config["model_family"], config["model_flavour"]) for config in map(read, NAMES)}
     wanted = {kind(family, name) for family, spec in FAMILIES.items() for name in spec.flavour_names}
-    assert wanted - shown == {("kandinsky5-video", "i2v", True)}
+    assert wanted == shown
 
 
 def test_a_copy_is_ready_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

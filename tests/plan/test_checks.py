@@ -84,7 +84,10 @@ def test_what_excludes_what(settings: dict[str, Any], where: str) -> None:
 
 def test_both_kinds_of_offload_are_told_in_one_sentence() -> None:
     errors, _ = problems(enable_group_offload=True, enable_model_cpu_offload=True)
-    assert "enable_group_offload: and enable_model_cpu_offload exclude each other." in errors
+    assert errors == [
+        "enable_group_offload: and enable_model_cpu_offload exclude each other: "
+        "one streams the blocks, the other moves them all."
+    ]
 
 
 def test_a_quantised_model_cannot_be_trained_in_full() -> None:

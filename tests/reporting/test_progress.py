@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_a_run_of_300_steps_prints_about_30_lines() -> None:
     steps = [line for line in lines if line.startswith("step ")]
     assert 28 <= len(steps) <= 33
     assert steps[0].startswith("step 1/300  epoch 1/4  loss 1.0000  lr 1.00e-04  0.50 s/step")
-    assert "3.0 GiB" in steps[-1]
+    assert steps[-1].endswith("3.0 GiB  compute 100 %, waiting for data 0 %")
     assert steps[-1].startswith("step 300/300")
     assert lines[-1].startswith("Trained 300 steps in 2:30 (0.50 s/step), step 300 of 300")
 
@@ -126,6 +127,7 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(monkeypatch: p
     shown = terminal.getvalue()
     assert "Encoding captions" in shown
     assert "step 101 of 300" in shown
+    assert "compute 100 %, waiting for data 0 %" in shown
     assert "a line above" in shown
     hide, show = "\x1b[?25l", "\x1b[?25h"
     assert hide in shown
@@ -162,7 +164,20 @@ def test_remaining_time_and_waiting_share() -> None:
     pace = Pace(total_steps=110, start_step=100)
     pace.add(StepNumbers(101, 1, 0.5, 1e-4, seconds=2.0, data_wait_seconds=0.5))
     assert pace.remaining_seconds == pytest.approx(18.0)
-    assert pace.waiting_share == pytest.approx(0.25)
+    assert pace.shares == pytest.approx({"compute": 0.75, "data": 0.25})
+
+
+def test_the_line_that_explains_the_speed() -> None:
+    pace = Pace(total_steps=110, start_step=100)
+    pace.add(StepNumbers(101, 1, 0.5, 1e-4, seconds=2.0, data_wait_seconds=0.1))
+    assert pace.speed == "compute 95 %, waiting for data 5 %"
+    streamed = StepNumbers(102, 1, 0.5, 1e-4, 2.0, data_wait_seconds=0.1, weights_wait_seconds=0.4, mfu=0.38)
+    pace = Pace(total_steps=110, start_step=101)
+    pace.add(streamed)
+    assert pace.speed == "compute 75 %, waiting for weights 20 %, waiting for data 5 %, MFU 38 %"
+    # A fast step in between counts for as long as it took: 2 s at .38 and 1 s at .76, the second a bit more.
+    pace.add(replace(streamed, step=103, seconds=1.0, mfu=0.76))
+    assert pace.mfu == pytest.approx((0.9 * 2 * 0.38 + 0.76) / (0.9 * 2 + 1))
 
 
 def test_numbers_for_people() -> None:

@@ -131,6 +131,18 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
     assert page.text.count(NASTY) >= 12
 
 
+def test_the_report_says_where_the_time_went(tmp_path: Path) -> None:
+    timed = [{**row, "data_seconds": 0.05, "data_share": 0.1, "compute_share": 0.9} for row in rows(40)]
+    page = render(data_of(tmp_path, metrics=timed))
+    assert "compute 90 %, waiting for data 10 %" in page.text
+    assert "MFU" not in page.text
+    assert "data_share" not in page.source
+    streamed = [{**row, "weights_seconds": 0.1, "mfu": 0.3 + row["step"] % 3 / 10} for row in timed]
+    page = render(data_of(tmp_path, metrics=streamed))
+    assert "compute 70 %, waiting for weights 20 %, waiting for data 10 %" in page.text
+    assert "40 % of the measured matmul rate" in page.text
+
+
 def test_a_stopped_run_says_why(tmp_path: Path) -> None:
     page = render(data_of(tmp_path, state="stopped", message="the disk is full"))
     assert "the disk is full" in page.text

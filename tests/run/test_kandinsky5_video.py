@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.processor import load_processor
 from tests.clips import write_clip
+from tests.complaints import warnings
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
 
@@ -53,10 +54,14 @@ def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("i2v"), "i2v")
 
 
-def test_clips_become_a_lora_and_previews(tmp_path: Path, t2v: Path) -> None:
+def test_clips_become_a_lora_and_previews(tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     workspace.write_config(validation_disable=False)
+    assert workspace.run("plan") == 0
     assert workspace.train() == 0
+    told = capsys.readouterr().out
+    assert "Cache of clips: 0 of 3 are there" in told
+    assert "Encoding clips: 3 clips" in told
     preview = workspace.path("output/validation_images/step_3_validation_0_128x128@17.mp4")
     with av.open(str(preview)) as clip:
         stream = clip.streams.video[0]
@@ -133,6 +138,36 @@ def test_bad_input(
     finally:
         config.write_text(original)
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, ""),  # 80x48 and 128x128 have one scale, the one outside 480..854
+        (
+            {"validation_resolution": "768x512"},
+            "rope_scale: 80x48 of pictures: the pipeline samples this size with 1,3.16,3.16, it is trained with "
+            "1,2,2, as 768x512 is sampled.",
+        ),
+        ({"validation_resolution": "768x512", "rope_scale": "1,2,2"}, ""),
+        ({"rope_scale": "1,2,2"}, "1,2,2 is trained; the pipeline samples 128x128 with another scale."),
+        ({"validation_resolution": "768x512,1280x768"}, "the pipeline samples 1280x768 with another scale."),
+    ],
+)
+def test_sizes_that_disagree_about_the_scale_of_positions_are_warned_of(
+    tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], told: str
+) -> None:
+    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    workspace.write_config(**change)
+    told_of = warnings(workspace, capsys)
+    assert told in told_of
+    assert bool(told) == ("scale" in told_of)
+
+
+def test_a_motion_score_means_nothing_here(tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    workspace.write_datasets([{**CLIPS, "sana_motion_score": 30}, DATASETS[1]])
+    assert "pictures.sana_motion_score: has no effect: Kandinsky 5 Video is not Sana" in warnings(workspace, capsys)
 
 
 def test_block_sparse_checkpoints_ask_for_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from diffusers import SanaVideoPipeline
 
+from simpletuner.caching.store import CacheStore
+from simpletuner.models.adapter import TextRequest
 from tests.clips import write_clip
+from tests.complaints import complaint
+from tests.fidelity.family import CPU
+from tests.fidelity.sana import make_sana_adapter
 from tests.workspace import DATASETS, Workspace
 
 
@@ -52,10 +59,38 @@ def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
     )
 
 
+def test_comfyui_files_are_refused(sana_workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ComfyUI has no Sana Video" in complaint(sana_workspace, capsys, "plan", "lora_format=comfyui")
+
+
 def test_full(sana_workspace: Workspace) -> None:
     """As the guide trains: all weights, with a moving average."""
     assert sana_workspace.train("--model_type=full", "--use_ema=true", "--max_grad_norm=0.0") == 0
     SanaVideoPipeline.from_pretrained(sana_workspace.path("output/pipeline"))
+
+
+def test_a_dataset_may_have_a_motion_score_of_its_own(
+    sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {**DATASETS[0], "id": "fast", "sana_motion_score": "80", "cache_dir_vae": "cache/fast"}
+    sana_workspace.write_datasets([DATASETS[0], own, DATASETS[1]])
+    sana_workspace.path("datasets/pictures/p0.txt").write_text("Still. Motion score: 5")
+    assert sana_workspace.run("cache", "fill", "--sana_motion_score=10") == 0
+    found = {
+        json.loads(store.provenance(key)["ingredients"])["caption"]
+        for store in [CacheStore(sana_workspace.path("cache/text"))]
+        for key in store.keys()  # noqa: SIM118
+    }
+    assert {"picture 1", "picture 1 motion score: 80.", "still. motion score: 5", ""} <= found
+    assert "still. motion score: 5 motion score: 80." not in found
+    assert not any(text.startswith(" motion") for text in found)
+    capsys.readouterr()
+    assert sana_workspace.run("cache", "explain", "fast/p1.png", "--sana_motion_score=10") == 0
+    assert "caption of 'picture 1 motion score: 80.'" in capsys.readouterr().out
+    encoder = make_sana_adapter(sana_checkpoint, sana_motion_score=10).load_text_encoder(CPU, torch.float32)
+    plain = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
+    given, meant = (each.encode([TextRequest("picture 1 motion score: 80.")])[0] for each in (encoder, plain))
+    assert torch.equal(given["prompt_embeds"], meant["prompt_embeds"]), "the run's score is not added to it"
 
 
 def test_motion_score_makes_other_embeddings(sana_workspace: Workspace) -> None:

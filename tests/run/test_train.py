@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.reporting.metrics import MetricsFile
+from simpletuner.run import train as run_train
 from simpletuner.training import step
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
@@ -61,6 +63,38 @@ def test_lora_of_any_strength_draws_the_same_in_the_stock_pipeline(workspace: Wo
     module = pipeline.transformer.get_submodule("visual_transformer_blocks.0.self_attention.to_query")
     assert list(module.scaling.values()) == [1.0]
     assert workspace.path("output/ema/pytorch_lora_weights.safetensors").exists()
+
+
+def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(workspace: Workspace) -> None:
+    workspace.write_config(lora_format="comfyui", lora_rank=4, lora_alpha=7, use_ema=True, learning_rate=0.05)
+    assert workspace.train() == 0
+    step4 = workspace.path("output/checkpoint-4")
+    trained = load_file(step4 / "training_state/trainable.safetensors")
+    folders = [workspace.path("output"), step4]
+    for folder in [*folders, *(each / "ema" for each in folders)]:
+        weights = load_file(folder / "pytorch_lora_weights.safetensors")
+        assert all(name.startswith("diffusion_model.") for name in weights)
+        if folder.name != "ema":
+            for name, tensor in trained.items():
+                expected = tensor * (7 / 4) if ".lora_B." in name else tensor
+                assert torch.equal(weights[f"diffusion_model.{name.replace('.default.', '.')}"], expected)
+    assert workspace.train("max_train_steps=5") == 0, "a checkpoint is taken up whatever its files are called"
+    assert [line["step"] for line in workspace.metrics()] == [1, 2, 3, 4, 5]
+    start = ("init_lora=output", "output_dir=second", "lora_format=diffusers", "learning_rate=1e-12", "lr_end=0")
+    first = load_file(workspace.path(LORA))
+    assert workspace.train(*start) == 0
+    for name, tensor in load_file(workspace.path("second/pytorch_lora_weights.safetensors")).items():
+        expected = first[name.replace("transformer.", "diffusion_model.")]
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["diffusers", "comfyui"])
+def test_the_average_of_a_dora_has_the_names_of_the_dora(workspace: Workspace, form: str) -> None:
+    workspace.write_config(use_dora=True, use_ema=True, lora_format=form, lora_rank=4, max_train_steps=1)
+    assert workspace.train() == 0
+    average = load_file(workspace.path("output/ema/pytorch_lora_weights.safetensors"))
+    assert average.keys() == load_file(workspace.path(LORA)).keys()
+    assert len([name for name in average if name.endswith(("dora_scale", "lora_magnitude_vector"))]) == len(average) / 3
 
 
 @pytest.mark.parametrize("targets", ["all-linear", '["to_query", "feed_forward.in_layer"]'])
@@ -189,9 +223,13 @@ def test_loss_that_is_not_finite_stops_before_the_update(
     def broken_from() -> bool:
         return next(calls) == 2
 
+    opened: list[MetricsFile] = []
     monkeypatch.setattr(step, "diffusion_loss", broken)
+    monkeypatch.setattr(run_train, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
     workspace.write_config(checkpoint_step_interval=1)
     assert workspace.train() == 1
+    with pytest.raises(ValueError, match="closed file"):
+        opened[0].append(3, {})
     message = capsys.readouterr().err
     assert "pictures/p" in message
     assert "weights were not touched" in message

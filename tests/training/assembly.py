@@ -10,27 +10,28 @@ import torch
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import TextRequest
+from simpletuner.techniques.base import Technique
 from simpletuner.training.assemble import Intent, assemble, make_accelerator
 from simpletuner.training.state import Assembly
 from tests.fidelity.family import CPU, make_adapter, make_config
 
 
-def make_assembly(checkpoint: Path, **settings: Any) -> Assembly:
+def make_assembly(checkpoint: Path, *techniques: Technique, **settings: Any) -> Assembly:
     """What a run trains, ready for its first step."""
     settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
     config = make_config(checkpoint, **settings)
     targets = ["to_query", "to_key", "to_value"]
     intent = Intent(lora_targets=targets, seed=3, total_steps=10, learning_rate=1e-2)
-    assembly = assemble(config, intent, make_adapter(checkpoint), [], make_accelerator())
+    assembly = assemble(config, intent, make_adapter(checkpoint), techniques, make_accelerator())
     assembly.transformer.train()
     return assembly
 
 
-def make_batch(checkpoint: Path, captions: list[str]) -> Batch:
-    """Random latents with the embeddings of some captions."""
+def make_batch(checkpoint: Path, captions: list[str], side: int = 4) -> Batch:
+    """Random latents of a square with the embeddings of some captions."""
     encoder = make_adapter(checkpoint).load_text_encoder(CPU, torch.float32)
     embeds = encoder.encode([TextRequest(caption) for caption in captions])
-    latents = torch.randn(len(captions), 16, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    latents = torch.randn(len(captions), 16, 1, side, side, generator=torch.Generator().manual_seed(0))
     return Batch(latents, embeds, [f"d/{index}" for index in range(len(captions))])
 
 

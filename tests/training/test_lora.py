@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.training.lora import METADATA_KEY, LoraAdapter, read_lora_file, start_from, verify_file
+from simpletuner.training.lora import LoraAdapter, start_from, verify_file
+from simpletuner.training.lora_files import METADATA_KEY, read_lora_file
 from tests.fidelity.family import make_adapter
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 
@@ -129,3 +130,65 @@ def test_dora_file_loads_or_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> 
     path = adapter.save(tmp_path, note={})
     assert any("magnitude" in name for name in load_file(path))
     verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline())
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_comfyui_computes_the_weight_that_was_trained(t2i_checkpoint: Path, tmp_path: Path, use_dora: bool) -> None:
+    adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, lora_format="comfyui", use_dora=use_dora)
+    path = adapter.save(tmp_path, note={})
+    assert verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline()) == len(adapter.state_dict())
+    stock: dict[str, torch.Tensor] = make_adapter(t2i_checkpoint).load_transformer(torch.float32).state_dict()
+    weights = load_file(path)
+    modules = {key.partition(".lora_")[0] for key in weights if ".lora_" in key}
+    assert modules
+    for key in modules:
+        module = key.removeprefix("diffusion_model.")
+        layer = adapter.transformer.get_submodule(module)
+        layer.merge()
+        base = stock[f"{module}.weight"]
+        merged = base + weights[f"{key}.lora_B.weight"] @ weights[f"{key}.lora_A.weight"]
+        if use_dora:
+            scale = weights[f"{key}.dora_scale"]
+            assert scale.shape == (len(base), 1), "rows, by ComfyUI's rule"
+            merged = merged * scale / base.norm(dim=1, keepdim=True)
+        torch.testing.assert_close(merged, layer.get_base_layer().weight, rtol=1e-5, atol=1e-6)
+        assert (merged - base).abs().max() > 1e-2, "the LoRA changes something"
+    settings = json.loads(read_header(path)[METADATA][METADATA_KEY])
+    assert settings["diffusion_model.lora_alpha"] == settings["diffusion_model.r"] == 4
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("form", ["diffusers", "comfyui"])
+def test_init_lora_reads_what_was_written(t2i_checkpoint: Path, tmp_path: Path, form: str, use_dora: bool) -> None:
+    first = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, lora_format=form, use_dora=use_dora)
+    with torch.no_grad():
+        for name, parameter in first.transformer.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(1.5)
+    path = first.save(tmp_path, note={})
+    second = make_assembly(t2i_checkpoint, lora_rank=4, lora_alpha=2, use_dora=use_dora).lora
+    assert second is not None
+    start_from(second, path)
+    strength = first.scale / second.scale
+    for name, tensor in first.state_dict().items():
+        expected = tensor * strength if ".lora_B." in name else tensor
+        torch.testing.assert_close(second.state_dict()[name], expected)
+
+
+def test_a_dora_does_not_start_a_lora(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    path = trained(t2i_checkpoint, lora_rank=4, use_dora=True).save(tmp_path, note={})
+    plain = make_assembly(t2i_checkpoint, lora_rank=4).lora
+    assert plain is not None
+    with pytest.raises(UserError, match="set use_dora"):
+        start_from(plain, path)
+
+
+def test_verification_finds_a_name_that_comfyui_does_not_know(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    adapter = trained(t2i_checkpoint, lora_format="comfyui")
+    path = adapter.save(tmp_path, note={})
+    weights = load_file(path)
+    name = next(iter(weights))
+    weights[name.replace("blocks.0", "blocks.9")] = weights.pop(name)
+    save_file(weights, path)
+    with pytest.raises(RuntimeError, match="does not load as it was saved"):
+        verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline())

@@ -12,9 +12,10 @@ from simpletuner.config.locate import DATASET_FILE, launch_layer, read_env_layer
 from simpletuner.config.schema import all_options
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.registry import FAMILIES
+from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.build import find_family
-from simpletuner.plan.checks import check_config, check_family, check_total
+from simpletuner.plan.checks import check_config, check_family, check_total, check_tread
 from simpletuner.validation.prompts import collect_prompts, parse_resolutions
 
 
@@ -86,6 +87,7 @@ class Draft:
         config = resolve(with_family([*self._weaker(), answers], spec.defaults, spec.fixed), problems)
         flavour = _find_flavour(config, spec, problems)
         problems += [*check_config(config), *check_family(config, spec), *spec.check(config, flavour)]
+        problems += check_tread(config, spec, ModelSource.from_config(spec, flavour, config.model))
         problems += check_total(config, config.schedule.max_train_steps or 0)
         collect_prompts(config.validation, problems)
         if Path(config.run.data_backend_config or "").expanduser() == self.file:

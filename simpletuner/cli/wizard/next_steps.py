@@ -20,16 +20,16 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
     if path.expanduser().is_file():
         talk.tell(f"  1. Look over your dataset file {path}: it is there, and the wizard leaves it as it is.")
     else:
-        talk.tell(f"  1. Tell where your pictures are: write the dataset file {path}, for instance")
+        talk.tell(f"  1. Tell where your {draft.spec.samples} are: write the dataset file {path}, for instance")
         talk.tell(show_datasets(draft.spec, draft.judgement.flavour.task, indent=5), "dim")
     talk.tell(f"  2. Check it all:  {train_command(draft.file)} --dry-run")
     talk.tell(f"  3. Train:         {train_command(draft.file)}")
 
 
 def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
-    """A dataset file to start from: a folder of pictures with their captions in text files of the same name."""
-    pictures: dict[str, Any] = {
-        "id": "my-pictures",
+    """A dataset file to start from: a folder of pictures or clips, captions in text files of the same name."""
+    samples: dict[str, Any] = {
+        "id": f"my-{spec.samples}",
         "type": "local",
         "dataset_type": spec.media,
         "instance_data_dir": "datasets/my_images" if spec.media == "image" else "datasets/videos",
@@ -39,7 +39,7 @@ def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
     }
     texts = {"id": "text-embeds", "type": "local", "dataset_type": "text_embeds", "default": True}
     if task != "i2i":
-        return [pictures, texts]
+        return [samples, texts]
     sources = {
         "id": "my-sources",
         "type": "local",
@@ -47,7 +47,7 @@ def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
         "conditioning_type": "reference_strict",
         "instance_data_dir": "datasets/my_sources",
     }
-    return [pictures | {"conditioning_data": "my-sources"}, sources, texts]
+    return [samples | {"conditioning_data": "my-sources"}, sources, texts]
 
 
 def show_datasets(spec: FamilySpec, task: Task, indent: int) -> str:

@@ -76,6 +76,16 @@ def nearest_sizes(value: str, draft: Draft) -> list[str]:
     return [_sizes(sides, multiple, up=False), _sizes(sides, multiple, up=True)]
 
 
+def nearest_lengths(value: str, draft: Draft) -> list[str]:
+    """The next shorter and longer clips that fill whole latent frames; empty when the value is fine or no number."""
+    stride = draft.spec.frame_stride
+    frames = int(value) if re.fullmatch(r"\d{1,6}", value.strip()) else 1
+    if frames < 1 or (frames - 1) % stride == 0:
+        return []
+    below = (frames - 1) // stride * stride + 1
+    return [str(below), str(below + stride)]
+
+
 def _sizes(parts: list[list[int]], multiple: int, *, up: bool) -> str:
     def move(side: int) -> int:
         return max(multiple, (side + (multiple - 1 if up else 0)) // multiple * multiple)

@@ -14,6 +14,7 @@ from simpletuner.cli.wizard.proposals import (
     first_flavour,
     flavours,
     hub_login,
+    nearest_lengths,
     nearest_sizes,
     prompt_library,
     rank,
@@ -119,6 +120,10 @@ def _is_video(draft: Draft) -> bool:
     return draft.spec.media == "video"
 
 
+def _has_routes(draft: Draft) -> bool:
+    return draft.spec.token_blocks is not None
+
+
 def _is_tracked(draft: Draft) -> bool:
     return draft.config.tracking.report_to not in ("none", "simpletuner")
 
@@ -145,7 +150,12 @@ STEPS = (
         (
             Question("base_model_precision", "Precision of the model", when=_is_lora),
             Question("text_encoder_1_precision", "Precision of the text encoder"),
-            Question("enable_group_offload", "Keep the model in main memory, and only parts of it on the GPU?"),
+            Question(
+                "enable_group_offload",
+                "Keep the model in main memory, and only parts of it on the GPU?",
+                when=_is_lora,
+                implied=lambda value: {"group_offload_use_stream": True if value else None},
+            ),
             Question("offload_during_startup", "While preparing, keep only one helper model on the GPU?"),
             Question("gradient_checkpointing", "Save memory by computing some things twice (slower)?"),
         ),
@@ -155,17 +165,17 @@ STEPS = (
         (
             Question(
                 "max_train_steps",
-                "Training steps (0: count rounds through the pictures instead)",
+                "Training steps (0: count rounds through the dataset instead)",
                 propose=run_length,
                 implied=lambda value: _other_length(value),
             ),
             Question(
                 "num_train_epochs",
-                "Rounds through the pictures",
+                "Rounds through the dataset",
                 when=lambda draft: not draft.config.schedule.max_train_steps,
                 propose=lambda draft: 1,
             ),
-            Question("train_batch_size", "Pictures at a time"),
+            Question("train_batch_size", "Samples at a time"),
             Question("gradient_accumulation_steps", "Batches that make one step"),
         ),
     ),
@@ -191,7 +201,7 @@ STEPS = (
             Question("validation_prompt", "A text to make previews of"),
             Question("user_prompt_library", "File with more texts", propose=prompt_library),
             Question("validation_resolution", "Size, as width x height", other=nearest_sizes),
-            Question("validation_num_video_frames", "Frames", when=_is_video),
+            Question("validation_num_video_frames", "Frames of a preview", when=_is_video, other=nearest_lengths),
             Question("framerate", "Frames per second", when=_is_video),
             Question("validation_guidance", "Guidance (how closely previews follow the text)"),
             Question("validation_num_inference_steps", "Sampling steps"),
@@ -208,7 +218,7 @@ STEPS = (
                 when=lambda draft: "flow_schedule_shift" in draft.spec.defaults,
                 follows=True,
             ),
-            Question("tread_config", "TREAD routes"),
+            Question("tread_config", "TREAD routes, as JSON (faster steps, see docs/TREAD.md)", when=_has_routes),
             Question("crepa_enabled", "CREPA (steadier video)?", when=_is_video),
             Question("use_ema", "Keep a running average of the weights?"),
             Question("ema_validation", "Weights that previews use", when=lambda draft: draft.config.ema.use_ema),

@@ -8,11 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention
 from torch import Tensor, nn
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines of the positions, each `B S 1 D/2`, where B may be 1."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+# The matrices `B S 1 D/2 2 2` that the stock transformer hands around, or their numbers.
+Rope = Tensor | RotaryTables
 
 
 class TextPadding:
@@ -52,7 +64,7 @@ class PaddingAwareProcessor:
         attn: Kandinsky5Attention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
-        rotary_emb: Tensor | None = None,
+        rotary_emb: Rope | None = None,
         sparse_params: dict[str, object] | None = None,
     ) -> Tensor:
         mask = self.padding.mask
@@ -67,7 +79,7 @@ class PaddingAwareProcessor:
 
 
 def project(
-    attn: Kandinsky5Attention, hidden_states: Tensor, context: Tensor, rotary_emb: Tensor | None
+    attn: Kandinsky5Attention, hidden_states: Tensor, context: Tensor, rotary_emb: Rope | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of `hidden_states`, keys and values of `context`, normalised and rotated; each `B S H D`."""
     query = attn.to_query(hidden_states).unflatten(-1, (attn.num_heads, -1))
@@ -80,10 +92,34 @@ def project(
     return query, key, value
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotary embedding as the stock processor computes it, its rounding to bfloat16 included."""
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding as the stock processor computes it, its rounding to bfloat16 included; the same with tables."""
+    if isinstance(rope, RotaryTables):
+        rotated: Tensor = Rotation.apply(x, *rope)
+        return rotated
     pairs = x.reshape(*x.shape[:-1], -1, 1, 2).float()
     return (rope * pairs).sum(dim=-1).reshape(x.shape).to(torch.bfloat16).type_as(x)
+
+
+class Rotation(torch.autograd.Function):
+    """Pairs of neighbours turned by the angles of two tables; the gradient is turned back.
+
+    Both directions round to bfloat16 where the stock processor does, and like it they round every product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = (first * cos).sub_(second * sin), (first * sin).add_(second * cos)
+        return torch.stack([each.to(torch.bfloat16) for each in turned], dim=-1).flatten(-2).type_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        first, second = grad.to(torch.bfloat16).float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = (first * cos).add_(second * sin), (second * cos).sub_(first * sin)
+        return torch.stack([each.to(grad.dtype) for each in turned], dim=-1).flatten(-2), None, None
 
 
 def install(transformer: nn.Module) -> TextPadding:

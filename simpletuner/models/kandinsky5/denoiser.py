@@ -30,10 +30,11 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
     prompts = [one["prompt_embeds"] for one in embeds]
     text = pad_sequence(prompts, batch_first=True).to(dtype)
     pooled = torch.stack([one["pooled_prompt_embeds"] for one in embeds]).to(dtype)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=text.device)
-    if bool((lengths == text.shape[1]).all()):
+    lengths = [len(prompt) for prompt in prompts]
+    if min(lengths) == max(lengths):  # asked of the host: a question to the device would wait for it
         return text, pooled, None
-    return text, pooled, torch.arange(text.shape[1], device=text.device) < lengths[:, None]
+    mask = torch.arange(text.shape[1]) < torch.tensor(lengths)[:, None]
+    return text, pooled, mask.to(text.device, non_blocking=True)
 
 
 def predict_velocity(

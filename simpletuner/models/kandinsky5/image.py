@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, PreviewRequest
-from simpletuner.models.kandinsky5 import attention, loading
+from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, PreviewRequest, TokenStream
+from simpletuner.models.blocks import FastBlocks
+from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -42,6 +43,10 @@ class FluxLatentEncoder:
         """z of `B 3 1 H W` pixels in [-1, 1]: float32, `B 16 1 H/8 W/8`, on the CPU."""
         posterior = self.vae.encode(pixels[:, :, 0].to(self.device, self.dtype)).latent_dist
         return (sample_posterior(posterior, seeds) * self.vae.config.scaling_factor).unsqueeze(2)
+
+    def use_less_memory(self) -> bool:
+        """Nothing is left: a picture goes through as a whole."""
+        return False
 
 
 class StockImagePipeline:
@@ -118,8 +123,19 @@ class Kandinsky5ImageAdapter:
         )
         return channels_first(velocity)
 
+    def token_stream(self, transformer: nn.Module) -> TokenStream:
+        return tokens.token_stream(transformer)
+
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         return loading.block_layout(transformer)
+
+    def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
+        if self._padding is None:
+            raise RuntimeError("use_fast_blocks() needs a transformer from load_transformer()")
+        return fast.install(transformer, self._padding)
+
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
+        return modulation.store_in_bf16(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

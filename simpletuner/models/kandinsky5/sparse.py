@@ -1,8 +1,8 @@
 """NABLA, Kandinsky's block-sparse attention, in training.
 
 Each query tile of 64 tokens attends to the key tiles that hold most of its attention mass, and to the tiles of a
-window around it. The stock processor hands a `BlockMask` to flex attention, which obeys it only when it is compiled
-and has no backward pass on a CPU. Here the same choice of tiles becomes a mask of booleans that every device obeys.
+window around it. The stock processor hands the choice to flex attention, which does not obey it unless it is compiled.
+Here the same choice is made, and `tile_attention` knows how it is obeyed on each device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.models.kandinsky5.attention import project
-
-TILE = 64  # tokens: 8 x 8 of one latent frame
+from simpletuner.models.kandinsky5.tile_attention import TILE, Attend, choose_attend
 
 
 def is_sparse(transformer_config: dict[str, Any]) -> bool:
@@ -73,14 +71,35 @@ def tile_mask(query: Tensor, key: Tensor, window: Tensor, mass: float) -> Tensor
     return kept.gather(-1, order.argsort(-1)) | window
 
 
+class TileAttention:
+    """Sparse attention of one transformer: all of its processors share the way that was chosen for the device."""
+
+    def __init__(self) -> None:
+        self._attend: Attend | None = None
+
+    def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+        """Choose and test a way now, outside of any block: compilation and checkpointing must not see the test."""
+        self._attend = choose_attend(device, dtype, head_dim)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:
+        """Attention of `B S H D` queries to the tiles chosen for them; `B S H D`."""
+        if self._attend is None:  # a pipeline comes without `settle`
+            self.settle(query.device, query.dtype, query.shape[-1])
+        with torch.no_grad():
+            tiles = tile_mask(query, key, params["sta_mask"], params["P"])
+        attend: Any = self._attend
+        out: Tensor = attend(query, key, value, tiles)
+        return out
+
+
 class SparseProcessor:
-    """The stock self-attention with NABLA's tiles as a boolean mask; dense calls go to the stock processor."""
+    """The stock self-attention with NABLA's tiles; dense calls go to the stock processor."""
 
     _attention_backend = None
     _parallel_config = None
 
-    def __init__(self, fallback: Callable[..., Tensor]) -> None:
-        self.fallback = fallback
+    def __init__(self, attention: TileAttention, fallback: Callable[..., Tensor]) -> None:
+        self.attention, self.fallback = attention, fallback
 
     def __call__(
         self,
@@ -93,16 +112,14 @@ class SparseProcessor:
         if sparse_params is None or rotary_emb is None:
             return self.fallback(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
         query, key, value = project(attn, hidden_states, hidden_states, rotary_emb)
-        with torch.no_grad():
-            tiles = tile_mask(query, key, sparse_params["sta_mask"], sparse_params["P"])
-            mask = tiles.repeat_interleave(TILE, -1).repeat_interleave(TILE, -2)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # B H S D
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+        out = self.attention(query, key, value, sparse_params)
         return attn.out_layer(out.flatten(-2, -1))
 
 
-def install(transformer: nn.Module) -> None:
-    """Give the visual self-attentions processors that obey the mask on every device."""
+def install(transformer: nn.Module) -> TileAttention:
+    """Give the visual self-attentions processors that obey the tiles; returns what they share."""
+    attention = TileAttention()
     for name, module in transformer.named_modules():
         if isinstance(module, Kandinsky5Attention) and name.endswith("self_attention") and "visual" in name:
-            module.set_processor(SparseProcessor(module.processor))
+            module.set_processor(SparseProcessor(attention, module.processor))
+    return attention

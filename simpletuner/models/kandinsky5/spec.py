@@ -7,6 +7,7 @@ import importlib.metadata
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
+from simpletuner.models.kandinsky5.cost import IMAGE_COST
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Component, FamilySpec, Flavour, Task
@@ -29,6 +30,7 @@ COMPONENTS = {
     "tokenizer_2": Component("tokenizer_2"),
     "scheduler": Component("scheduler"),
 }
+TOKEN_BLOCKS = "num_visual_blocks"
 LORA_TARGETS = ("to_query", "to_key", "to_value")
 TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v": "video", "i2v": "video"}
 
@@ -140,5 +142,9 @@ KANDINSKY5_IMAGE = FamilySpec(
     check_checkpoint=check_image_checkpoint,
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
+    fast_blocks=True,
+    cost=IMAGE_COST,
     prompt_holds_picture=frozenset({"i2i"}),
+    in_comfyui=True,
+    token_blocks=TOKEN_BLOCKS,
 )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from PIL.Image import Image
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.diffusion.batch import TextEmbeds
@@ -75,6 +75,10 @@ class Kandinsky5TextEncoder:
             quantise(self.clip, CLIP_LAYERS, encoder=2)
         self.qwen.to(device)
         self.clip.to(device)
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        return [self.qwen, self.clip]
 
     @torch.no_grad()
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, PreviewRequest
-from simpletuner.models.kandinsky5 import attention, loading, sparse
+from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, PreviewRequest, TokenStream
+from simpletuner.models.blocks import FastBlocks
+from simpletuner.models.frame_attention import attend_by_frame
+from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, sparse, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
@@ -31,6 +33,14 @@ class HunyuanLatentEncoder:
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo, device: torch.device, dtype: torch.dtype) -> None:
         self.vae, self.device, self.dtype = vae, device, dtype
+        self.is_sliced = False
+
+    def use_less_memory(self) -> bool:
+        """Convolutions in slices of time, once."""
+        if self.is_sliced:
+            return False
+        self.is_sliced = slice_convolutions(self.vae) > 0
+        return self.is_sliced
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
@@ -76,6 +86,7 @@ class Kandinsky5VideoAdapter:
         self.rope_scale = parse_rope_scale(text.rope_scale) or rope_scale_of_size(use_size, flavour.name)
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
+        self._tiles: sparse.TileAttention | None = None
         self._settings: dict[str, Any] = {}
 
     def load_text_encoder(
@@ -88,16 +99,18 @@ class Kandinsky5VideoAdapter:
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)
+        attend_by_frame(vae)
+        encoder = HunyuanLatentEncoder(vae, device, dtype)
         if self.caching.vae_enable_patch_conv:
-            slice_convolutions(vae)
-        return HunyuanLatentEncoder(vae, device, dtype)
+            encoder.use_less_memory()
+        return encoder
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         transformer: Any = loading.load_transformer(self.source["transformer"], dtype)
         self.dtype, self._settings = dtype, dict(transformer.config)
         self._padding = attention.install(transformer)
         if sparse.is_sparse(self._settings):
-            sparse.install(transformer)
+            self._tiles = sparse.install(transformer)
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
@@ -111,7 +124,8 @@ class Kandinsky5VideoAdapter:
         sparsity = None
         if self._settings["visual_cond"]:
             hidden_states = torch.cat([hidden_states, *self._condition_channels(noisy)], dim=-1)
-        if sparse.is_sparse(self._settings):
+        if self._tiles is not None and sparse.is_sparse(self._settings):
+            self._tiles.settle(hidden_states.device, self.dtype, sum(self._settings["axes_dims"]))
             sparsity = sparse.sparse_params(tuple(hidden_states.shape), self._settings, hidden_states.device)
         velocity = predict_velocity(
             transformer,
@@ -125,8 +139,19 @@ class Kandinsky5VideoAdapter:
         )
         return channels_first(velocity)
 
+    def token_stream(self, transformer: nn.Module) -> TokenStream:
+        return tokens.token_stream(transformer)
+
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         return loading.block_layout(transformer)
+
+    def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
+        if self._padding is None:
+            raise RuntimeError("use_fast_blocks() needs a transformer from load_transformer()")
+        return fast.install(transformer, self._padding)
+
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
+        return modulation.store_in_bf16(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

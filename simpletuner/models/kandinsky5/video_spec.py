@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.rope import parse_rope_scale
+from simpletuner.models.kandinsky5.cost import VIDEO_COST
+from simpletuner.models.kandinsky5.rope import RopeScale, parse_rope_scale, rope_scale_of_size
 from simpletuner.models.kandinsky5.spec import (
     ALL_LINEAR,
     COMPONENTS,
     IMAGE_SIZES,
     LORA_TARGETS,
+    TOKEN_BLOCKS,
     check_condition,
     check_parts,
     text_fingerprint,
 )
 from simpletuner.models.kandinsky5.templates import clean_caption
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec, Flavour, Task
+from simpletuner.models.spec import FamilySpec, Flavour, Size, Task
 
 VAE_CLASS = "AutoencoderKLHunyuanVideo"
 # NABLA works on tiles of 8 x 8 tokens of 16 pixels.
@@ -68,6 +72,40 @@ def _check_rope(config: RunConfig) -> list[Problem]:
     except ValueError as error:
         return [Problem("rope_scale", f"{error}.")]
     return []
+
+
+def check_sizes(
+    config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]]
+) -> list[Problem]:
+    """Where the stock pipeline would sample a size with another scale of positions than it is trained with."""
+    own = parse_rope_scale(config.text.rope_scale)
+    scale = own or rope_scale_of_size(used[0] if used else None, flavour.name)
+    others = [size for size in used if rope_scale_of_size(size, flavour.name) != scale]
+    problems = []
+    if others:
+        message = f"{_shown(scale)} is trained; the pipeline samples {_sizes(others)} with another scale."
+        problems.append(Problem("validation_resolution", message, fatal=False))
+    if own is not None:
+        return problems  # a scale of one's own is meant for every bucket
+    for name, sizes in trained.items():
+        strange = [size for size in sizes if rope_scale_of_size(size, flavour.name) != scale]
+        if strange:
+            theirs = _shown(rope_scale_of_size(strange[0], flavour.name))
+            at = f", as {_sizes(used[:1])} is sampled" if used else ""
+            message = (
+                f"{_sizes(strange)} of {name}: the pipeline samples this size with {theirs}, it is trained with "
+                f"{_shown(scale)}{at}. Right if you will sample at that size, wrong if at the bucket's."
+            )
+            problems.append(Problem("rope_scale", message, fatal=False))
+    return problems
+
+
+def _sizes(sizes: Sequence[Size]) -> str:
+    return ", ".join(f"{width}x{height}" for width, height in sizes)
+
+
+def _shown(scale: RopeScale) -> str:
+    return ",".join(f"{number:g}" for number in scale)
 
 
 def _check_preview(config: RunConfig, flavour: Flavour) -> list[Problem]:
@@ -125,11 +163,16 @@ KANDINSKY5_VIDEO = FamilySpec(
     quantised_layers=ALL_LINEAR,
     license="mit",
     check=check_video,
+    check_sizes=check_sizes,
     check_checkpoint=check_video_checkpoint,
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
+    cost=VIDEO_COST,
     grid=pixel_grid,
     frame_rate=24,
     frame_stride=4,
     slices_convolutions=True,
+    fast_blocks=True,
+    in_comfyui=True,
+    token_blocks=TOKEN_BLOCKS,
 )

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.json_files import read_json
 from simpletuner.config.option import FALSE_WORDS, TRUE_WORDS
 from simpletuner.config.schema import TextConfig
@@ -33,6 +34,13 @@ def with_motion_score(caption: str, score: float | None) -> str:
     if score is None or not caption or MOTION_SCORE.search(caption):
         return caption
     return f"{caption} motion score: {score:g}."
+
+
+def dataset_caption(dataset: DatasetConfig, caption: str) -> str:
+    """The caption with the dataset's own score behind it; a score of the run is then not added any more."""
+    if dataset.sana_motion_score is None:
+        return caption
+    return with_motion_score(clean_caption(caption), dataset.sana_motion_score)
 
 
 def own_instruction(value: Any, problems: list[Problem]) -> list[str] | None:

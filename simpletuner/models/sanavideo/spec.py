@@ -6,7 +6,14 @@ from typing import Any
 
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
-from simpletuner.models.sanavideo.prompts import bare_fingerprint, clean_caption, own_instruction, text_fingerprint
+from simpletuner.models.sanavideo.cost import COST
+from simpletuner.models.sanavideo.prompts import (
+    bare_fingerprint,
+    clean_caption,
+    dataset_caption,
+    own_instruction,
+    text_fingerprint,
+)
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Component, FamilySpec, Flavour
 
@@ -146,7 +153,9 @@ SANA_VIDEO = FamilySpec(
     check_checkpoint=check_checkpoint,
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,
+    cost=COST,
     bare_fingerprint=bare_fingerprint,
+    dataset_caption=dataset_caption,
     frame_rate=16,
     frame_stride=4,
 )

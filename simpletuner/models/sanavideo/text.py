@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 
 from simpletuner.config.schema import TextConfig
@@ -65,6 +65,10 @@ class SanaTextEncoder:
         if quantise is not None:
             quantise(gemma, GEMMA_LAYERS, encoder=1)
         self.gemma = gemma.requires_grad_(False).eval().to(device)
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        return [self.gemma]
 
     @torch.no_grad()
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, EncoderQuantiser
+from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, TokenStream
 from simpletuner.models.hollow import hollow_out
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, collate_text, token_timesteps
 from simpletuner.models.sanavideo.latents import WanLatentEncoder
@@ -78,9 +78,19 @@ class SanaVideoAdapter:
         )[0]
         return velocity.float()
 
+    def token_stream(self, transformer: nn.Module) -> TokenStream | None:
+        """None: the feed-forward is a convolution over the whole grid of tokens."""
+        return None
+
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         name = "transformer_blocks"
         return BlockLayout({name: transformer.get_submodule(name)})  # type: ignore[dict-item]
+
+    def use_fast_blocks(self, transformer: nn.Module) -> None:
+        """None: the time of these blocks goes into convolutions and linear attention."""
+
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
+        return 0  # the modulation tables of these blocks are small
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

@@ -1,0 +1,258 @@
+"""The whole chain, from mp4 files to optimizer steps, against the work that cannot be avoided.
+
+    clips ─► decode ─► VAE ─► cache ─► loader ─► step
+
+The encoder alone works on decoded frames in memory, and steps alone work on one batch in memory; the rest is what
+reading files, threads, caches and the loader add to them. Walls mean something on a machine with free cores only, since
+decoding and writing run beside the encoder; the lines on CPU time hold on a busy one, too. Encoders are loaded before
+the clock starts. The VAE is the real one for a real size, else an eighth as wide; the text encoder is the tests' own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models import (
+    SHAPES,
+    RandomAdapter,
+    build_clip_vae,
+    lora_targets,
+    make_accelerator,
+    make_batch,
+    make_config,
+)
+from benchmarks.step import RATE, _Memory
+from benchmarks.timing import Ratio, arguments, compare, interleave, show
+from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
+from simpletuner.caching.fill import _decode, fill_latents, fill_texts, to_pixels
+from simpletuner.caching.read import BatchReader
+from simpletuner.config.arguments import parse_arguments
+from simpletuner.data.loader import BatchLoader
+from simpletuner.data.sampler import PlannedBatch
+from simpletuner.diffusion.batch import Batch
+from simpletuner.models.adapter import TextRequest
+from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
+from simpletuner.plan.build import Plan, make_plan
+from simpletuner.plan.entries import make_catalogue, wanted_entries
+from simpletuner.reporting.progress import SilentProgress
+from simpletuner.run.train import build_adapter
+from simpletuner.training.assemble import Intent, assemble
+from simpletuner.training.state import Assembly
+from simpletuner.training.step import optimizer_step
+from tests.clips import write_clip
+from tests.tiny import make_checkpoint
+from tests.workspace import DATASETS, Workspace
+
+BAR, WAITING_BAR = 1.15, 0.01
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a size is run with: the transformer, the files, the trained length and side."""
+
+    transformer: str
+    clip: tuple[int, int]
+    seconds: float
+    frames: int
+    resolution: int
+
+
+SCALES = {
+    "tiny": Scale("tiny-video", (96, 64), 1.0, 5, 64),
+    "medium": Scale("medium-video", (384, 256), 1.0, 17, 128),
+    "lite": Scale("lite", (1280, 854), 3.0, 61, 512),
+}
+
+
+@dataclass
+class Chain:
+    """Everything between the files and the steps, loaded."""
+
+    plan: Plan
+    catalogue: Catalogue
+    texts: Sequence[TextEntry]
+    latents: Sequence[LatentEntry]
+    text_encoder: Any
+    encoder: HunyuanLatentEncoder
+    assembly: Assembly
+    size: str
+    steps: int
+    waits: list[float] = field(default_factory=list)
+    phase: Any = field(default_factory=SilentProgress)
+
+    def fill_texts(self) -> None:
+        """Encode and write every caption."""
+        empty({entry.folder for entry in self.texts})
+        fill_texts(self.texts, lambda: self.text_encoder, self.plan.config.caching, self.phase)
+
+    def fill_latents(self) -> None:
+        """Decode, encode and write every clip."""
+        empty({entry.folder for entry in self.latents})
+        failures = fill_latents(self.latents, lambda: self.encoder, self.plan.config.caching, self.phase)
+        if failures:
+            raise RuntimeError(failures)
+
+    def train(self) -> None:
+        """Steps on what the caches hold."""
+        reader = BatchReader(self.catalogue, 0.0, 0, _refuse)
+        loader = BatchLoader(
+            self.plan.sampler(),
+            lambda planned: self.with_captions(reader, planned),
+            self.plan.config.caching,
+            lambda epoch: None,
+            pin=True,
+        )
+        try:
+            reports = [optimizer_step(self.assembly, loader, step) for step in range(self.steps)]
+        finally:
+            loader.close()
+        self.waits.append(sum(report.data_seconds for report in reports) / sum(report.seconds for report in reports))
+
+    def train_in_memory(self) -> None:
+        """As many steps on one batch that needs nobody."""
+        frames, height, width = self.latent_size()
+        loader: Any = _Memory(make_batch(self.size, 1, (frames, height, width)))
+        for step in range(self.steps):
+            optimizer_step(self.assembly, loader, step)
+
+    def with_captions(self, reader: BatchReader, planned: PlannedBatch) -> Batch:
+        """A batch from the caches; a real transformer gets captions as wide as it wants in the place of the tiny
+        text encoder's."""
+        batch = reader(planned)
+        if SHAPES[self.size].gigabytes is None:
+            return batch
+        return replace(batch, embeds=make_batch(self.size, len(batch.names)).embeds)
+
+    def latent_size(self) -> tuple[int, int, int]:
+        """Frames, height and width of the clips' latents."""
+        sample = self.latents[0].sample
+        width, height = sample.geometry.size
+        return (sample.frames - 1) // 4 + 1, height // 8, width // 8
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else None, tuple(SCALES), rounds=5)
+    parser.add_argument("--clips", type=int, default=6)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        chain = prepare(Path(name), options.size, options.device, options.clips)
+        with contextlib.chdir(Path(name) / "run"):
+            wall, cpu = measure(chain, options.rounds, options.device)
+    title = f"The chain from {options.clips} clips to {chain.steps} steps, {options.size} on {options.device}"
+    show(title, ratios_of(chain, wall, cpu), options)
+
+
+def measure(chain: Chain, rounds: int, device: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Wall and CPU seconds of every stage and of its own work; called in the folder that the plan is relative to."""
+    decoded = [_decode(entry.sample) for entry in chain.latents]
+    variants: dict[str, Callable[[], None]] = {
+        "encode texts": lambda: _encode_texts(chain),
+        "encode": lambda: _encode(chain, decoded),
+        "decode": lambda: _decode_all(chain),
+        "steps": chain.train_in_memory,
+        "fill texts": chain.fill_texts,
+        "fill": chain.fill_latents,
+        "train": chain.train,
+    }
+    chain.fill_texts()
+    chain.fill_latents()
+    wall = interleave(variants, rounds, lambda: _wall(device))
+    return wall, interleave(variants, rounds, time.process_time)
+
+
+def ratios_of(chain: Chain, wall: dict[str, list[float]], cpu: dict[str, list[float]]) -> list[Ratio]:
+    """Each stage in units of its own work, then all of them together."""
+    wall["chain"] = [sum(stages) for stages in zip(*(wall[n] for n in ("fill texts", "fill", "train")), strict=True)]
+    wall["own"] = [sum(stages) for stages in zip(*(wall[n] for n in ("encode texts", "encode", "steps")), strict=True)]
+    cpu["both"] = [sum(pair) for pair in zip(cpu["encode"], cpu["decode"], strict=True)]
+
+    def note(name: str) -> str:
+        return f"{min(wall[name]):.2f} s"
+
+    return [
+        compare("captions: wall of caching / encoder", wall, "fill texts", "encode texts", note=note("fill texts")),
+        compare("clips: wall of caching / encoder", wall, "fill", "encode", BAR, note("fill")),
+        compare("clips: CPU of caching / encoder and decoding", cpu, "fill", "both", BAR),
+        compare("decoding / encoder, wall", wall, "decode", "encode", note="what the threads hide"),
+        compare("steps from the cache / steps in memory, wall", wall, "train", "steps", note=note("train")),
+        Ratio("waiting for data / step", chain.waits[1:], WAITING_BAR),
+        compare("whole chain / encoders and steps alone, wall", wall, "chain", "own", note=note("chain")),
+    ]
+
+
+def prepare(folder: Path, size: str, device: str, clips: int) -> Chain:
+    """Files, a plan for them, encoders and a transformer."""
+    scale = SCALES[size]
+    run = Workspace.create(folder / "run", make_checkpoint(folder / "checkpoint", "t2v"), pictures=0)
+    run.write_config(model_family="kandinsky5-video", model_flavour="t2v-lite-sft-5s", train_batch_size=1)
+    video = {"num_frames": scale.frames, "min_frames": scale.frames, "frame_rate": 24 if scale.frames > 5 else 12}
+    dataset = {**DATASETS[0], "dataset_type": "video", "video": video, "resolution": scale.resolution}
+    run.write_datasets([{**dataset, "instance_data_dir": str(run.path("clips"))}, *DATASETS[1:]])
+    for index in range(clips):
+        write_clip(run.path(f"clips/clip{index}.mp4"), size=scale.clip, seconds=scale.seconds)
+        run.path(f"clips/clip{index}.txt").write_text(f"clip {index}, " + "something moves slowly to the left " * 2)
+    with run.inside():
+        problems: list[Any] = []
+        plan = make_plan(parse_arguments([], problems), problems)
+        catalogue = make_catalogue(plan)
+        assert catalogue is not None
+        texts, latents = wanted_entries(plan, catalogue, 1)
+        text_encoder = build_adapter(plan).load_text_encoder(torch.device(device), torch.float32)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    encoder = HunyuanLatentEncoder(build_clip_vae(scale.transformer, device), torch.device(device), dtype)
+    assembly = _assembly(scale.transformer, device)
+    return Chain(plan, catalogue, texts, latents, text_encoder, encoder, assembly, scale.transformer, 2 * clips)
+
+
+def empty(folders: set[Path]) -> None:
+    """Remove what an earlier round wrote."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _assembly(size: str, device: str) -> Assembly:
+    precision = "no" if device == "cpu" else "bf16"
+    config = make_config(size, mixed_precision=precision, gradient_checkpointing=True, learning_rate=RATE)
+    intent = Intent(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
+    assembly = assemble(config, intent, RandomAdapter(config, size, device), [], make_accelerator(device))
+    assembly.transformer.train()
+    return assembly
+
+
+def _encode_texts(chain: Chain) -> None:
+    for entry in chain.texts:
+        chain.text_encoder.encode([TextRequest(entry.caption, negative=entry.negative)])
+
+
+def _encode(chain: Chain, decoded: Sequence[Any]) -> None:
+    for entry, frames in zip(chain.latents, decoded, strict=True):
+        chain.encoder.encode(to_pixels(frames)[None], [entry.key.seed()])
+
+
+def _decode_all(chain: Chain) -> None:
+    for entry in chain.latents:
+        _decode(entry.sample)
+
+
+def _wall(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _refuse(entry: object) -> None:
+    raise RuntimeError(f"a cache entry is damaged: {entry}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Everything to be learned on a new GPU, in one command and under nine minutes.
+
+    python -m benchmarks.first_gpu
+
+Each section runs in a process of its own with a time limit, so one that fails, hangs or runs out of memory is
+reported and the others go on. Results go to benchmarks/results/<device>.json as soon as they are there. The variants
+of a section run one after the other, each with the device for itself, so that their peaks are their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import write_json
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+# Longer than this no session on a rented machine should last.
+MINUTES = 8.9
+SIZES = ("real", "tiny")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--size", default="real", choices=SIZES, help="real: Lite and Image as people train them")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="these sections; by default all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/<device>.json")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything together")
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.section:
+        run_section(options)
+        return
+    sys.exit(run_all(options))
+
+
+def run_all(options: argparse.Namespace) -> int:
+    """Run the sections one by one; returns 1 if one failed."""
+    from benchmarks.gpu_sections import SECTIONS
+    from simpletuner.reporting.environment import describe_device
+
+    device = describe_device() if options.device == "cuda" else "cpu"
+    if options.device == "cuda" and "CUDA" not in device:
+        print(f"There is no CUDA device here ({device}); try --device cpu --size tiny.", file=sys.stderr)
+        return 2
+    path = options.json or RESULTS / f"{file_name(device)}.json"
+    unknown = set(options.only or ()) - SECTIONS.keys()
+    if unknown:
+        print(f"No such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}.", file=sys.stderr)
+        return 2
+    print(f"{device}, size {options.size}")
+    ends = time.monotonic() + 60 * options.minutes
+    results: dict[str, Any] = {}
+    for name in options.only or SECTIONS:
+        results[name] = in_its_own_process(name, options, min(SECTIONS[name][1], ends - time.monotonic()))
+        show_section(name, results[name])
+        content = {"title": "First run on a device", "size": options.size, "sections": results}
+        write_json(path, content, device)
+    print(f"Written to {path}")
+    return 1 if any(result["state"] == "failed" for result in results.values()) else 0
+
+
+def in_its_own_process(name: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:
+    """What became of a section: its state, lines and seconds.
+
+    Args:
+        limit: seconds that it may take.
+    """
+    if limit <= 0:
+        return {"state": "skipped", "reason": "the time of the whole run is used up", "seconds": 0.0, "lines": []}
+    words = ["-m", "benchmarks.first_gpu", "--section", name, "--device", options.device, "--size", options.size]
+    started = time.monotonic()
+    try:
+        process = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"state": "failed", "reason": f"took longer than {limit:.0f} s", "seconds": limit, "lines": []}
+    seconds = round(time.monotonic() - started, 1)
+    if process.returncode:
+        ending = process.stderr.strip().splitlines()[-1:] or [f"ended with {process.returncode}"]
+        return {"state": "failed", "reason": ending[0], "seconds": seconds, "lines": []}
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return {**result, "seconds": seconds}
+
+
+def run_section(options: argparse.Namespace) -> None:
+    """In the process of a section: print its result as the last line of output."""
+    from benchmarks.gpu_sections import SECTIONS, Machine, SkippedError
+
+    function, _ = SECTIONS[options.section]
+    try:
+        lines = [vars(line) for line in function(Machine(options.device, options.size))]
+        result = {"state": "done", "reason": "", "lines": lines}
+    except SkippedError as reason:
+        result = {"state": "skipped", "reason": str(reason), "lines": []}
+    print(json.dumps(result))
+
+
+def show_section(name: str, result: dict[str, Any]) -> None:
+    """The section's part of the table."""
+    reason = f": {result['reason']}" if result["reason"] else ""
+    print(f"\n{name} ({result['state']}, {result['seconds']:.0f} s){reason}", flush=True)
+    for line in result["lines"]:
+        print(f"  {line['name']:52} {line['value']:10.3f} {line['unit']:20} {line['note']}".rstrip())
+
+
+def file_name(device: str) -> str:
+    """`NVIDIA H100 80GB HBM3, 79 GiB, CUDA 13.0` as a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", device.partition(",")[0].lower()).strip("-")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""The sections of `first_gpu.py`: what a new machine must tell before predictions about it count.
+
+Each is a function of the options that returns lines. What a machine cannot do is skipped with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.models import SHAPES, build_clip_vae, make_config
+from benchmarks.tread import MODELS, share_of_arithmetic
+from benchmarks.variants import Outcome, Settings, Variant, forget, measure
+from simpletuner.config.tread import Route
+from simpletuner.memory.measure import fastest, host_to_device_bytes, matmul_flops
+from simpletuner.techniques.tread import Tread
+from simpletuner.training.step import add_noise
+
+GIGABYTE = 1e9
+
+
+class SkippedError(Exception):
+    """This machine or this version cannot run the section; the message says why."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One result."""
+
+    name: str
+    value: float
+    unit: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a section runs, and how large.
+
+    Attributes:
+        size: tiny, or real for the sizes that people train.
+    """
+
+    device: str
+    size: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
+    def video(self) -> str:
+        """The size of a video model."""
+        return "lite" if self.size == "real" else "tiny-video"
+
+    @property
+    def image(self) -> str:
+        """The size of a picture model."""
+        return "image" if self.size == "real" else "tiny"
+
+    def need_gpu(self, why: str) -> None:
+        """Skip the section on a CPU."""
+        if not self.on_gpu:
+            raise SkippedError(f"needs CUDA: {why}")
+
+
+def peaks(machine: Machine) -> list[Line]:
+    """The rates that everything else is measured in."""
+    device = torch.device(machine.device)
+    side, count = (8192, 1 << 30) if machine.on_gpu else (256, 1 << 22)
+    source = torch.zeros(count, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = fastest(lambda: target.copy_(source), device, 5)
+    return [
+        Line(f"matmul {side}^3 {str(machine.dtype)[6:]}", matmul_flops(device, machine.dtype, side) / 1e12, "TFLOP/s"),
+        Line("copy on the device, read and written", 2 * count / copy / GIGABYTE, "GB/s"),
+    ]
+
+
+def pcie(machine: Machine) -> list[Line]:
+    """Copies from and to page-locked memory, alone and both at once."""
+    machine.need_gpu("there is no bus between host and device")
+    device, count = torch.device("cuda"), 1 << 29
+    up, down = (torch.empty(count, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    here, there = (torch.empty(count, dtype=torch.uint8, device=device) for _ in range(2))
+    side = torch.cuda.Stream()
+
+    def both() -> None:
+        with torch.cuda.stream(side):
+            here.copy_(up, non_blocking=True)
+        down.copy_(there, non_blocking=True)
+
+    back = fastest(lambda: down.copy_(there, non_blocking=True), device, 5)
+    together = fastest(both, device, 5)
+    return [
+        Line("host to device", host_to_device_bytes(device, count) / GIGABYTE, "GB/s"),
+        Line("device to host", count / back / GIGABYTE, "GB/s"),
+        Line("both at once, together", 2 * count / together / GIGABYTE, "GB/s"),
+    ]
+
+
+def attention(machine: Machine) -> list[Line]:
+    """cuDNN's kernel against flash, forward and backward, at the shapes of Lite and Image."""
+    machine.need_gpu("flash and cuDNN attention are its kernels")
+    lines = []
+    for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
+        rates = {}
+        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+            rates[name] = _attention_rates(tokens, heads, width, backend)
+            for direction, rate in zip(("forward", "backward"), rates[name], strict=True):
+                shape = f"{tokens} x {heads} x {width}"
+                lines.append(Line(f"{name} {direction}, {shape}", rate / 1e12, "TFLOP/s"))
+    return lines
+
+
+def _attention_rates(tokens: int, heads: int, width: int, backend: SDPBackend) -> tuple[float, float]:
+    """Operations per second: 4 n^2 d forward, and 2.5 times as many backward, recomputation included."""
+    device = torch.device("cuda")
+    shape = (1, heads, tokens, width)
+    query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    flops = 4.0 * tokens**2 * heads * width
+    with sdpa_kernel(backend):
+        out = scaled_dot_product_attention(query, key, value)
+        forward = fastest(lambda: scaled_dot_product_attention(query, key, value), device, 5)
+        gradient = torch.randn_like(out)
+        backward = fastest(
+            lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True), device, 5
+        )
+    return flops / forward, 2.5 * flops / backward
+
+
+# The parts of `speed`, from the code of diffusers to everything.
+BLOCK_VARIANTS: dict[str, Settings] = {
+    "stock": {"speed": "reference"},
+    "plain": {"dynamo_backend": "no"},
+    "compiled": {"dynamo_backend": "inductor"},
+}
+
+
+def block(machine: Machine) -> list[Line]:
+    """One visual block, forward and backward, with what it keeps and what it peaks at."""
+    need_keys("speed")
+    lines = []
+    for size in (machine.video, machine.image):
+        found = {name: _block_cost(machine, size, settings) for name, settings in _block_variants(machine).items()}
+        for name, (seconds, kept, peak) in found.items():
+            lines.append(Line(f"{size}, {name} block", seconds * 1e3, "ms", _ratio(seconds, found["stock"][0])))
+            if machine.on_gpu:
+                lines.append(Line(f"{size}, {name} block, kept for backward", kept / GIGABYTE, "GB"))
+                lines.append(Line(f"{size}, {name} block, peak above its inputs", peak / GIGABYTE, "GB"))
+    return lines
+
+
+def _block_variants(machine: Machine) -> dict[str, Settings]:
+    """Without a GPU, inductor would spend the time of a short test on its compiler."""
+    return {name: BLOCK_VARIANTS[name] for name in BLOCK_VARIANTS if machine.on_gpu or name != "compiled"}
+
+
+def _block_cost(machine: Machine, size: str, settings: Settings) -> tuple[float, int, int]:
+    """Seconds of a forward and a backward pass through the first visual block, bytes kept between, bytes at most."""
+    forget(machine.device)
+    inputs: list[Any] = []
+    variant = Variant(size, machine.device, {**settings, "gradient_checkpointing": False, "lora_rank": 4})
+    block: Any = variant.assembly.adapter.block_layout(variant.assembly.transformer).groups[
+        "visual_transformer_blocks"
+    ][0]
+    hook = block.register_forward_pre_hook(lambda module, given: inputs.append(given))
+    variant.assembly.transformer.requires_grad_(False)
+    with torch.no_grad():
+        _predict(variant)
+    hook.remove()
+    given = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs[0])
+    hidden = given[0].requires_grad_()
+    kept = 0
+
+    def run() -> None:
+        nonlocal kept
+        before = _allocated(machine)
+        out = block(hidden, *given[1:])
+        kept = _allocated(machine) - before
+        torch.autograd.grad(out, hidden, torch.ones_like(out))
+
+    run()
+    if machine.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    before = _allocated(machine)
+    run()
+    peak = torch.cuda.max_memory_allocated() - before if machine.on_gpu else 0
+    return fastest(run, torch.device(machine.device), 5), kept, peak
+
+
+def _predict(variant: Variant) -> None:
+    """One forward pass of the model."""
+    assembly = variant.assembly
+    batch = next(variant.loader).to(assembly.accelerator.device)
+    noisy = assembly.adapter.prepare(add_noise(assembly, batch, 0, 0))
+    assembly.adapter.predict(assembly.transformer, noisy)
+
+
+def _allocated(machine: Machine) -> int:
+    return torch.cuda.memory_allocated() if machine.on_gpu else 0
+
+
+def step(machine: Machine) -> list[Line]:
+    """Our step with all that is faster against the code of diffusers, and how much of the device it uses."""
+    need_keys("speed")
+    rate = matmul_flops(torch.device(machine.device), machine.dtype, 8192 if machine.on_gpu else 256)
+    lines = []
+    for size in (machine.video, machine.image):
+        variants: dict[str, Settings] = {"reference": {"speed": "reference"}, "auto": {"speed": "auto"}}
+        found = {name: measure(size, machine.device, settings) for name, settings in variants.items()}
+        lines += _lines(size, found, "reference")
+        flops = found["auto"].reports[0].flops
+        if flops is not None:
+            lines.append(Line(f"{size}, MFU", flops / found["auto"].seconds / rate, "of the matmul rate"))
+    return lines
+
+
+def streamer(machine: Machine) -> list[Line]:
+    """Streamed weights against resident ones, then with the inputs of blocks in host memory, too."""
+    need_keys("group_offload_resident_blocks")
+    streamed = {"enable_group_offload": True, "group_offload_use_stream": machine.on_gpu}
+    variants: dict[str, Settings] = {"resident": {}, "streamed": streamed}
+    if machine.on_gpu:
+        variants["streamed, inputs on the host"] = {**streamed, "offload_block_inputs": True}
+    lines = []
+    for size in (machine.video, machine.image):
+        found = {name: measure(size, machine.device, settings) for name, settings in variants.items()}
+        lines += _lines(size, found, "resident")
+        waited = found["streamed"].weights_share
+        lines.append(Line(f"{size}, streamed, waiting for weights", waited, "of the step"))
+    return lines
+
+
+def selective(machine: Machine) -> list[Line]:
+    """Checkpointing that keeps the attention's result against checkpointing that keeps nothing."""
+    need_keys("speed_keep_attention")
+    found = {
+        name: measure(machine.video, machine.device, {"speed_keep_attention": keep})
+        for name, keep in (("nothing kept", False), ("attention kept", True))
+    }
+    return _lines(machine.video, found, "nothing kept")
+
+
+def tread(machine: Machine) -> list[Line]:
+    """Half of the tokens pass by all blocks but the outermost ones."""
+    lines = []
+    for size in (machine.video, machine.image):
+        found = {
+            name: measure(size, machine.device, {}, techniques)
+            for name, techniques in (("all tokens", []), ("half the tokens", [Tread([routes_of(size)])]))
+        }
+        lines += _lines(size, found, "all tokens")
+        if size in MODELS:
+            allowed = share_of_arithmetic(size, [routes_of(size)])
+            reached = allowed * found["all tokens"].seconds / found["half the tokens"].seconds
+            lines.append(Line(f"{size}, speed-up / FLOP limit", reached, "of 1", f"limit {1 / allowed:.2f}"))
+    return lines
+
+
+def routes_of(size: str) -> Route:
+    """Half of the tokens pass by layers 2 to -2; by all layers of a model that has no more than three."""
+    edge = 2 if SHAPES[size].settings["num_visual_blocks"] > 3 else 0
+    return Route(0.5, edge, -edge or -1)
+
+
+def vae(machine: Machine) -> list[Line]:
+    """The encoder of HunyuanVideo's VAE with its convolutions in either memory layout."""
+    device, real = torch.device(machine.device), machine.size == "real"
+    model = build_clip_vae(machine.video, machine.device)
+    frames, height, width = (17, 512, 768) if real else (5, 32, 48)
+    pixels = torch.rand(1, 3, frames, height, width, device=device, dtype=machine.dtype)
+    found = {}
+    for name, layout in (("contiguous", torch.contiguous_format), ("channels_last_3d", torch.channels_last_3d)):
+        model.to(memory_format=layout)
+        given = pixels.contiguous(memory_format=layout)
+        with torch.no_grad():
+            found[name] = fastest(lambda given=given: model.encode(given), device, 3)
+    unit = "ms for one clip"
+    return [Line(name, seconds * 1e3, unit, _ratio(seconds, found["contiguous"])) for name, seconds in found.items()]
+
+
+def need_keys(*keys: str) -> None:
+    """Skip the section where this version has no such option."""
+    known = make_config().flat()
+    missing = [key for key in keys if key not in known]
+    if missing:
+        raise SkippedError(f"this version has no option {', '.join(missing)}")
+
+
+def _lines(size: str, found: dict[str, Outcome], unit: str) -> list[Line]:
+    """Seconds of each variant, in units of one of them, and its peak memory."""
+    lines = []
+    for name, outcome in found.items():
+        lines.append(Line(f"{size}, {name}, step", outcome.seconds, "s", _ratio(outcome.seconds, found[unit].seconds)))
+        if outcome.peak_bytes is not None:
+            lines.append(Line(f"{size}, {name}, peak", outcome.peak_bytes / 2**30, "GiB"))
+    return lines
+
+
+def _ratio(value: float, unit: float) -> str:
+    return f"{value / unit:.3f}"
+
+
+Section = Callable[[Machine], Sequence[Line]]
+# In order of what is missed most when time runs out; seconds that each may take.
+SECTIONS: dict[str, tuple[Section, float]] = {
+    "peaks": (peaks, 40),
+    "pcie": (pcie, 40),
+    "attention": (attention, 60),
+    "step": (step, 180),
+    "streamer": (streamer, 130),
+    "selective": (selective, 75),
+    "block": (block, 100),
+    "tread": (tread, 75),
+    "vae": (vae, 60),
+}

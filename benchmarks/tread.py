@@ -1,0 +1,80 @@
+"""A step with token routes against one without, beside what the saved arithmetic alone allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.models import SHAPES, clock_of
+from benchmarks.timing import Ratio, arguments, compare, interleave, show
+from benchmarks.variants import Variant
+from simpletuner.config.tread import Route
+from simpletuner.techniques.tread import Tread
+
+ROUTES = [Route(0.5, 2, -2)]
+# deep has as many blocks and tokens as a CPU gets through; Sana's convolutions allow no routes.
+MODELS = ("deep", "lite", "image", "pro")
+
+# How often a LoRA step does the arithmetic of the forward pass: in it, in the recomputation, and backward. There
+# frozen weights take one product for each of theirs, attention five for its two.
+LINEAR_PASSES, ATTENTION_PASSES = 3.0, 4.5
+
+
+def flops(size: str, tokens: int) -> float:
+    """Arithmetic of one visual block in a step, with so many tokens in it.
+
+    Text blocks, embeddings and the output, which routes leave alone, come to less than a hundredth and are left out.
+    """
+    model, caption = SHAPES[size].settings, SHAPES[size].caption
+    width: int = model["model_dim"]
+    per_token = 2 * (6 * width**2 + 2 * width * model["ff_dim"])
+    of_text = caption * 2 * 2 * width**2  # keys and values of the cross-attention
+    attending = 4 * width * tokens * (tokens + caption)
+    return LINEAR_PASSES * (tokens * per_token + of_text) + ATTENTION_PASSES * attending
+
+
+def share_of_arithmetic(size: str, routes: Sequence[Route]) -> float:
+    """Arithmetic of a step with routes in units of one without."""
+    tokens, blocks = SHAPES[size].tokens, SHAPES[size].settings["num_visual_blocks"]
+    counts = [tokens] * blocks
+    for route in (route.among(blocks) for route in routes):
+        for block in range(route.first, route.last + 1):
+            counts[block] = round((1 - route.ratio) * tokens)
+    return sum(flops(size, count) for count in counts) / (blocks * flops(size, tokens))
+
+
+def main() -> None:
+    options = arguments(__doc__, MODELS, rounds=5).parse_args()
+    torch.set_num_threads(1)
+    steps = {
+        "plain": Variant(options.size, options.device, {}),
+        "routed": Variant(options.size, options.device, {}, [Tread(ROUTES)]),
+    }
+    variants = {name: lambda variant=variant: (variant.step(), None)[1] for name, variant in steps.items()}
+    seconds = interleave(variants, options.rounds, clock_of(options.device))
+    limit, bar = share_of_arithmetic(options.size, ROUTES), 0.85 if options.device == "cpu" else 0.9
+    time = compare("time of a step, with routes / without", seconds, "routed", "plain")
+    beside = Ratio(
+        "the same / its arithmetic", [each / limit for each in time.rounds], 1 / bar,
+        f"speed-up {1 / time.median:.2f} of {1 / limit:.2f}: {limit / time.median:.0%}, at least {bar:.0%} wanted",
+    )  # fmt: skip
+    title = f"Token routes, {ROUTES[0].ratio:.0%} left out of blocks 2 to -2, {options.size} model on {options.device}"
+    show(title, [time, beside], options)
+    print("\nSpeed-up that the arithmetic of the published models allows, by the share that is left out:")
+    for row in speed_up_table():
+        print("".join(f"{cell:>8}" for cell in row))
+
+
+def speed_up_table() -> list[list[str]]:
+    """What can be gained from blocks 2 to -2 of the published models, by the share of tokens that is left out."""
+    models, ratios = ("image", "lite", "pro"), (0.25, 0.5, 0.75)
+    rows = [[1 / share_of_arithmetic(size, [Route(ratio, 2, -2)]) for size in models] for ratio in ratios]
+    return [
+        ["", *models],
+        *([f"{ratio:g}", *(f"{each:.2f}" for each in row)] for ratio, row in zip(ratios, rows, strict=True)),
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Running out of memory while encoding: the same work in smaller pieces, or an end that says what would help.
+
+Nothing that is tried here changes an entry, so no key depends on how much memory there was. Tiles would change
+latents; they are the user's to switch on, and the last word of this module names them.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from simpletuner.config.schema import all_options
+from simpletuner.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Encoded = TypeVar("Encoded")
+
+# What RuntimeErrors say that are about memory: of torch's CPU allocator, of MPS, and of CUDA's libraries.
+SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice, on any device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+class ShrinkingEncoder(Generic[Item, Encoded]):
+    """Encodes batches, as large ones as memory allows; what it has learned holds for the batches to come.
+
+    Args:
+        encode: one result per item; items do not influence each other.
+        relieve: called when a single item does not fit: switches on something that needs less memory and changes no
+            result, or returns False.
+        name: of an item, for messages.
+        advice: what the user could do when nothing is left to try.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[Sequence[Item]], Sequence[Encoded]],
+        relieve: Callable[[], bool],
+        name: Callable[[Item], str],
+        advice: str,
+    ) -> None:
+        self.encode, self.relieve, self.name, self.advice = encode, relieve, name, advice
+        self.most: int | None = None  # items at a time, once it is known
+        self._reason = ""
+
+    def __call__(self, items: Sequence[Item]) -> list[Encoded]:
+        """The results in order.
+
+        Raises:
+            UserError: an item does not fit into memory even alone.
+        """
+        done: list[Encoded] = []
+        while len(done) < len(items):
+            part = items[len(done) : len(done) + (self.most or len(items))]
+            made = self._tried(part)
+            if made is None:
+                self._shrink(part)
+            else:
+                done += made
+        return done
+
+    def _tried(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
+        """The results, or None when memory did not suffice; by then the error holds no tensor alive any more."""
+        try:
+            return self.encode(items)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._reason = (str(error) or type(error).__name__).splitlines()[0]
+        return None
+
+    def _shrink(self, items: Sequence[Item]) -> None:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(items) > 1:
+            self.most = len(items) // 2
+            logger.warning("Out of memory with %d at a time; going on with %d.", len(items), self.most)
+        elif self.relieve():
+            logger.warning("Out of memory with one at a time; going on in slices, which is slower.")
+        else:
+            problem = f"{self.name(items[0])} does not fit into memory, not even alone."
+            raise UserError(f"{problem} {self.advice} ({self._reason})")
+
+
+def available(*names: str) -> str:
+    """Those of the keys that can be set, as a list for a sentence."""
+    return ", ".join(name for name in names if all_options()[name].planned is None)

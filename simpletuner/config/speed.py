@@ -1,0 +1,108 @@
+"""What makes a step faster, decided from `speed` and the single switches. No torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from simpletuner.errors import Problem, did_you_mean
+
+from .schema import LaunchConfig, PrecisionConfig, SpeedConfig
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation")
+
+
+@dataclass(frozen=True)
+class AttentionPackage:
+    """A package with an attention kernel that has a backward pass: name for pip, module, function."""
+
+    name: str
+    module: str
+    function: str
+
+
+ATTENTION_PACKAGES = {
+    "flash-attn-2": AttentionPackage("flash-attn", "flash_attn", "flash_attn_func"),
+    "flash-attn-3": AttentionPackage("flash-attn-3", "flash_attn_interface", "flash_attn_func"),
+    "xformers": AttentionPackage("xformers", "xformers.ops", "memory_efficient_attention"),
+}
+
+
+def uses(switch: bool | None, config: SpeedConfig) -> bool:
+    """A single switch, or what `speed` says where it is unset."""
+    return config.speed == "auto" if switch is None else switch
+
+
+def plain_math(config: SpeedConfig) -> bool:
+    """Whether blocks run as plain arithmetic instead of their diffusers code."""
+    return uses(config.speed_plain_math, config)
+
+
+def keeps_attention(config: SpeedConfig) -> bool:
+    """Whether checkpointing keeps the results of self-attentions."""
+    return plain_math(config) and uses(config.speed_keep_attention, config)
+
+
+def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> str | None:
+    """The backend of torch.compile, None for none: unless the key is set, inductor on CUDA, with what it needs."""
+    if launch.dynamo_backend is not None:
+        return None if launch.dynamo_backend == "no" else launch.dynamo_backend
+    able = device == "cuda" and has_compiler() and importlib.util.find_spec("triton") is not None
+    return "inductor" if config.speed == "auto" and able else None
+
+
+def has_compiler() -> bool:
+    """Whether there is a C compiler, which inductor needs for a CPU and for the launchers of its GPU kernels."""
+    named = (os.environ.get("CC", ""), os.environ.get("CXX", ""))
+    return any(name and shutil.which(name) for name in (*named, "cc", "gcc", "clang", "g++"))
+
+
+def check_speed(
+    config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig, is_explicit: Callable[[str], bool]
+) -> Iterator[Problem]:
+    """Switches that contradict each other, and packages that are missing."""
+    if config.speed_keep_attention and not plain_math(config):
+        message = "has no effect: it keeps the attention of the blocks that speed_plain_math makes."
+        yield Problem("speed_keep_attention", message, fatal=False)
+    elif config.speed_keep_attention and not precision.gradient_checkpointing:
+        yield Problem("speed_keep_attention", "has no effect: gradient_checkpointing is off.", fatal=False)
+    yield from check_mechanism(config, precision.attention_mechanism)
+    yield from check_compile(launch, is_explicit)
+
+
+def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
+    """The attention kernel: there, able to train, and used."""
+    package = ATTENTION_PACKAGES.get(mechanism)
+    if package is not None and importlib.util.find_spec(package.module.partition(".")[0]) is None:
+        message = f"{mechanism!r} needs the package {package.name}, which is not installed: pip install {package.name}"
+        yield Problem("attention_mechanism", message)
+    elif package is not None and not plain_math(config):
+        message = f"{mechanism!r} needs speed_plain_math: diffusers' own blocks keep torch's attention."
+        yield Problem("attention_mechanism", message)
+    if mechanism == "sageattention":
+        yield Problem("attention_mechanism", "'sageattention' has no backward pass and cannot train; use diffusers.")
+    if mechanism == "flex":
+        message = "'flex' is for block-sparse attention; dense attention stays with torch's kernel, as with diffusers."
+        yield Problem("attention_mechanism", message, fatal=False)
+
+
+def check_compile(launch: LaunchConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
+    """The keys of torch.compile."""
+    backend, mode = launch.dynamo_backend, launch.dynamo_mode
+    if backend == "no":
+        for key in filter(is_explicit, ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic")):
+            yield Problem(key, "has no effect: dynamo_backend is 'no'.", fatal=False)
+    if backend == "inductor" and not has_compiler():
+        yield Problem("dynamo_backend", "'inductor' needs a C compiler, and there is none (cc, gcc, clang or CC).")
+    if mode is not None and mode not in COMPILE_MODES:
+        hint = did_you_mean(mode, COMPILE_MODES)
+        yield Problem("dynamo_mode", f"{mode!r} is not one of {', '.join(COMPILE_MODES)}.{hint}")
+    elif mode is not None and backend in ("aot_eager", "cudagraphs"):
+        yield Problem("dynamo_mode", f"{mode!r} is a mode of inductor; dynamo_backend is {backend!r}.")
+    if is_explicit("dynamo_use_regional_compilation") and not launch.dynamo_use_regional_compilation:
+        message = "has no effect: the repeated blocks are compiled, never the whole transformer."
+        yield Problem("dynamo_use_regional_compilation", message, fatal=False)

@@ -1,0 +1,171 @@
+"""The memory model: how many bytes a training step takes on the device and on the host. Free of torch.
+
+On the device, at the worst moment of a step:
+
+    frozen weights (resident, or the slots they stream through)
+  + trained weights, gradients, optimizer state
+  + the inputs of the blocks that are checkpointed, everything of those that are not
+  + one block while its backward pass runs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from simpletuner.models.cost import BYTES, Adapters, Load, TransformerCost
+
+SLOTS = 2  # of the ring that streamed blocks go through, in groups of blocks
+# Tensors as large as the trained weights that an optimizer keeps, and how many bytes one number of them takes where
+# that is not the weight's own. A compensated sum (bf16 weights) is one more.
+MOMENTS: dict[str, float] = {
+    "adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "stableadamw": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0,
+    "adan": 4, "ranger": 3, "soap": 4, "muon": 2, "prodigy": 4, "schedulefree": 2,
+}  # fmt: skip
+SMALL_STATES = {"8bit": 1.0, "4bit": 0.5}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What of a configuration the memory of a step depends on.
+
+    Attributes:
+        dtype: of the transformer: bf16, fp16 or fp32.
+        adapters: the LoRA; of rank 0 for a full fine-tune.
+        trained_bytes: of one trained number.
+        state_bytes: of the optimizer's state per trained number.
+        checkpoint_interval: every n-th block is checkpointed; None is no checkpointing.
+        keep_attention: checkpointing keeps the self-attention's output.
+        streamed: frozen blocks come through slots.
+        residents: so many of them stay on the device.
+        group: blocks that come together.
+        overlapped: copies of streamed blocks run beside the compute.
+        inputs_on_host: block inputs wait in host memory.
+        quantised: bytes per weight of the blocks' linear layers, 0 where they are not quantised.
+        averaged_on_device: a moving average of the trained weights is kept there.
+    """
+
+    dtype: str
+    adapters: Adapters
+    trained_bytes: float
+    state_bytes: float
+    checkpoint_interval: int | None = 1
+    keep_attention: bool = False
+    streamed: bool = False
+    residents: int = 0
+    group: int = 1
+    overlapped: bool = True
+    inputs_on_host: bool = False
+    quantised: float = 0.0
+    averaged_on_device: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        return not self.adapters.modules
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on the device at the worst moment of a training step, by what they are.
+
+    Attributes:
+        weights: frozen ones.
+        trained: trained weights, their gradients, the optimizer's state, an average.
+        inputs: what is kept for the backward pass of blocks that are still to come.
+        block: the block at work.
+        outside: what belongs to no block.
+    """
+
+    weights: float
+    trained: float
+    inputs: float
+    block: float
+    outside: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+def optimizer_state_bytes(name: str, trained_bytes: float, *, compensated: bool) -> float:
+    """Bytes of state per trained number.
+
+    Args:
+        name: as in the config: `optimi-lion`, `bnb-adamw8bit`.
+        compensated: it trains bf16 weights with compensated sums.
+    """
+    for suffix, size in SMALL_STATES.items():
+        if name.endswith(suffix):
+            return 2 * size
+    kind = name.replace("_bf16", "").split("-")[-1].split("+")[0].replace("adamw_schedulefree", "schedulefree")
+    return (MOMENTS.get(kind, 2) + compensated) * trained_bytes
+
+
+def trained_bytes(cost: TransformerCost, setup: Setup) -> float:
+    """Weights that are trained, their gradients and the optimizer's state."""
+    count = cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
+    average = 4.0 if setup.averaged_on_device else 0.0
+    # The update of a full model works on copies of a few tensors at a time; those of a LoRA are small.
+    return count * (2 * setup.trained_bytes + setup.state_bytes + average)
+
+
+def frozen_bytes(cost: TransformerCost, setup: Setup) -> float:
+    """Frozen weights on the device while a step runs."""
+    if setup.is_full:
+        return 0.0
+    blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
+    rest = cost.rest_bytes(setup.dtype)
+    if not setup.streamed:
+        return rest + sum(blocks)
+    largest = max(blocks)
+    return rest + min(sum(blocks), largest * (min(setup.residents, len(blocks)) + SLOTS * setup.group))
+
+
+def streamed_bytes(cost: TransformerCost, setup: Setup) -> float:
+    """Frozen weights that wait in host memory."""
+    if setup.is_full or not setup.streamed:
+        return 0.0
+    return sum(cost.block_bytes(setup.dtype, quantised=setup.quantised))
+
+
+def step_memory(cost: TransformerCost, setup: Setup, load: Load) -> StepMemory:
+    """The worst moment of a step with one micro-batch."""
+    size = BYTES[setup.dtype]
+    bytes_of = cost.activations(load, size, setup.adapters)
+    checkpointed, plain = split_blocks(cost, setup)
+    kept = bytes_of.held + (bytes_of.attention if setup.keep_attention else 0.0)
+    inputs = checkpointed * kept
+    if setup.inputs_on_host:
+        on_device = min(checkpointed, SLOTS)
+        inputs = on_device * bytes_of.held + checkpointed * (kept - bytes_of.held)
+    working = bytes_of.transient + (bytes_of.saved if checkpointed else 0.0)
+    return StepMemory(
+        weights=frozen_bytes(cost, setup),
+        trained=trained_bytes(cost, setup),
+        inputs=inputs + plain * (bytes_of.held + bytes_of.saved),
+        block=working,
+        outside=bytes_of.outside,
+    )
+
+
+def split_blocks(cost: TransformerCost, setup: Setup) -> tuple[int, int]:
+    """How many of the large blocks are checkpointed, and how many are not."""
+    if setup.checkpoint_interval is None:
+        return 0, cost.large
+    first = len(cost.blocks) - cost.large
+    chosen = sum(index % setup.checkpoint_interval == 0 for index in range(first, len(cost.blocks)))
+    return chosen, cost.large - chosen
+
+
+def inputs_on_host_bytes(cost: TransformerCost, setup: Setup, load: Load) -> float:
+    """Block inputs in host memory at the end of a forward pass."""
+    if not setup.inputs_on_host:
+        return 0.0
+    checkpointed, _ = split_blocks(cost, setup)
+    held = cost.activations(load, BYTES[setup.dtype], setup.adapters).held
+    return max(checkpointed - SLOTS, 0) * held
+
+
+def sampling_bytes(cost: TransformerCost, setup: Setup, load: Load) -> float:
+    """A forward pass without gradients, beside weights."""
+    bytes_of = cost.activations(load, BYTES[setup.dtype], setup.adapters)
+    return bytes_of.sampling + bytes_of.held + bytes_of.outside

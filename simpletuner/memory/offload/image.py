@@ -1,0 +1,153 @@
+"""The frozen tensors of some blocks in one flat buffer of bytes.
+
+A block's weights are some dozens of tensors; as one buffer they cross to the device in one copy. The tensors stay the
+same Python objects under the same names; only the memory behind them changes, by `bind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+ALIGNMENT = 256  # bytes; what CUDA's own allocator gives, so that kernels find their usual alignment
+
+# Makes the final home of an image out of a plain buffer: locks it, or moves it to disk.
+Settle = Callable[["WeightImage", Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the values of one plain tensor lie in the buffer.
+
+    Attributes:
+        offset: in bytes.
+        stride: in elements; that of the tensor where it is dense, so that kernels see the layout they know.
+    """
+
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor, offset: int = 0) -> Place:
+        """Room for a tensor."""
+        return cls(offset, tensor.size(), torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This place of a buffer as a tensor; the buffer may be longer than it need be."""
+        whole = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return torch.as_strided(whole, self.size, self.stride, self.offset // self.dtype.itemsize)
+
+
+class WeightImage:
+    """The frozen parameters and buffers of some modules.
+
+    Args:
+        modules: whose weights are taken; trainable parameters are left alone.
+        settle: turns the packed buffer into the one that is kept.
+
+    Attributes:
+        tensors: what is packed, in the order of the modules.
+        flat: the image in host memory, bytes.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], settle: Settle = lambda image, flat: flat) -> None:
+        found = {id(tensor): tensor for module in modules for tensor in frozen_tensors(module)}
+        self.tensors = list(found.values())
+        self._leaves = [leaf for tensor in self.tensors for leaf in leaves(tensor)]
+        self._places, nbytes = _lay_out(self._leaves)
+        packed = torch.empty(nbytes, dtype=torch.uint8)
+        for leaf, place in zip(self._leaves, self._places, strict=True):
+            place.view(packed).copy_(leaf.detach())
+        self.flat = settle(self, packed)
+        self._bindings: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.bind(self.flat)
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.nbytes
+
+    def bind(self, flat: Tensor) -> None:
+        """Let the tensors read a buffer that holds this image: the host's own, or a slot on the device."""
+        binding = self._bindings.get(flat.data_ptr())
+        if binding is None:
+            binding = self._bindings[flat.data_ptr()] = self._make_binding(flat)
+        # Quantised tensors would answer an assignment with arithmetic of their own.
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor, content in binding:
+                tensor.data = content
+
+    def _make_binding(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Every plain tensor with its view; behind them the wrappers, which must tell the device of their content."""
+        views = [place.view(flat) for place in self._places]
+        remaining = iter(views)
+        shells = [(tensor, _rebuild(tensor, remaining)) for tensor in self.tensors]
+        wrappers = [(tensor, shell) for tensor, shell in shells if wraps(tensor)]
+        return [*zip(self._leaves, views, strict=True), *wrappers]
+
+
+def frozen_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters that are not trained, and buffers."""
+    yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
+    yield from module.buffers()
+
+
+def wraps(tensor: Any) -> bool:
+    """Whether a tensor has no memory of its own but holds others, as quantised ones do."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def leaves(tensor: Any) -> list[Tensor]:
+    """The plain tensors a tensor consists of: itself, or what a quantised one wraps."""
+    if not wraps(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [leaf for name in names for leaf in leaves(getattr(tensor, name))]
+
+
+@contextmanager
+def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]:
+    """Hide some parameters and buffers, given by `id`, from whatever walks through the modules meanwhile."""
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in modules:
+        for each in module.modules():
+            for table in cast("tuple[dict[str, Any], ...]", (each._parameters, each._buffers)):
+                if any(id(value) in tensors for value in table.values()):
+                    tables.append((table, dict(table)))
+    for table, before in tables:
+        for name, value in before.items():
+            if id(value) in tensors:
+                del table[name]
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            after = {name: value if id(value) in tensors else table[name] for name, value in before.items()}
+            table.clear()
+            table.update(after)  # in the order they had, which is that of the state dict
+
+
+def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
+    """A place for each tensor, and the bytes they take together."""
+    places, end = [], 0
+    for tensor in tensors:
+        places.append(Place.of(tensor, end))
+        end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    return places, end
+
+
+def _rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:
+    """A tensor of the same kind around other contents."""
+    if not wraps(tensor):
+        return next(contents)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _rebuild(getattr(tensor, name), contents) for name in names}
+    rebuilt: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return rebuilt

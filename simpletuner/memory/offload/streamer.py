@@ -1,0 +1,94 @@
+"""The ring of slots through which the groups of a model pass.
+
+    forward            ─► 0 1 2 3 4 5   each enters a slot one group before it is needed,
+    backward  3 2 1 0 ◄─               in the slot that the group before has left
+
+The last groups stay where they are at the turn, so that a training step copies 2 (groups - slots) times. Evicting a
+group means to point its tensors at the host image again: frozen weights never change, so nothing is copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletuner.memory.offload.image import WeightImage
+from simpletuner.memory.offload.lane import Lane
+
+SLOTS = 2
+
+
+class Streamer:
+    """Brings groups to the device in the order in which they are entered.
+
+    Args:
+        images: of the groups, in the order of the forward pass.
+        lane: how they get there.
+        slots: groups on the device at a time: the one that computes and those on their way.
+    """
+
+    def __init__(self, images: Sequence[WeightImage], lane: Lane, slots: int = SLOTS) -> None:
+        self.images, self.lane = list(images), lane
+        largest = max(image.nbytes for image in images)
+        self.slots: list[Tensor] = [lane.make_slot(largest) for _ in range(min(slots, len(images)))]
+        self._held: list[int | None] = [None] * len(self.slots)  # group of each slot
+        self._tickets: dict[int, Any] = {}  # of groups that are on their way
+        self._places = {slot.untyped_storage().data_ptr(): index for index, slot in enumerate(self.slots)}
+
+    def enter(self, group: int) -> None:
+        """The compute begins with a group, and is done with what it has entered before.
+
+        First the group itself, then those that come next in this direction.
+        """
+        if group not in self._held:
+            self._load(group, {group})
+        if group in self._tickets:
+            self.lane.wait(self._tickets.pop(group))
+            self.images[group].bind(self.slot_of(group))
+        ahead = self._ahead(group)
+        for coming in ahead:
+            if coming not in self._held:
+                self._load(coming, {group, *ahead})
+
+    def slot_of(self, group: int) -> Tensor:
+        """The device memory of a group that is there."""
+        return self.slots[self._held.index(group)]
+
+    def group_at(self, tensor: Tensor) -> int | None:
+        """The group whose slot a tensor lies in, None for memory that is no slot's."""
+        index = self._places.get(tensor.untyped_storage().data_ptr())
+        return None if index is None else self._held[index]
+
+    def waited(self) -> float:
+        """Seconds the compute waited for weights since this was last asked."""
+        return self.lane.waited()
+
+    def _load(self, group: int, keep: set[int]) -> None:
+        """Begin to copy a group over one that need not be kept."""
+        index = next(index for index, held in enumerate(self._held) if held not in keep)
+        evicted = self._held[index]
+        if evicted is not None:
+            self.images[evicted].bind(self.images[evicted].flat)
+        self._held[index] = group
+        self._tickets[group] = self.lane.submit(self.slots[index], self.images[group].flat)
+
+    def _ahead(self, group: int) -> list[int]:
+        """The groups that come next, as many as there are slots for: backwards inside the autograd engine.
+
+        Without gradients the model is run again and again, so behind the last group comes the first.
+        """
+        count, depth = len(self.images), len(self.slots) - 1
+        if in_backward():
+            return [group - step for step in range(1, depth + 1) if group - step >= 0]
+        coming = [group + step for step in range(1, depth + 1)]
+        if not torch.is_grad_enabled():
+            return [each % count for each in coming]
+        return [each for each in coming if each < count]
+
+
+def in_backward() -> bool:
+    """Whether this thread is computing gradients: activation checkpointing recomputes a block there."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,64 @@
+"""The repeated blocks of a transformer as a few functions that training may compile or surround.
+
+A family that offers them (`FamilyAdapter.use_fast_blocks`) computes exactly what its diffusers blocks compute. The
+self-attention stays a function of its own between the others: checkpointing may keep its result instead of computing
+it twice, and a device may have a faster kernel for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(Q Kᵀ / √D) V of `B S H D` tensors; `mask` is true where a key may be seen, `B 1 1 S`."""
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # B H S D
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+
+
+class SelfAttention:
+    """The dense self-attention of all blocks of one transformer; never part of a compiled function.
+
+    Attributes:
+        choose: picks the kernel for a call; may measure, since nothing surrounds it.
+    """
+
+    def __init__(self) -> None:
+        self.choose: Callable[[Tensor, Tensor, Tensor], AttentionKernel] = lambda query, key, value: torch_attention
+        self._mode: AbstractContextManager[Any] = nullcontext()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        kernel = self.choose(query, key, value)
+        with self._mode:
+            return kernel(query, key, value)
+
+    @contextmanager
+    def within(self, mode: AbstractContextManager[Any]) -> Iterator[None]:
+        """Enter `mode` around every call, and around nothing else; it must be one that can be entered repeatedly."""
+        previous, self._mode = self._mode, mode
+        try:
+            yield
+        finally:
+            self._mode = previous
+
+
+@dataclass
+class FastBlocks:
+    """What all fast blocks of one transformer share.
+
+    Attributes:
+        pieces: functions between which the self-attention runs; a replaced one serves all blocks. The first argument
+            is a block, the second its hidden states, the others are tensors or None; dimension 1 of every tensor
+            counts tokens, or is 1, or is the same at every size.
+    """
+
+    pieces: dict[str, Callable[..., Any]]
+    self_attention: SelfAttention = field(default_factory=SelfAttention)

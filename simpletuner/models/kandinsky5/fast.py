@@ -1,0 +1,194 @@
+"""Kandinsky's blocks in plain arithmetic: the numbers of the diffusers classes, bit for bit, with less work.
+
+The stock blocks rotate queries and keys with a product of 2 x 2 matrices, four numbers for each pair, in every block
+and twice with checkpointing. Here a pair is rotated with its cosine and sine, taken once a step from the same tensor.
+The modules, their weights and the places where the stock code rounds stay as they are; every product and sum is
+rounded by itself, as there, so that no fused multiply-add changes a bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers.models.transformers.transformer_kandinsky import (
+    Kandinsky5Attention,
+    Kandinsky5TransformerDecoderBlock,
+    Kandinsky5TransformerEncoderBlock,
+)
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from simpletuner.models.blocks import FastBlocks, torch_attention
+from simpletuner.models.kandinsky5.attention import RotaryTables, TextPadding, project
+
+Projected = tuple[Tensor, Tensor, Tensor]
+
+
+class RotaryCache:
+    """Tables of the position tensors in use; they go when their tensor goes."""
+
+    def __init__(self) -> None:
+        self._known: Any = WeakTensorKeyDictionary()
+
+    def of(self, rope: Tensor) -> RotaryTables:
+        """Cosines and sines of the matrices `B S 1 D/2 2 2` (B may be 1), each `B S 1 D/2`."""
+        tables: RotaryTables | None = self._known.get(rope)
+        if tables is None:
+            # Copies, not views: a compiled function is made anew for every layout of a view's base.
+            tables = RotaryTables(rope[..., 0, 0].clone(), rope[..., 1, 0].clone())
+            self._known[rope] = tables
+        return tables
+
+
+@dataclass
+class TextForward:
+    """`forward` of a text block."""
+
+    block: Kandinsky5TransformerEncoderBlock
+    fast: FastBlocks
+    padding: TextPadding
+    cache: RotaryCache
+
+    def __call__(self, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
+        cos, sin = self.cache.of(rope)
+        out: Tensor = self.fast.pieces["text"](self.block, x, time_embed, cos, sin, self.padding.mask)
+        return out
+
+
+@dataclass
+class VisualForward:
+    """`forward` of a visual block; block-sparse attention is left to the processor of its self-attention."""
+
+    block: Kandinsky5TransformerDecoderBlock
+    fast: FastBlocks
+    padding: TextPadding
+    cache: RotaryCache
+
+    def __call__(
+        self,
+        visual_embed: Tensor,
+        text_embed: Tensor,
+        time_embed: Tensor,
+        rope: Tensor,
+        sparse_params: dict[str, Any] | None,
+    ) -> Tensor:
+        pieces, tables = self.fast.pieces, self.cache.of(rope)
+        rest = (text_embed, self.padding.mask)
+        out: Tensor
+        if sparse_params is None:
+            params, query, key, value = pieces["before_attention"](self.block, visual_embed, time_embed, *tables)
+            attended = self.fast.self_attention(query, key, value)
+            out = pieces["after_attention"](self.block, visual_embed, attended, params, *rest)
+        else:
+            params, modulated = pieces["before_sparse"](self.block, visual_embed, time_embed)
+            attention: Any = self.block.self_attention
+            attended = attention.processor(attention, modulated, None, tables, sparse_params)
+            out = pieces["after_sparse"](self.block, visual_embed, attended, params, *rest)
+        return out
+
+
+def install(transformer: nn.Module, padding: TextPadding) -> FastBlocks:
+    """Replace the forward of every block; the transformer's modules and weights are not touched."""
+    fast = FastBlocks(
+        {
+            "text": text_block,
+            "before_attention": before_attention,
+            "after_attention": after_attention,
+            "before_sparse": before_sparse,
+            "after_sparse": after_sparse,
+        }
+    )
+    cache = RotaryCache()
+    model: Any = transformer
+    for block in model.text_transformer_blocks:
+        block.forward = TextForward(block, fast, padding, cache)
+    for block in model.visual_transformer_blocks:
+        block.forward = VisualForward(block, fast, padding, cache)
+    return fast
+
+
+def text_block(
+    block: Kandinsky5TransformerEncoderBlock,
+    x: Tensor,
+    time_embed: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """Self-attention and feed-forward of text `B L C`; `mask` `B L` is true on real tokens."""
+    params = block.text_modulation(time_embed).unsqueeze(1)  # B 1 6C
+    shift, scale, gate, ff_shift, ff_scale, ff_gate = params.chunk(6, dim=-1)
+    modulated = modulate(block.self_attention_norm, x, shift, scale)
+    x = add_gated(x, gate, attend(block.self_attention, modulated, modulated, RotaryTables(cos, sin), mask))
+    return add_gated(x, ff_gate, block.feed_forward(modulate(block.feed_forward_norm, x, ff_shift, ff_scale)))
+
+
+def before_sparse(
+    block: Kandinsky5TransformerDecoderBlock, visual: Tensor, time_embed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The block's nine modulations `B 1 9C`, and the modulated input `B S C` of its self-attention."""
+    params = block.visual_modulation(time_embed).unsqueeze(1)
+    shift, scale = params.chunk(9, dim=-1)[:2]
+    return params, modulate(block.self_attention_norm, visual, shift, scale)
+
+
+def before_attention(
+    block: Kandinsky5TransformerDecoderBlock, visual: Tensor, time_embed: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The block's modulations, and queries, keys and values, each `B S H D`."""
+    params, modulated = before_sparse(block, visual, time_embed)
+    return (params, *project(block.self_attention, modulated, modulated, RotaryTables(cos, sin)))
+
+
+def after_attention(
+    block: Kandinsky5TransformerDecoderBlock,
+    visual: Tensor,
+    attended: Tensor,
+    params: Tensor,
+    text: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """The rest of the block, from the heads' results `B S H D` on."""
+    out = block.self_attention.out_layer(attended.flatten(-2, -1))
+    return after_sparse(block, visual, out, params, text, mask)
+
+
+def after_sparse(
+    block: Kandinsky5TransformerDecoderBlock,
+    visual: Tensor,
+    out: Tensor,
+    params: Tensor,
+    text: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """The rest of the block, from the self-attention's output `B S C` on."""
+    _, _, gate, shift, scale, cross_gate, ff_shift, ff_scale, ff_gate = params.chunk(9, dim=-1)
+    visual = add_gated(visual, gate, out)
+    modulated = modulate(block.cross_attention_norm, visual, shift, scale)
+    visual = add_gated(visual, cross_gate, attend(block.cross_attention, modulated, text, None, mask))
+    modulated = modulate(block.feed_forward_norm, visual, ff_shift, ff_scale)
+    return add_gated(visual, ff_gate, block.feed_forward(modulated))
+
+
+def attend(
+    attention: Kandinsky5Attention, x: Tensor, context: Tensor, tables: RotaryTables | None, mask: Tensor | None
+) -> Tensor:
+    """Attention of `x` to `context`, through the output layer: `B S C`."""
+    query, key, value = project(attention, x, context, tables)
+    attended = torch_attention(query, key, value, None if mask is None else mask[:, None, None, :])
+    out: Tensor = attention.out_layer(attended.flatten(-2, -1))
+    return out
+
+
+def modulate(norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """norm(x) (scale + 1) + shift in float32, rounded once to the dtype of `x`."""
+    out: Tensor = norm(x.float())
+    # In place where nobody needs the normalised values again: the gradient of `scale` would.
+    out = out * (scale + 1.0) + shift if scale.requires_grad else out.mul_(scale + 1.0).add_(shift)
+    return out.type_as(x)
+
+
+def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
+    """x + gate out in float32, the dtype of `gate`, rounded once to the dtype of `x`."""
+    return (gate * out).add_(x).type_as(x)

@@ -1,0 +1,161 @@
+"""Attention from tiles to tiles of 64 tokens: the ways to obey a choice of tiles, and which one a device gets.
+
+flex attention obeys a `BlockMask` only when it is compiled; otherwise it is dense and says nothing. Which of its
+kernels take blocks of 64 depends on the device and on the release of torch. So several ways of asking for the same
+are tried in turn, each on a small example with gradients, before a run relies on one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+logger = logging.getLogger(__name__)
+
+TILE_SIDE = 8  # tokens, within one latent frame
+TILE = TILE_SIDE**2
+
+# Query, key and value `B S H D` and the tiles that see each other, bool `B H N N`, to `B S H D`.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
+    """On every device, with gradients. The queries of a tile share one row of the mask, so memory stays linear."""
+    rows = zip(query.split(TILE, dim=1), tiles.unbind(dim=2), strict=True)
+    return torch.cat([_attend(part, key, value, row.repeat_interleave(TILE, -1)[:, :, None]) for part, row in rows], 1)
+
+
+def attend_dense(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
+    """Without regard to the tiles."""
+    return _attend(query, key, value, None)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # B H S D
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+
+
+def tile_blocks(tiles: Tensor) -> BlockMask:
+    """One block of the kernel for each tile; all blocks are full, so nothing of the size S x S exists."""
+    count, order = _lists(tiles)
+    # The kernel for CPUs does not compile when both lists are one tensor.
+    nothing, nowhere = torch.zeros_like(count), torch.zeros_like(order)
+    return BlockMask.from_kv_blocks(nothing, nowhere, count, order, BLOCK_SIZE=TILE)
+
+
+def paired_blocks(tiles: Tensor) -> BlockMask:
+    """Blocks of two by two tiles, the usual size of the kernels; where not all four are on, a mask says which."""
+    tokens, odd = tiles.shape[-1] * TILE, tiles.shape[-1] % 2
+    padded = pad(tiles, (0, odd, 0, odd))
+    fours = padded.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))  # B H n 2 n 2
+    some, every = fours.any(-1).any(-2), fours.all(-1).all(-2)
+
+    def is_on(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return padded[batch, head, query // TILE, key // TILE]
+
+    lists = (*_lists(some & ~every), *_lists(every))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=2 * TILE, mask_mod=is_on, seq_lengths=(tokens, tokens))
+
+
+def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks each query block sees, int32 `B H N`, and all key blocks with those in front, `B H N N`."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.int()
+
+
+def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], compiler: dict[str, Any]) -> Attend:
+    """Compiled flex attention on the blocks of a choice of tiles.
+
+    Args:
+        kernel: options of flex attention.
+        compiler: options of `torch.compile`.
+    """
+    # A whole graph or an error: after too many recompilations torch would else go on without compiling, and dense.
+    run: Any = torch.compile(flex_attention, fullgraph=True, options=compiler or None)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
+        heads_first = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+        out: Tensor = run(*heads_first, block_mask=blocks(tiles), kernel_options=kernel or None)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+# In the order of preference. Some devices have no default kernel for blocks of 64, but find one in a search.
+SMALL_BLOCKS = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE}
+WAYS: dict[str, Callable[[], Attend]] = {
+    "blocks of 64": lambda: compiled(tile_blocks, SMALL_BLOCKS, {}),
+    "blocks of 64, searched": lambda: compiled(tile_blocks, {}, {"max_autotune": True}),
+    "blocks of 128": lambda: compiled(paired_blocks, {}, {}),
+}
+
+
+@functools.cache
+def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attend:
+    """The best way that gives right results and gradients here; dense, with a warning, when none does."""
+    if device.type == "cpu":
+        return attend_masked  # flex attention has no backward pass there
+    faults = []
+    for name, build in WAYS.items():
+        attend = build()
+        fault = find_fault(attend, device, dtype, head_dim)
+        if fault is None:
+            logger.info("Block-sparse attention (NABLA) runs compiled, in %s.", name)
+            return attend
+        faults.append(f"{name}: {fault}")
+    logger.warning(
+        "This checkpoint was trained with block-sparse attention (NABLA), and on %s no way to compute it passed its "
+        "test (%s). It is trained with dense attention instead: slower, and not what is sampled elsewhere.",
+        device, "; ".join(faults),
+    )  # fmt: skip
+    return attend_dense
+
+
+def find_fault(
+    attend: Attend, device: torch.device, dtype: torch.dtype, head_dim: int, *, backward: bool = True
+) -> str | None:
+    """What is wrong with a way to attend, by comparison with `attend_masked` on the CPU in float64; None if nothing.
+
+    Args:
+        backward: also compare gradients.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 5 * TILE, 2, head_dim)
+    draws = [(torch.randn(shape, generator=generator) / 2).to(dtype) for _ in range(4)]
+    tiles = torch.rand(2, 2, 5, 5, generator=generator) < 0.4
+    tiles = tiles | torch.eye(5, dtype=torch.bool)
+    wanted = _results(attend_masked, [each.double() for each in draws], tiles, backward)
+    try:
+        found = _results(attend, [each.to(device) for each in draws], tiles.to(device), backward)
+    except RuntimeError as error:  # what torch.compile raises when a kernel cannot be had
+        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    distance = max(_distance(one, other) for one, other in zip(found, wanted, strict=True))
+    limit = tolerance(device, dtype)
+    return None if distance <= limit else f"off by {distance:.1e}, more than {limit:.1e}"
+
+
+def _results(attend: Attend, draws: list[Tensor], tiles: Tensor, backward: bool) -> list[Tensor]:
+    """What comes out, and the gradients of query, key and value."""
+    query, key, value = (each.detach().requires_grad_(backward) for each in draws[:3])
+    with torch.set_grad_enabled(backward):
+        out = attend(query, key, value, tiles)
+    return [out, *torch.autograd.grad(out, (query, key, value), draws[3])] if backward else [out]
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    """The difference as a share of the whole, both as Euclidean norms."""
+    return ((found.cpu() - wanted).norm() / wanted.norm()).item()
+
+
+def tolerance(device: torch.device, dtype: torch.dtype) -> float:
+    """Four times the spacing of numbers at 1: 5e-7 in float32. Dense attention is off by more than a half."""
+    if dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return 4 * 2**-10
+    return 4 * torch.finfo(dtype).eps

@@ -1,0 +1,98 @@
+"""Rules of offloading: what it excludes, what it needs, and what a setting costs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import PLAIN_PRECISIONS, OffloadConfig
+from simpletuner.errors import Problem
+
+
+def check_offload(config: RunConfig) -> Iterator[Problem]:
+    """All of them."""
+    offload = config.offload
+    if offload.enable_group_offload:
+        yield from _exclusions(config)
+        yield from _quantised(config)
+    streams = offload.enable_group_offload or offload.group_offload_text_encoder or offload.group_offload_vae
+    yield from _idle(offload, streams)
+    if streams and offload.group_offload_type == "leaf_level":
+        message = (
+            "'leaf_level' is taken as block_level: whole blocks come in one copy, and single layers would be slower."
+        )
+        yield Problem("group_offload_type", message, fatal=False)
+    if offload.group_offload_vae and offload.enable_model_cpu_offload:
+        message = "and enable_model_cpu_offload exclude each other: one moves parts of the VAE, the other all of it."
+        yield Problem("group_offload_vae", message)
+    if offload.offload_block_inputs and not config.precision.gradient_checkpointing:
+        message = "has no effect without gradient_checkpointing: only what that keeps can wait in host memory."
+        yield Problem("offload_block_inputs", message, fatal=False)
+    if streams and offload.group_offload_to_disk_path is not None:
+        yield from _disk(Path(offload.group_offload_to_disk_path).expanduser())
+
+
+def _idle(offload: OffloadConfig, streams: bool) -> Iterator[Problem]:
+    """Settings of an offload that is off."""
+    details = {
+        "group_offload_type": offload.group_offload_type != "block_level",
+        "group_offload_blocks_per_group": offload.group_offload_blocks_per_group > 1,
+        "group_offload_use_stream": offload.group_offload_use_stream,
+        "group_offload_to_disk_path": offload.group_offload_to_disk_path is not None,
+    }
+    idle = [key for key, is_set in details.items() if is_set and not streams]
+    if offload.group_offload_resident_blocks and not offload.enable_group_offload:
+        idle.append("group_offload_resident_blocks")
+    for key in idle:
+        yield Problem(key, "has no effect without enable_group_offload.", fatal=False)
+
+
+def _exclusions(config: RunConfig) -> Iterator[Problem]:
+    """What cannot be had together with group offload."""
+    key = "enable_group_offload"
+    if config.offload.enable_model_cpu_offload:
+        message = "and enable_model_cpu_offload exclude each other: one streams the blocks, the other moves them all."
+        yield Problem(key, message)
+    if config.launch.fsdp_enable:
+        message = "and fsdp_enable exclude each other: FSDP cuts the weights that group offload would stream."
+        yield Problem(key, message)
+    if config.model.model_type == "full":
+        message = (
+            "and model_type full exclude each other: only frozen weights can stream, "
+            "and a full fine-tune has none; use model_type lora."
+        )
+        yield Problem(key, message)
+
+
+def _quantised(config: RunConfig) -> Iterator[Problem]:
+    """Autograd may keep quantised weights only where it forgets them at once."""
+    precision = config.precision
+    name = precision.base_model_precision
+    if name in PLAIN_PRECISIONS:
+        return
+    if not precision.gradient_checkpointing or (precision.gradient_checkpointing_interval or 1) > 1:
+        message = (
+            f"with base_model_precision {name!r} needs gradient_checkpointing of every block: "
+            "without it the backward pass would read quantised weights that have left the device."
+        )
+        yield Problem("enable_group_offload", message)
+
+
+def _disk(folder: Path) -> Iterator[Problem]:
+    """The folder can be made and written to; and what the disk costs."""
+    key = "group_offload_to_disk_path"
+    parent = folder
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        yield Problem(key, f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        yield Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
+    else:
+        message = (
+            "every training step reads the offloaded weights twice from this disk, as far as the system does not "
+            "keep them in spare memory; a step waits wherever that takes longer than the compute."
+        )
+        yield Problem(key, message, fatal=False)

@@ -1,0 +1,32 @@
+"""A plan that fits: everything `make_plan` checks, and then memory and disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simpletuner.config.arguments import Arguments
+from simpletuner.config.load import raise_if_fatal
+from simpletuner.errors import Problem
+from simpletuner.memory.device import find_device
+from simpletuner.plan.budget import Budget, make_budget
+from simpletuner.plan.build import Plan, make_plan
+from simpletuner.plan.disk import check_disk, find_writings
+from simpletuner.plan.fit import check_fit, choose
+
+
+def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
+    """The plan and its budget; with `offload: auto` the plan has the settings that were chosen.
+
+    Raises:
+        ConfigError: with every problem at once; a run that does not fit is one.
+    """
+    plan = make_plan(arguments, problems)
+    device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
+    budget = make_budget(plan, device)
+    if plan.config.offload.offload == "auto":
+        budget = choose(budget)
+        plan = replace(plan, config=budget.config)
+    found = [*check_fit(budget), *check_disk(plan, find_writings(plan, budget))]
+    problems.extend(found)
+    raise_if_fatal(problems)
+    return replace(plan, warnings=[*plan.warnings, *found]), budget

@@ -1,0 +1,117 @@
+"""Notices when steps become slower than they were, and says what the likely reason is.
+
+Only steps of one bucket shape are compared with each other, since a larger bucket is slower by right.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from .pace import pace_text
+from .speed import COMPUTE, DATA, WEIGHTS
+
+SLOWER = 1.5
+# An episode is over when its steps are nearly as fast again; a pace around the limit must not be told twice.
+RECOVERED = 1.2
+RECENT = 5
+# So many steps of a shape tell what is usual for it.
+ENOUGH = 20
+# A pause between two steps of this many seconds, and this many steps, was a checkpoint, previews or an evaluation.
+LEAST_PAUSE, PAUSE = 0.1, 0.5
+AFTER_A_PAUSE = 2
+
+REASONS = {
+    COMPUTE: "computing takes longer, so another program may use the device, or heat or power slow its clock",
+    WEIGHTS: "weights arrive later, so another program may use the host's memory or its bus to the device",
+    DATA: "data arrives later, so the disk with the caches or the processor may be busy",
+}
+
+
+@dataclass
+class _Course:
+    """Steps of one shape: all of them in order of size, and the latest ones in order of time."""
+
+    seconds: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=lambda: {COMPUTE: [], WEIGHTS: [], DATA: []})
+    recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, parts: dict[str, float]) -> None:
+        insort(self.seconds, sum(parts.values()))
+        for name, value in parts.items():
+            insort(self.parts[name], value)
+        self.recent.append(parts)
+
+    def slowdown(self) -> float:
+        """The median of the recent steps in units of the median of all; 1 as long as too few are known."""
+        usual = middle(self.seconds)
+        if len(self.seconds) < ENOUGH or not usual:
+            return 1.0
+        return median(sum(parts.values()) for parts in self.recent) / usual
+
+    def growth(self) -> dict[str, float]:
+        """By how many seconds each part of a step grew."""
+        return {name: median(p[name] for p in self.recent) - middle(values) for name, values in self.parts.items()}
+
+
+class SlowSteps:
+    """Watches the duration of the steps.
+
+    Args:
+        now: the clock, read once after each step; tests bring their own.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._courses: dict[Hashable, _Course] = {}
+        self._slow: set[Hashable] = set()
+        self._ended: float | None = None
+        self._skip = 0
+
+    def add(self, shape: Hashable, seconds: float, data_seconds: float, weights_seconds: float | None) -> str | None:
+        """Take in one step; returns the notice when an episode of slow steps begins.
+
+        Args:
+            shape: of the step's latents.
+        """
+        if self._follows_a_pause(seconds):
+            return None
+        course = self._courses.setdefault(shape, _Course())
+        waits = {WEIGHTS: weights_seconds or 0.0, DATA: data_seconds}
+        course.add({COMPUTE: max(0.0, seconds - sum(waits.values())), **waits})
+        slowdown = course.slowdown()
+        if slowdown < RECOVERED:
+            self._slow.discard(shape)
+        if slowdown < SLOWER:
+            return None
+        begins = not self._slow
+        self._slow.add(shape)
+        return self._notice(course) if begins else None
+
+    def _follows_a_pause(self, seconds: float) -> bool:
+        """Whether something ran beside the steps just now: what it left behind (a cold allocator, weights that were
+        moved) slows a step or two without meaning anything."""
+        ended, self._ended = self._ended, self._now()
+        if ended is not None and self._ended - ended - seconds > max(LEAST_PAUSE, PAUSE * seconds):
+            self._skip = AFTER_A_PAUSE
+        skipped = self._skip > 0
+        self._skip = max(0, self._skip - 1)
+        return skipped
+
+    def _notice(self, course: _Course) -> str:
+        recent, usual = median(sum(parts.values()) for parts in course.recent), middle(course.seconds)
+        growth = course.growth()
+        reason = REASONS[max(growth, key=lambda name: growth[name])]
+        return (
+            f"Steps became slower: the last {RECENT} of this shape took {pace_text(recent)}, "
+            f"{recent / usual:.1f} times as long as usual ({pace_text(usual)}). Likely reason: {reason}."
+        )
+
+
+def middle(ordered: Sequence[float]) -> float:
+    """The upper median of values in order."""
+    return ordered[len(ordered) // 2] if ordered else 0.0

@@ -1,0 +1,115 @@
+"""The most expensive moments of a run, tried before step 1, so that a device that is too small shows at minute 0.
+
+One micro-step of the largest bucket, forward and backward, and one preview of two sampling steps. Nothing is updated
+and no random number is used up: a run with a rehearsal and one without are equal bit for bit. The optimizer's state
+comes into being with step 1 and is added to what is measured.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from simpletuner.data.sampler import PlannedBatch
+from simpletuner.diffusion.batch import Batch
+from simpletuner.errors import UserError
+from simpletuner.plan.budget import Budget, gigabytes
+from simpletuner.training.state import Assembly, random_states, restore_random_states
+from simpletuner.training.step import rehearse_micro_step
+from simpletuner.validation.runner import ValidationRunner
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was tried, and its peak in bytes beside what the plan expected; the peak is None without a GPU."""
+
+    title: str
+    expected: float
+    peak: float | None
+
+    def __str__(self) -> str:
+        measured = "not measured" if self.peak is None else gigabytes(self.peak)
+        return f"Rehearsed {self.title}: {measured}, planned {gigabytes(self.expected)}"
+
+
+def rehearse(
+    assembly: Assembly,
+    batches: Sequence[PlannedBatch],
+    read: Callable[[PlannedBatch], Batch],
+    validation: ValidationRunner,
+    budget: Budget,
+) -> Iterator[Rehearsal]:
+    """Try the largest micro-step, then the largest preview.
+
+    Args:
+        batches: of the epoch at hand, whose entries are cached.
+        read: makes a batch from cached entries.
+
+    Raises:
+        UserError: the device ran out of memory.
+    """
+    planned = max(batches, key=_size)
+    width, height = planned.size
+    samples = planned.samples
+    frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
+    title = f"the largest micro-step ({len(samples)} x {width}x{height}{frames})"
+    with _unchanged(assembly):
+        yield _measure(assembly, budget, title, "training", lambda: _micro_step(assembly, read(planned)))
+    if validation.subjects:
+        yield _measure(assembly, budget, "a preview", "previews", lambda: validation.rehearse(assembly))
+
+
+def _size(planned: PlannedBatch) -> int:
+    """Pixels of a batch."""
+    width, height = planned.size
+    return len(planned.samples) * planned.samples[0].frames * width * height
+
+
+def _micro_step(assembly: Assembly, batch: Batch) -> None:
+    assembly.transformer.train()
+    rehearse_micro_step(assembly, batch.to(assembly.accelerator.device))
+
+
+def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], None]) -> Rehearsal:
+    expected = max((each.device for each in budget.phases if each.name.startswith(phase)), default=0.0)
+    on_gpu = assembly.accelerator.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        act()
+    except torch.OutOfMemoryError:
+        room = "" if budget.device.memory is None else f" of {gigabytes(budget.device.memory)}"
+        raise UserError(
+            f"memory: {title} does not fit {budget.device.name}; the plan expected {gigabytes(expected)}{room}. "
+            "Lower the resolution, the frames or train_batch_size, or set offload auto."
+        ) from None
+    if not on_gpu:
+        return Rehearsal(title, expected, None)
+    peak = float(torch.cuda.max_memory_allocated()) + coming_state(assembly, budget)
+    torch.cuda.reset_peak_memory_stats()
+    return Rehearsal(title, expected, peak)
+
+
+def coming_state(assembly: Assembly, budget: Budget) -> float:
+    """Bytes that the optimizer will keep from its first step on; 0 for a run that continues and has them."""
+    if assembly.optimizer.state:
+        return 0.0
+    return budget.setup.state_bytes * sum(parameter.numel() for parameter in assembly.parameters.values())
+
+
+@contextmanager
+def _unchanged(assembly: Assembly) -> Iterator[None]:
+    """Random states, the techniques' own state and the gradients as they were."""
+    states = random_states()
+    kept = [copy.deepcopy(technique.state_dict()) for technique in assembly.techniques]
+    try:
+        yield
+    finally:
+        assembly.optimizer.zero_grad(set_to_none=True)
+        for technique, state in zip(assembly.techniques, kept, strict=True):
+            technique.load_state_dict(state)
+        restore_random_states(states)

@@ -1,0 +1,147 @@
+"""TREAD: in training, a random share of the tokens passes by some of the blocks.
+
+Krause et al., "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training", arXiv 2501.04765. At the
+first block of a route the kept tokens are gathered, with the rows of every table that belong to them; after its last
+block they are put back among the others, which are as they were before the route. The loss is over all tokens.
+
+All of it happens in forward hooks around single blocks. They do nothing without gradients, so previews see the whole
+model. Activation checkpointing runs a block and its hooks again in the backward pass: what is kept is therefore drawn
+before the forward pass, and what a route remembers stays until the next micro-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.config.tread import Route
+from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.models.adapter import FamilyAdapter, TokenStream
+from simpletuner.techniques.base import Technique
+
+
+class Tread(Technique):
+    """Leaves tokens out of the windows of blocks that the routes name."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self.routes = routes
+
+    def attach(self, adapter: FamilyAdapter, transformer: nn.Module) -> None:
+        stream = adapter.token_stream(transformer)
+        if stream is None:
+            raise ValueError(f"{adapter.spec.title} has no tokens that could be left out")
+        self._stream, self._patch_size = stream, adapter.spec.patch_size
+        self._windows = [_Window(route.among(len(stream.blocks)), stream) for route in self.routes]
+
+    def before_forward(self, noisy: NoisyBatch) -> NoisyBatch:
+        """Draw which tokens each route keeps in this micro-step."""
+        if noisy.place is None:
+            raise ValueError("TREAD draws random numbers: the batch must say where in the run it is")
+        protected = self._protected(noisy)
+        units = self._token_count(noisy) // self._stream.unit
+        for number, window in enumerate(self._windows):
+            generator = noisy.place.generator(f"tread {number}")
+            kept = draw_kept(len(noisy.sigmas), units, window.route.ratio, protected, generator)
+            window.begin(None if kept.shape[1] == units else tokens_of(kept, self._stream.unit).to(noisy.sigmas.device))
+        return noisy
+
+    def kept_tokens(self, block: int) -> Tensor | None:
+        """Which tokens go through a block in this micro-step, None when all do.
+
+        Inside a window the output of a block has these tokens alone; that of its last block has all of them again, the
+        others untouched by the window, unless a hook there was registered with `prepend=True`.
+
+        Args:
+            block: its number in the `TokenStream`, whose `order` says where in the grid a token lies.
+
+        Returns:
+            indices in ascending order, int64, `B K`, on the device of the batch.
+        """
+        windows = (each for each in self._windows if each.route.first <= block <= each.route.last)
+        return next((each.kept for each in windows), None)
+
+    def _token_count(self, noisy: NoisyBatch) -> int:
+        frames, height, width = noisy.noisy_latents.shape[2:]
+        return int(frames * height * width // self._patch_size**2)
+
+    def _protected(self, noisy: NoisyBatch) -> Tensor | None:
+        """The units that must be kept: those with a protected position in them; bool, `B N`, on the CPU."""
+        if noisy.protected is None:
+            return None
+        samples, _, frames, height, width = noisy.noisy_latents.shape
+        side = self._patch_size
+        positions = noisy.protected.cpu().expand(samples, 1, frames, height, width)[:, 0]
+        tokens = positions.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).any(-1).any(-2)  # B F h w
+        order = self._stream.order(*tokens.shape[1:])
+        return tokens.flatten(1)[:, order].unflatten(-1, (-1, self._stream.unit)).any(-1)
+
+
+class _Window:
+    """The hooks of one route, and what they know of the micro-step under way."""
+
+    def __init__(self, route: Route, stream: TokenStream) -> None:
+        self.route, self.stream = route, stream
+        self.begin(None)
+        for number in range(route.first, route.last + 1):
+            hook = partial(self._enter, opens=number == route.first)
+            stream.blocks[number].register_forward_pre_hook(hook)
+        stream.blocks[route.last].register_forward_hook(self._leave)
+
+    def begin(self, kept: Tensor | None) -> None:
+        """A new micro-step in which these tokens are kept, `B K`; all of them when None."""
+        self.kept = kept
+        self._all_tokens: Tensor | None = None
+        self._tables: dict[int, Any] = {}
+
+    def _enter(self, block: nn.Module, inputs: tuple[Any, ...], *, opens: bool) -> tuple[Any, ...] | None:
+        if self.kept is None or not torch.is_grad_enabled():
+            return None
+        cut = list(inputs)
+        if opens:
+            self._all_tokens = inputs[0]
+            if not self._tables:  # a recomputation takes those of the forward pass
+                self._tables = {place: take(inputs[place], self.kept) for place, take in self.stream.tables.items()}
+            cut[0] = inputs[0].gather(1, _rows(self.kept, inputs[0]))
+        for place, table in self._tables.items():
+            cut[place] = table
+        return tuple(cut)
+
+    def _leave(self, block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        if self.kept is None or self._all_tokens is None or not torch.is_grad_enabled():
+            return None
+        together = self._all_tokens.scatter(1, _rows(self.kept, output), output)
+        # A recomputation needs something of this shape and no way back through the graph, which would keep it alive.
+        self._all_tokens = self._all_tokens.detach()
+        return together
+
+
+def draw_kept(samples: int, units: int, ratio: float, protected: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Which units of each sample are kept: int64, `B K`, ascending, on the CPU.
+
+    K is (1 - ratio) of the units, rounded and at least 1: the same in every step, so that compiled blocks see one
+    shape. Only where more units are protected than that, in some sample, it grows to keep them.
+
+    Args:
+        protected: bool, `B units`, on the CPU, or None.
+        generator: on the CPU.
+    """
+    count = max(1, round((1 - ratio) * units))
+    chances = torch.rand(samples, units, generator=generator)
+    if protected is not None:
+        count = max(count, int(protected.sum(1).max()))
+        chances = chances + protected
+    return chances.topk(count, dim=1).indices.sort(dim=1).values
+
+
+def tokens_of(units: Tensor, size: int) -> Tensor:
+    """The tokens of units of that many in a row: `B K` to `B K*size`."""
+    return (units[..., None] * size + torch.arange(size)).flatten(1)
+
+
+def _rows(kept: Tensor, tokens: Tensor) -> Tensor:
+    """The index that `gather` and `scatter` want for whole tokens, `B K D`; it takes no memory."""
+    return kept[..., None].expand(-1, -1, tokens.shape[-1])

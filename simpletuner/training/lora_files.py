@@ -1,0 +1,138 @@
+"""LoRA files: the names in them, and what other programs call the same things. Weights come in, weights go out.
+
+Two forms are written. diffusers' has `transformer.<module>.lora_A.weight`; ComfyUI's generic one puts
+`diffusion_model.` before the module, and works where ComfyUI calls the layers what diffusers calls them, as it does
+for Kandinsky 5. A DoRA's magnitudes are another number there, see `comfyui_magnitude`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from simpletuner.errors import UserError
+from simpletuner.headers import METADATA, read_header
+
+LoraForm = Literal["diffusers", "comfyui"]
+
+FILE_NAME = "pytorch_lora_weights.safetensors"
+PREFIXES: dict[LoraForm, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
+# diffusers reads the adapter's settings from this entry of the safetensors header.
+METADATA_KEY = "lora_adapter_metadata"
+# Prefixes of LoRA files; from those with another than its own diffusers loads nothing, and says nothing.
+KNOWN_PREFIXES = (*PREFIXES.values(), "base_model.model.")
+KOHYA_PREFIX = "lora_unet_"
+MAGNITUDE = ".lora_magnitude_vector"
+COMFYUI_MAGNITUDE = ".dora_scale"
+COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", COMFYUI_MAGNITUDE)
+ROLES = {
+    ".lora_A.": "A",
+    ".lora_down.": "A",
+    ".lora_B.": "B",
+    ".lora_up.": "B",
+    MAGNITUDE: "magnitude",
+    COMFYUI_MAGNITUDE: "comfyui magnitude",
+    ".alpha": "alpha",
+}
+
+
+def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]:
+    """The header entry with the adapter's settings."""
+    prefixed = {PREFIXES[form] + key: value for key, value in settings.items()}
+    return {METADATA_KEY: json.dumps(prefixed, indent=2, sort_keys=True)}
+
+
+def comfyui_magnitude(magnitude: Tensor, base: Tensor, update: Tensor) -> Tensor:
+    """What ComfyUI must be given to compute the weight that was trained.
+
+    With W the base weight, D the update and m the magnitude, DoRA's weight is m (W + D) / |W + D|
+    (arXiv:2402.09353, equation 5), each row with its own norm. ComfyUI divides by |W| instead, so it gets
+    m |W| / |W + D|.
+
+    Args:
+        magnitude: (out,).
+        base, update: (out, in).
+
+    Returns:
+        (out, 1): ComfyUI tells by the first size that rows are meant.
+    """
+    return (magnitude.float() * _norm_ratio(base, update))[:, None].to(magnitude.dtype)
+
+
+def trained_magnitude(scale: Tensor, base: Tensor, update: Tensor) -> Tensor:
+    """The magnitude (out,) behind a `dora_scale` that ComfyUI applies; undoes `comfyui_magnitude`."""
+    return (scale.float().flatten() / _norm_ratio(base, update)).to(scale.dtype)
+
+
+def _norm_ratio(base: Tensor, update: Tensor) -> Tensor:
+    base, update = base.detach().float().cpu(), update.detach().float().cpu()
+    return base.norm(dim=1) / (base + update).norm(dim=1)
+
+
+def read_lora_file(path: Path, modules: list[str]) -> dict[str, Tensor]:
+    """A LoRA file of any of the common key forms as `<module>.lora_A.weight` / `lora_B.weight`, scale folded in.
+
+    Magnitudes of a DoRA are `<module>.lora_magnitude_vector`, or `<module>.dora_scale` where they are ComfyUI's.
+
+    Args:
+        path: the file, or a folder with `pytorch_lora_weights.safetensors` in it.
+        modules: names of the transformer's modules, to undo key forms that replace dots.
+
+    Raises:
+        UserError: there is no such file, or no key of it belongs to this model.
+    """
+    path = path / FILE_NAME if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"init_lora: {str(path)!r} does not exist.")
+    raw = load_file(path)
+    known = set(modules)
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in raw.items():
+        module, role = _module_of(key, modules), _role_of(key)
+        if module in known and role:
+            pairs.setdefault(module, {})[role] = tensor
+    pairs = {module: pair for module, pair in pairs.items() if "A" in pair and "B" in pair}
+    if not pairs:
+        raise UserError(f"init_lora: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
+    settings = _settings_of(path)
+    weights = {}
+    for module, pair in pairs.items():
+        rank = pair["A"].shape[0]
+        alpha = float(pair["alpha"]) if "alpha" in pair else float(settings.get("lora_alpha", rank))
+        weights[f"{module}.lora_A.weight"] = pair["A"]
+        weights[f"{module}.lora_B.weight"] = pair["B"] * (alpha / rank)
+        for role, suffix in (("magnitude", MAGNITUDE), ("comfyui magnitude", COMFYUI_MAGNITUDE)):
+            if role in pair:
+                weights[module + suffix] = pair[role]
+    return weights
+
+
+def _settings_of(path: Path) -> dict[str, Any]:
+    metadata = read_header(path).get(METADATA, {})
+    raw = json.loads(metadata[METADATA_KEY]) if METADATA_KEY in metadata else {}
+    return {_without_prefix(key): value for key, value in raw.items()}
+
+
+def _without_prefix(key: str) -> str:
+    for prefix in KNOWN_PREFIXES:
+        key = key.removeprefix(prefix)
+    return key
+
+
+def _module_of(key: str, modules: list[str]) -> str:
+    if key.startswith(KOHYA_PREFIX):
+        stem = key.removeprefix(KOHYA_PREFIX).partition(".")[0]
+        return next((name for name in modules if name.replace(".", "_") == stem), stem)
+    key = _without_prefix(key)
+    for marker in (".lora_", ".alpha", COMFYUI_MAGNITUDE):
+        key = key.partition(marker)[0]
+    return key
+
+
+def _role_of(key: str) -> str | None:
+    return next((role for marker, role in ROLES.items() if marker in key), None)

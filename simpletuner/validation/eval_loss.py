@@ -1,0 +1,120 @@
+"""The loss on data that is not trained on, at the same noise levels and with the same noise every time.
+
+The training loss jumps, because each step draws other noise at other levels. Here both are fixed for each sample, so
+two values differ only by what was learned between them. Nothing of it reaches training: no gradients, and the random
+states are put back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simpletuner.config.schema import EvaluationConfig
+from simpletuner.data.dataset import Sample
+from simpletuner.diffusion.batch import Batch
+from simpletuner.diffusion.flow import make_noisy, sample_noise
+from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.seeds import generator_for
+from simpletuner.training.ema import Ema
+from simpletuner.training.state import Assembly, TrainState
+from simpletuner.training.step import StepReport
+from simpletuner.validation.runner import quiet, weights_to_use
+
+PREFIX = "loss/val/"
+POOLED = "pooled"
+
+
+@dataclass
+class EvaluationLoss:
+    """Callback that adds `loss/val/<dataset id>` to the metrics of the steps at which it is due.
+
+    Attributes:
+        datasets: the samples to evaluate, by dataset id.
+        read: a sample as a batch of one, with its first caption.
+        seed: of the run; with the sample's name it decides the noise.
+        steps_per_epoch: optimizer steps, as a fraction.
+        ema_validation: which weights; see `EmaConfig`.
+        phase: opens a progress bar.
+        say: shows a line to the user.
+    """
+
+    config: EvaluationConfig
+    datasets: Mapping[str, Sequence[Sample]]
+    read: Callable[[Sample], Batch]
+    seed: int
+    steps_per_epoch: float
+    ema: Ema | None
+    ema_validation: str
+    phase: Callable[[str, int], Any]
+    say: Callable[[str], None]
+
+    def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
+        """Only steps of training are evaluated."""
+
+    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        if self.is_due(state.global_step) and assembly.accelerator.is_main_process:
+            losses = self.evaluate(assembly, state.global_step)
+            report.metrics.update(losses)
+            shown = ", ".join(f"{name.removeprefix(PREFIX)} {value:.5g}" for name, value in losses.items())
+            self.say(f"Evaluation loss at step {state.global_step}: {shown}")
+
+    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
+        """The last step was evaluated if it was due."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the interval in steps, or the one in epochs, ends with this step."""
+        if not any(self.datasets.values()):
+            return False
+        steps, epochs = self.config.eval_steps_interval, self.config.eval_epoch_interval
+        return (steps is not None and step % steps == 0) or (
+            epochs is not None and self._intervals(step, epochs) > self._intervals(step - 1, epochs)
+        )
+
+    def evaluate(self, assembly: Assembly, step: int) -> dict[str, float]:
+        """The mean loss of each dataset by its metric's name, with the weights that validation uses."""
+        weights = weights_to_use(self.ema, self.ema_validation)
+        total = len(weights) * self.config.eval_timesteps * sum(map(len, self.datasets.values()))
+        losses: dict[str, float] = {}
+        with self.phase(f"Evaluating at step {step}", total) as phase, quiet(assembly):
+            for use_ema in weights:
+                suffix = "/ema" if use_ema and len(weights) > 1 else ""
+                with self.ema.applied() if use_ema and self.ema else nullcontext():
+                    means = {name: self._mean(assembly, samples, phase) for name, samples in self.datasets.items()}
+                losses |= {f"{PREFIX}{name}{suffix}": mean for name, mean in means.items()}
+                if self.config.eval_dataset_pooling:
+                    losses[f"{PREFIX}{POOLED}{suffix}"] = fmean(means.values())
+        return losses
+
+    def _mean(self, assembly: Assembly, samples: Sequence[Sample], phase: Any) -> float:
+        losses = []
+        for sample in samples:
+            for loss in self._losses(assembly, sample):
+                losses.append(loss)
+                phase.advance(1, sample.name)
+        return torch.cat(losses).mean().item()
+
+    def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
+        """The loss of a sample at each noise level, `1`."""
+        batch = self.read(sample).to(assembly.accelerator.device)
+        for index, sigma in enumerate(even_sigmas(self.config.eval_timesteps)):
+            noise = sample_noise(batch.latents, generator_for(self.seed, 0, index, 0, f"evaluate {sample.full_name}"))
+            noisy = assembly.adapter.prepare(make_noisy(batch, torch.tensor([sigma]), noise))
+            prediction = assembly.adapter.predict(assembly.transformer, noisy)
+            yield diffusion_loss(prediction, noisy, assembly.settings.loss)
+
+    def _intervals(self, step: int, epochs: float) -> int:
+        """How many whole intervals of so many epochs lie before the end of a step."""
+        return math.floor(step / (self.steps_per_epoch * epochs) + 1e-9)
+
+
+def even_sigmas(count: int) -> list[float]:
+    """The middles of so many equal parts of 0 to 1: neither a clean input nor pure noise is among them."""
+    return [(index + 0.5) / count for index in range(count)]

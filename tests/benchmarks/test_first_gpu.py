@@ -1,0 +1,104 @@
+"""The first run on a GPU, as far as a CPU goes: every section works or says why not, and none stops the others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import first_gpu, gpu_sections
+from benchmarks.gpu_sections import SECTIONS, Line, Machine, SkippedError
+from benchmarks.models import SHAPES, build_transformer, dtype_of, hollow_transformer
+
+CPU = Machine("cpu", "tiny")
+NEED_CUDA = {"pcie", "attention"}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_section_gives_numbers_or_a_reason(name: str) -> None:
+    function, limit = SECTIONS[name]
+    assert limit <= 180
+    if name in NEED_CUDA:
+        with pytest.raises(SkippedError, match="needs CUDA"):
+            function(CPU)
+        return
+    lines = function(CPU)
+    assert lines
+    assert all(line.value > 0 or "waiting" in line.name for line in lines)
+    assert len({line.name for line in lines}) == len(lines)
+
+
+def test_everything_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`peaks` runs, `pcie` cannot, and a section that fails is told and written like the others."""
+    options = argparse.Namespace(
+        device="cpu", size="tiny", only=["peaks", "pcie"], json=tmp_path / "results" / "cpu.json", minutes=2.0
+    )
+    assert first_gpu.run_all(options) == 0
+    content = json.loads(options.json.read_text())
+    assert content["environment"]["device"] == "cpu"
+    assert {name: result["state"] for name, result in content["sections"].items()} == {
+        "peaks": "done",
+        "pcie": "skipped",
+    }
+    shown = capsys.readouterr().out
+    assert "matmul 256^3 float32" in shown
+    assert "needs CUDA" in shown
+
+
+def test_a_section_that_fails_or_hangs_is_told() -> None:
+    options = argparse.Namespace(device="cpu", size="tiny")
+    broken = first_gpu.in_its_own_process("no such section", options, 60)
+    assert (broken["state"], broken["reason"]) == ("failed", "KeyError: 'no such section'")
+    slow = first_gpu.in_its_own_process("peaks", options, 0.2)
+    assert (slow["state"], slow["reason"]) == ("failed", "took longer than 0 s")
+    late = first_gpu.in_its_own_process("peaks", options, -1)
+    assert late["state"] == "skipped"
+
+
+def test_a_failure_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = {"peaks": {"state": "failed", "reason": "out of memory", "seconds": 1.0, "lines": []}}
+    done = {"state": "done", "reason": "", "seconds": 1.0, "lines": [vars(Line("a", 1.0, "s"))]}
+    monkeypatch.setattr(first_gpu, "in_its_own_process", lambda name, options, limit: results.get(name, done))
+    options = argparse.Namespace(device="cpu", size="tiny", only=None, json=tmp_path / "cpu.json", minutes=1.0)
+    assert first_gpu.run_all(options) == 1
+    states = [result["state"] for result in json.loads(options.json.read_text())["sections"].values()]
+    assert states == ["failed", *["done"] * (len(SECTIONS) - 1)]
+
+
+def test_a_device_has_a_file_name() -> None:
+    assert first_gpu.file_name("NVIDIA H100 80GB HBM3, 79 GiB, CUDA 13.0") == "nvidia-h100-80gb-hbm3"
+
+
+@pytest.mark.parametrize("size", [name for name, shape in SHAPES.items() if shape.gigabytes])
+def test_real_sizes_weigh_what_the_models_weigh(size: str) -> None:
+    model = hollow_transformer(size)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    weight = sum(
+        parameter.numel() * dtype_of(model, name, torch.bfloat16).itemsize
+        for name, parameter in model.named_parameters()
+    )
+    assert weight / 1e9 == pytest.approx(SHAPES[size].gigabytes, abs=0.05)
+
+
+def test_tokens_of_the_real_sizes() -> None:
+    assert [SHAPES[size].tokens for size in ("lite", "image", "pro", "sana")] == [24_576, 4_096, 47_616, 32_760]
+
+
+@pytest.mark.parametrize("size", ["tiny", "tiny-video", "tiny-sana"])
+def test_random_models_are_alive_and_the_same_each_time(size: str) -> None:
+    first, second = (build_transformer(size, "cpu", torch.bfloat16) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(parameter.any() for parameter in first.parameters())
+    kept = {name for name, parameter in first.named_parameters() if parameter.dtype == torch.float32}
+    assert all("modulation" in name or "time_embeddings" in name for name in kept)
+    assert bool(kept) == (size != "tiny-sana")
+    assert not any(buffer.is_meta for buffer in first.buffers())
+
+
+def test_a_version_without_an_option_skips() -> None:
+    gpu_sections.need_keys("gradient_checkpointing")
+    with pytest.raises(SkippedError, match="no option of_tomorrow"):
+        gpu_sections.need_keys("of_tomorrow")

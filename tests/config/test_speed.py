@@ -1,0 +1,110 @@
+"""What `speed` and its switches decide, and which combinations are refused or noted."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from simpletuner.config import speed
+from simpletuner.config.load import Layer, RunConfig, resolve
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.models.sanavideo.spec import SANA_VIDEO
+from simpletuner.plan.checks import check_config, check_family
+
+REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
+
+
+def make(**settings: Any) -> RunConfig:
+    config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], [])
+    assert config is not None
+    return config
+
+
+def found(**settings: Any) -> dict[str, list[str]]:
+    """What is said about a config, errors and hints apart."""
+    said = check_config(make(**settings))
+    return {
+        kind: [str(each) for each in said if each.fatal is fatal]
+        for kind, fatal in (("errors", True), ("hints", False))
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (True, True, True)),
+        ({"speed": "reference"}, (False, False, False)),
+        ({"speed_plain_math": False}, (False, False, True)),
+        ({"speed": "reference", "speed_plain_math": True}, (True, False, False)),
+        ({"speed_keep_attention": False, "speed_bf16_modulation": False}, (True, False, False)),
+    ],
+)
+def test_switches_follow_speed_unless_set(settings: dict[str, Any], expected: tuple[bool, ...]) -> None:
+    group = make(**settings).speed
+    switches = speed.plain_math(group), speed.keeps_attention(group), speed.uses(group.speed_bf16_modulation, group)
+    assert switches == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "expected"),
+    [
+        ({}, "cuda", "inductor"),
+        ({}, "cpu", None),
+        ({}, "mps", None),
+        ({"dynamo_backend": "no"}, "cuda", None),
+        ({"speed": "reference"}, "cuda", None),
+        ({"speed": "reference", "dynamo_backend": "aot_eager"}, "cpu", "aot_eager"),
+    ],
+)
+def test_backend(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str, expected: str | None) -> None:
+    monkeypatch.setattr(speed, "has_compiler", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton" or None)
+    config = make(**settings)
+    assert speed.compile_backend(config.speed, config.launch, device) == expected
+
+
+def test_without_a_compiler_nothing_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    config = make()
+    assert speed.compile_backend(config.speed, config.launch, "cuda") is None
+    assert "needs a C compiler" in found(dynamo_backend="inductor")["errors"][0]
+    assert found(dynamo_backend="aot_eager") == {"errors": [], "hints": []}
+
+
+@pytest.mark.parametrize("mechanism", sorted(speed.ATTENTION_PACKAGES))
+def test_a_missing_attention_package_is_named(mechanism: str) -> None:
+    package = speed.ATTENTION_PACKAGES[mechanism]
+    if importlib.util.find_spec(package.module.partition(".")[0]) is not None:
+        pytest.skip(f"{package.name} is installed")
+    (error,) = found(attention_mechanism=mechanism)["errors"]
+    assert error.startswith("attention_mechanism: ")
+    assert f"pip install {package.name}" in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "words"),
+    [
+        ({"attention_mechanism": "sageattention"}, "errors", "no backward pass"),
+        ({"attention_mechanism": "flex"}, "hints", "block-sparse"),
+        ({"dynamo_backend": "aot_eager", "dynamo_mode": "max-autotune"}, "errors", "a mode of inductor"),
+        ({"dynamo_mode": "max-autotun"}, "errors", "Did you mean 'max-autotune'?"),
+        ({"dynamo_backend": "no", "dynamo_fullgraph": True}, "hints", "dynamo_backend is 'no'"),
+        ({"dynamo_use_regional_compilation": False}, "hints", "never the whole transformer"),
+        ({"speed_plain_math": False, "speed_keep_attention": True}, "hints", "speed_plain_math"),
+        ({"gradient_checkpointing": False, "speed_keep_attention": True}, "hints", "gradient_checkpointing is off"),
+    ],
+)
+def test_contradictions(settings: dict[str, Any], kind: str, words: str) -> None:
+    said = found(**settings)
+    assert len(said["errors"]) + len(said["hints"]) == 1
+    assert words in said[kind][0]
+
+
+def test_families_without_fast_blocks_say_so() -> None:
+    config = make(speed_plain_math=True)
+    assert [each for each in check_family(config, SANA_VIDEO) if str(each).startswith("speed_plain_math: ")]
+    assert not [each for each in check_family(config, KANDINSKY5_IMAGE) if str(each).startswith("speed_")]

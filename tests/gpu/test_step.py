@@ -1,0 +1,169 @@
+"""What only a GPU can show of a step: no waiting for the device, float16, streamed weights, the numbers of a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from simpletuner.data.loader import BatchLoader
+from simpletuner.data.sampler import PlannedBatch
+from simpletuner.diffusion.batch import Batch
+from simpletuner.memory.device_rates import read_rates
+from simpletuner.memory.measure import device_rates
+from simpletuner.training import step
+from simpletuner.training.assemble import Intent, assemble
+from simpletuner.training.state import Assembly
+from tests.fidelity.family import make_adapter, make_config
+from tests.training.assembly import make_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GPU = torch.device("cuda")
+CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
+PLAIN = {"speed": "reference", "disable_tf32": True}
+
+
+class Again:
+    """The same batch without end, from page-locked memory."""
+
+    epoch, epochs_done = 1, 0
+
+    def __init__(self, batch: Batch, device: str) -> None:
+        self.batch = batch.pin_memory() if device == "cuda" else batch
+
+    def __next__(self) -> Batch:
+        return self.batch
+
+
+def assembled(checkpoint: Path, device: str = "cuda", **settings: Any) -> Assembly:
+    """An assembly on either device."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    # The first accelerator of a process decides the device of all later ones.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
+    intent = Intent(lora_targets=["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2)
+    accelerator = Accelerator(mixed_precision="no", cpu=device == "cpu")
+    assembly = assemble(make_config(checkpoint, **settings), intent, make_adapter(checkpoint), [], accelerator)
+    assembly.transformer.train()
+    return assembly
+
+
+def run(assembly: Assembly, batch: Batch, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of some steps, and the trained weights after them."""
+    loader: Any = Again(batch, assembly.accelerator.device.type)
+    losses = [step.optimizer_step(assembly, loader, number).metrics["train_loss"] for number in range(steps)]
+    return losses, {name: weight.detach().float().cpu() for name, weight in assembly.parameters.items()}
+
+
+def test_a_gpu_computes_what_a_cpu_computes(t2i_checkpoint: Path) -> None:
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    results = [run(assembled(t2i_checkpoint, device, **PLAIN), batch) for device in ("cpu", "cuda")]
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-3)
+    start = assembled(t2i_checkpoint, "cpu", **PLAIN).parameters
+    for name, weight in results[0][1].items():
+        moved = (weight - start[name].detach().float()).norm()
+        assert moved > 0
+        assert (results[1][1][name] - weight).norm() < 0.05 * moved, name
+
+
+@pytest.mark.parametrize("settings", [PLAIN, {"gradient_checkpointing": True, "dynamo_backend": "no"}])
+def test_nothing_waits_for_the_device_before_the_losses_are_read(
+    t2i_checkpoint: Path, settings: dict[str, Any]
+) -> None:
+    """Captions of unequal lengths, so that the mask is made, too."""
+    assembly = assembled(t2i_checkpoint, mixed_precision="bf16", **settings)
+    batch = make_batch(t2i_checkpoint, CAPTIONS).pin_memory()
+
+    def micro_step(number: int) -> None:
+        losses = step._Losses()
+        there = batch.to(GPU, non_blocking=True)
+        step.micro_loss(assembly, there, number, 0, losses).backward()
+
+    micro_step(0)  # what is made once may wait: handles of libraries, choices of kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        micro_step(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_float16_trains_and_skips_a_step_that_overflows(t2i_checkpoint: Path) -> None:
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    assembly = assembled(t2i_checkpoint, mixed_precision="fp16", **PLAIN)
+    assert assembly.scaler.is_enabled()
+    before = {name: weight.detach().float().cpu().clone() for name, weight in assembly.parameters.items()}
+    losses, after = run(assembly, batch)
+    assert all(0 < loss < 100 for loss in losses)
+    assert any(not torch.equal(before[name], after[name]) for name in after)
+    assembly.scaler.update(2.0**100)
+    _, skipped = run(assembly, batch, steps=1)
+    assert all(torch.equal(after[name], skipped[name]) for name in after)
+    assert assembly.scaler.get_scale() == 2.0**99
+
+
+@pytest.mark.parametrize("use_stream", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_streamed_weights_train_bit_for_bit_like_resident_ones(
+    t2i_checkpoint: Path, use_stream: bool, checkpointing: bool
+) -> None:
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    settings = {"mixed_precision": "bf16", "gradient_checkpointing": checkpointing, "dynamo_backend": "no"}
+    offload = {"enable_group_offload": True, "group_offload_use_stream": use_stream}
+    resident = run(assembled(t2i_checkpoint, **settings), batch)
+    streamed = assembled(t2i_checkpoint, **settings, **offload)
+    found = run(streamed, batch)
+    assert found[0] == resident[0]
+    assert all(torch.equal(found[1][name], weight) for name, weight in resident[1].items())
+    loader: Any = Again(batch, "cuda")
+    report = step.optimizer_step(streamed, loader, 3)
+    assert report.weights_seconds is not None
+    assert 0 < report.weights_seconds < report.seconds
+
+
+def test_the_loader_hands_out_locked_pages() -> None:
+    class OneBatch:
+        datasets = ()
+
+        def batches(self, epoch: int) -> list[PlannedBatch]:
+            return [PlannedBatch(epoch, 0, "d", "b", (8, 8), (), ())]
+
+        def batches_per_epoch(self, epoch: int) -> int:
+            return 1
+
+    latents = torch.arange(16.0).view(1, 1, 1, 4, 4)
+    made = Batch(latents, [{"prompt_embeds": torch.ones(3, 8)}], ["a"], condition=latents + 1)
+    config = make_config(Path()).caching
+    loader = BatchLoader(OneBatch(), lambda planned: made, config, lambda epoch: None, pin=True)  # type: ignore[arg-type]
+    try:
+        batch = next(loader)
+    finally:
+        loader.close()
+    assert batch.latents.is_pinned()
+    assert batch.embeds[0]["prompt_embeds"].is_pinned()
+    assert batch.condition is not None
+    assert batch.condition.is_pinned()
+    there = batch.to(GPU, non_blocking=True)
+    assert torch.equal(there.latents.cpu(), latents)
+
+
+def test_the_measurement_leaves_no_trace(tmp_path: Path) -> None:
+    before, allocated = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+    rates = device_rates(tmp_path, GPU, torch.bfloat16)
+    assert rates is not None
+    assert rates == read_rates(tmp_path)
+    assert rates.matmul_flops > 1e12
+    assert rates.host_to_device_bytes is not None
+    assert rates.host_to_device_bytes > 1e9
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert torch.cuda.memory_allocated() - allocated < 64 << 20  # the workspace of the matrix library stays
+    assert torch.cuda.max_memory_allocated() < 1 << 30

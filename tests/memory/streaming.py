@@ -1,0 +1,175 @@
+"""A small transformer that streams, and a lane that turns every mistake into NaN."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Kandinsky5Transformer3DModel
+from torch import Tensor, nn
+
+from simpletuner.config.precision import QUANTISATIONS
+from simpletuner.config.schema import LoraConfig, OffloadConfig, PrecisionConfig
+from simpletuner.memory.offload import attach
+from simpletuner.memory.offload.block_inputs import BlockInputs
+from simpletuner.memory.offload.streamer import Streamer
+from simpletuner.memory.quantise import quantise
+from simpletuner.models.kandinsky5 import attention
+from simpletuner.models.kandinsky5.denoiser import predict_velocity
+from simpletuner.models.kandinsky5.loading import block_layout
+from simpletuner.models.kandinsky5.spec import ALL_LINEAR
+from simpletuner.training.activation_checkpointing import checkpoints_all, enable_checkpointing
+from simpletuner.training.lora import add_lora
+from tests.tiny import WIDTH, build_kandinsky, fill_zeros
+
+CPU = torch.device("cpu")
+BLOCKS = 6
+TARGETS = ["to_query", "to_key", "to_value"]
+NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 one
+
+
+class AdversarialLane:
+    """The worst that a lane may do: a slot is overwritten when its copy is submitted, and filled when waited for.
+
+    Attributes:
+        submitted: addresses of the images, in the order of their submission.
+    """
+
+    def __init__(self) -> None:
+        self.submitted: list[int] = []
+        self.seconds = 0.0
+
+    def make_slot(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), NAN_BYTE, dtype=torch.uint8)
+
+    def submit(self, slot: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+        self.submitted.append(flat.data_ptr())
+        slot.fill_(NAN_BYTE)
+        return slot, flat
+
+    def wait(self, ticket: tuple[Tensor, Tensor]) -> None:
+        started = time.perf_counter()
+        slot, flat = ticket
+        slot[: flat.numel()].copy_(flat)
+        self.seconds += time.perf_counter() - started
+
+    def waited(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class Trained:
+    """A Kandinsky transformer of six blocks (one of them reads text) with a LoRA, and one batch.
+
+    Equal arguments give equal weights and inputs.
+    """
+
+    def __init__(
+        self, *, checkpointing: bool = True, interval: int | None = None, block_inputs: BlockInputs | None = None,
+        prepare: Any = None, compiled: str | None = None, dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model: nn.Module = build_kandinsky(visual_blocks=BLOCKS - 1)
+            self.latents, self.pooled = torch.randn(2, 1, 4, 4, 16), torch.randn(2, WIDTH)
+            self.texts: tuple[Tensor, ...] = torch.randn(5, WIDTH), torch.randn(3, WIDTH)  # of two lengths
+        for name, parameter in self.model.named_parameters():
+            if not any(part in name for part in Kandinsky5Transformer3DModel._keep_in_fp32_modules):
+                parameter.data = parameter.data.to(dtype)
+        self.dtype = dtype
+        self.padding = attention.install(self.model)
+        self.model.requires_grad_(False)
+        if prepare is not None:
+            prepare(self.model)
+        self.lora = add_lora(self.model, LoraConfig(lora_rank=4), TARGETS, seed=1, dtype=torch.float32)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            fill_zeros(self.lora_weights())
+        precision = PrecisionConfig(gradient_checkpointing=checkpointing, gradient_checkpointing_interval=interval)
+        self.keeps_saved = not checkpoints_all(precision)
+        self.layout = block_layout(self.model)
+        enable_checkpointing(self.model, self.layout, precision, dropout=False, block_inputs=block_inputs)
+        if compiled is not None:
+            for block in self.layout.blocks:
+                block.forward = torch.compile(block.forward, backend=compiled)  # type: ignore[method-assign]
+        self.model.train()
+
+    def to(self, device: torch.device) -> None:
+        """Move it as a whole."""
+        self.model.to(device)
+        self._move_inputs(device)
+
+    def offloaded(self, *, slots: int = 2, device: torch.device = CPU, **settings: Any) -> Streamer:
+        """Let it stream with these settings of the config."""
+        self._move_inputs(device)
+        config = OffloadConfig(enable_group_offload=True, **settings)
+        blocks = attach.streamed_blocks(self.layout.blocks, config.group_offload_resident_blocks)
+        attach.place_model(self.model, blocks, device)
+        streamer = attach.attach_offload(self.model, blocks, config, device, keeps_saved=self.keeps_saved, slots=slots)
+        assert streamer is not None
+        return streamer
+
+    def _move_inputs(self, device: torch.device) -> None:
+        self.latents, self.pooled = self.latents.to(device), self.pooled.to(device)
+        self.texts = tuple(text.to(device) for text in self.texts)
+
+    def lora_weights(self) -> nn.ParameterList:
+        return nn.ParameterList([each for each in self.model.parameters() if each.requires_grad])
+
+    def predict(self, timestep: float = 300.0) -> Tensor:
+        pairs = zip(self.texts, self.pooled, strict=True)
+        embeds = [{"prompt_embeds": text, "pooled_prompt_embeds": pooled} for text, pooled in pairs]
+        return predict_velocity(
+            self.model, self.padding, self.latents, torch.tensor([timestep, 700.0], device=self.latents.device), embeds,
+            rope_scale=(1.0, 1.0, 1.0), dtype=self.dtype,
+        )  # fmt: skip
+
+    def sample(self) -> Tensor:
+        with torch.no_grad():
+            return torch.stack([self.predict(timestep) for timestep in (900.0, 500.0)])
+
+    def step(self) -> dict[str, Tensor]:
+        """Loss and the gradients of one training step."""
+        loss = self.predict().square().mean()
+        loss.backward()
+        found = {name: each.grad for name, each in self.model.named_parameters() if each.grad is not None}
+        assert found, "a test on no gradients shows nothing"
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return {"loss": loss.detach(), **found}
+
+
+def to_int8(model: nn.Module) -> None:
+    """Linear layers of the blocks as optimum-quanto has them, frozen."""
+    quanto = pytest.importorskip("optimum.quanto")
+    quanto.quantize(model, weights=quanto.qint8, include=["*transformer_blocks*"], exclude=["*modulation*"])
+    quanto.freeze(model)
+    model.requires_grad_(False)
+
+
+def to_packed(name: str) -> Callable[[nn.Module], None]:
+    """The same layers as a run has them with that `base_model_precision`."""
+
+    def pack(model: nn.Module) -> None:
+        quantise(model, ALL_LINEAR, QUANTISATIONS[name], accelerator=CPU)
+
+    return pack
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """The same bits."""
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def order(streamer: Streamer) -> list[int]:
+    """The groups that were copied since this was last asked."""
+    lane: Any = streamer.lane
+    addresses = [image.flat.data_ptr() for image in streamer.images]
+    groups = [addresses.index(address) for address in lane.submitted]
+    lane.submitted.clear()
+    return groups

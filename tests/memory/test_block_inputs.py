@@ -1,0 +1,107 @@
+"""Inputs of checkpointed blocks wait in host memory, and nothing else changes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from simpletuner.memory.offload import attach
+from simpletuner.memory.offload.block_inputs import BlockInputs
+from tests.memory.streaming import BLOCKS, CPU, AdversarialLane, Trained, assert_equal
+
+
+class Counting(BlockInputs):
+    """Counts what leaves and what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.left, self.fetched = 0, 0
+
+    def _leave(self, tensor: Tensor) -> Any:
+        self.left += 1
+        return super()._leave(tensor)
+
+    def _fetch(self, kept: Any) -> Any:
+        self.fetched += 1
+        return super()._fetch(kept)
+
+    def buffers(self) -> int:
+        return len(self._free)
+
+
+@pytest.mark.parametrize("interval", [None, 2])
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, interval: int | None, streams: bool) -> None:
+    monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
+    inputs = Counting()
+    plain, ours = Trained(interval=interval), Trained(interval=interval, block_inputs=inputs)
+    if streams:
+        ours.offloaded()
+    checkpointed = BLOCKS // (interval or 1)
+    for step in range(1, 4):
+        assert_equal(ours.step(), plain.step())
+        assert (inputs.left, inputs.fetched) == (step * checkpointed, step * checkpointed), "each goes and comes once"
+        assert inputs.buffers() == checkpointed, "the buffers of the last step are used again"
+    ours.sample()
+    assert inputs.left == 3 * checkpointed, "sampling keeps nothing"
+
+
+def test_two_graphs_at_a_time() -> None:
+    """The buffers of a graph that still lives are not given to another one."""
+    plain, ours = Trained(), Trained(block_inputs=BlockInputs(CPU))
+    losses = [[model.predict(timestep).square().mean() for timestep in (100.0, 800.0)] for model in (plain, ours)]
+    for model, (first, second) in zip((plain, ours), losses, strict=True):
+        first.backward()
+        second.backward()
+        assert model.lora_weights()[0].grad is not None
+    for one, other in zip(plain.lora_weights(), ours.lora_weights(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_tensor_that_left_is_gone() -> None:
+    inputs = BlockInputs(CPU)
+    weight = torch.ones(4, requires_grad=True)
+    hidden = torch.rand(4)
+    storage = weakref.ref(hidden.untyped_storage())
+    expected = hidden.clone()
+    with inputs.around(hidden):
+        product = weight * hidden
+    del hidden
+    assert storage() is None, "the graph holds its copy, not the tensor"
+    product.sum().backward()
+    assert torch.equal(weight.grad, expected)
+
+
+def test_buffers_serve_tensors_of_any_shape() -> None:
+    """A run of many bucket shapes takes as many buffers as its largest step has blocks."""
+    inputs = BlockInputs(CPU)
+    weight = torch.ones((), requires_grad=True)
+    for size in (5, 3, 8, 8, 2):
+        hidden = [torch.rand(size, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+        products = []
+        for each in hidden:
+            with inputs.around(each):
+                products.append((weight * each).sum())
+        sum(products).backward()
+        torch.testing.assert_close(weight.grad, sum(each.sum() for each in hidden).float())
+        weight.grad = None
+        del products
+        assert len(inputs._free) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("streams", [False, True])
+def test_on_a_gpu(streams: bool) -> None:
+    device = torch.device("cuda")
+    plain, ours = Trained(), Trained(block_inputs=BlockInputs(device))
+    for model in (plain, ours):
+        model.to(device)
+    if streams:
+        ours.offloaded(device=device, group_offload_use_stream=True)
+    for _ in range(3):
+        assert_equal(ours.step(), plain.step())

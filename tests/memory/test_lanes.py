@@ -1,0 +1,153 @@
+"""The lanes that really copy, and where images are kept."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from simpletuner.config.schema import OffloadConfig
+from simpletuner.memory.offload import attach, host
+from simpletuner.memory.offload.attach import offload_layers
+from simpletuner.memory.offload.image import ALIGNMENT, WeightImage
+from simpletuner.memory.offload.lane import CudaLane, DiskLane, InlineLane, choose_lane
+from tests.memory.streaming import CPU, Trained, assert_equal, to_int8
+
+GPU = torch.device("cuda")
+
+
+def test_copies_in_line_are_the_waiting() -> None:
+    plain, streamed = Trained(), Trained()
+    streamer = streamed.offloaded()
+    assert isinstance(streamer.lane, InlineLane)
+    for _ in range(2):
+        assert_equal(streamed.step(), plain.step())
+    assert streamer.waited() > 0
+    assert streamer.waited() == 0
+
+
+def test_a_stream_without_cuda_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    attach._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            Trained().offloaded(group_offload_use_stream=True)
+    assert caplog.text.count("group_offload_use_stream has no effect") == 1
+
+
+def test_more_than_there_are(caplog: pytest.LogCaptureFixture) -> None:
+    plain, streamed = Trained(), Trained()
+    streamer = streamed.offloaded(group_offload_blocks_per_group=99)
+    assert "group_offload_blocks_per_group: 99 is more than the 6 blocks that stream" in caplog.text
+    assert len(streamer.images) == 1
+    assert_equal(streamed.step(), plain.step())
+
+
+@pytest.mark.parametrize(("residents", "staying"), [(0, []), (1, [3]), (2, [1, 4]), (3, [1, 3, 5]), (6, [*range(6)])])
+def test_residents_are_evenly_spaced(residents: int, staying: list[int]) -> None:
+    blocks = [nn.Identity() for _ in range(6)]
+    streamed = attach.streamed_blocks(blocks, residents)
+    assert [index for index, block in enumerate(blocks) if block not in streamed] == staying
+
+
+def test_an_image_is_aligned_and_keeps_layouts() -> None:
+    conv = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last).requires_grad_(False)
+    before, stride = conv.weight.clone(), conv.weight.stride()
+    image = WeightImage([conv])
+    assert image.nbytes % ALIGNMENT == 0
+    assert (conv.weight.data_ptr() - image.flat.data_ptr()) % ALIGNMENT == 0
+    assert conv.weight.stride() == stride
+    assert torch.equal(conv.weight, before)
+    slot = image.flat.clone()
+    image.bind(slot)
+    slot.zero_()
+    assert not conv.weight.any()
+    image.bind(image.flat)
+    assert torch.equal(conv.weight, before)
+
+
+def test_an_image_on_disk_is_no_memory_and_no_file(tmp_path: Path) -> None:
+    flat = torch.arange(2 * ALIGNMENT, dtype=torch.int64).view(torch.uint8)
+    mapped = host.on_disk(flat, tmp_path)
+    assert torch.equal(mapped, flat)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Stack(nn.Module):
+    """Two stacks, one too short to stream, and a layer beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 16)
+        self.long = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(5)])
+        self.short = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.head, *self.long, *self.short):
+            x = layer(x)
+        return x
+
+
+def test_stacks_of_layers() -> None:
+    model = Stack().requires_grad_(False)
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        expected = model(x)
+        streamers = offload_layers(model, OffloadConfig(), CPU)
+        assert [len(each.images) for each in streamers] == [5]
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("to_disk", [False, True])
+@pytest.mark.parametrize("use_stream", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_on_a_gpu(tmp_path: Path, to_disk: bool, use_stream: bool, checkpointing: bool) -> None:
+    plain, streamed = Trained(checkpointing=checkpointing), Trained(checkpointing=checkpointing)
+    plain.to(GPU)
+    folder = str(tmp_path) if to_disk else None
+    streamer = streamed.offloaded(device=GPU, group_offload_use_stream=use_stream, group_offload_to_disk_path=folder)
+    kinds = {(False, False): InlineLane, (True, False): InlineLane, (False, True): CudaLane, (True, True): DiskLane}
+    assert type(streamer.lane) is kinds[to_disk, use_stream]
+    for _ in range(3):
+        assert_equal(streamed.step(), plain.step())
+        assert torch.equal(streamed.sample(), plain.sample())
+    torch.cuda.synchronize()
+    assert streamer.waited() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_quantised_weights_on_a_gpu() -> None:
+    """A wrapper tells the device of what it wraps, wherever that is."""
+    plain, streamed = Trained(prepare=to_int8), Trained(prepare=to_int8)
+    plain.to(GPU)
+    streamer = streamed.offloaded(device=GPU, group_offload_use_stream=True)
+    for _ in range(2):
+        ours, theirs = streamed.step(), plain.step()
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value)
+    there = {tensor.device.type for image in streamer.images for tensor in image.tensors}
+    assert there == {"cpu", "cuda"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_page_locked_in_place() -> None:
+    flat = torch.zeros(1 << 20, dtype=torch.uint8)
+    owner = nn.Identity()
+    host.page_lock(flat, owner)
+    assert flat.is_pinned()
+    del owner
+    gc.collect()
+    assert not flat.is_pinned()
+
+
+def test_which_lane() -> None:
+    assert isinstance(choose_lane(CPU, 1, use_stream=True, on_disk=True), InlineLane)
+    assert isinstance(choose_lane(torch.device("mps"), 1, use_stream=True, on_disk=False), InlineLane)

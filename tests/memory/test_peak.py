@@ -1,0 +1,91 @@
+"""The planned peak of a whole step against the metered one, at the widths and sizes of the published models.
+
+Only the number of blocks is smaller: every block more is one input more, or all that it keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Kandinsky5Transformer3DModel, SanaVideoTransformer3DModel
+from peft import LoraConfig
+from torch.utils.checkpoint import checkpoint
+
+from simpletuner.memory.estimate import Setup, step_memory
+from simpletuner.models.cost import Adapters, Load, TransformerCost
+from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
+from simpletuner.models.lora_targets import matching_modules
+from simpletuner.models.sanavideo.cost import COST as SANA_COST
+from tests.peak import fake_step, hollow, peak_of_step
+
+BF16 = torch.bfloat16
+KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+def kandinsky_inputs(load: Load, channels: int) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.empty(load.samples, load.frames, 2 * load.height, 2 * load.width, channels, dtype=BF16),
+        "encoder_hidden_states": torch.empty(load.samples, load.text, 3584, dtype=BF16),
+        "pooled_projections": torch.empty(load.samples, 768, dtype=BF16),
+        "timestep": torch.zeros(load.samples),
+        "visual_rope_pos": [torch.arange(load.frames), torch.arange(load.height), torch.arange(load.width)],
+        "text_rope_pos": torch.arange(load.text),
+        "return_dict": False,
+    }
+
+
+def sana_inputs(load: Load) -> dict[str, Any]:
+    shape = (load.samples, 1, load.frames, load.height, load.width)
+    return {
+        "hidden_states": torch.empty(load.samples, 16, load.frames, 2 * load.height, 2 * load.width, dtype=BF16),
+        "encoder_hidden_states": torch.empty(load.samples, load.text, 2304, dtype=BF16),
+        "encoder_attention_mask": torch.ones(load.samples, load.text, dtype=torch.long),
+        "timestep": torch.zeros(shape) if load.timed_tokens else torch.zeros(load.samples),
+        "return_dict": False,
+    }
+
+
+def train(model: Any, cost: TransformerCost, adapters: Adapters, checkpointed: bool) -> Any:
+    """A LoRA beside frozen weights, in the dtypes that training has."""
+    model.requires_grad_(False)
+    model.add_adapter(LoraConfig(r=adapters.rank, target_modules=sorted(adapters.modules)))
+    if checkpointed:
+        model.enable_gradient_checkpointing(lambda block, *rest: checkpoint(block, *rest, use_reentrant=False))
+    return model.train()
+
+
+@pytest.mark.parametrize("checkpointed", [True, False], ids=["checkpointed", "plain"])
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("t2v-lite-sft-5s", Load(1, 16, 32, 48, 256)),
+        ("t2i-lite-sft", Load(2, 1, 64, 64, 128)),
+        ("2b-480p", Load(1, 21, 30, 52, 300)),
+        ("2b-480p", Load(1, 21, 30, 52, 300, timed_tokens=True)),
+    ],
+    ids=["lite", "image", "sana", "sana-i2v"],
+)
+def test_the_planned_peak_is_the_metered_one(
+    name: str, load: Load, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_sana = name == "2b-480p"
+    family = SANA_COST if is_sana else VIDEO_COST if name.startswith("t2v") else IMAGE_COST
+    settings = {**family.published(name), "num_layers" if is_sana else "num_visual_blocks": 3}
+    cost = family.transformer(settings)
+    adapters = Adapters(16, frozenset(matching_modules(cost.linear_modules(), SANA if is_sana else KANDINSKY)))
+    with torch.device("meta"):
+        model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(**settings)
+    model = train(model, cost, adapters, checkpointed)
+    with fake_step(monkeypatch):
+        hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
+        metered = peak_of_step(model, sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)))
+    setup = Setup("bf16", adapters, 2, 0, checkpoint_interval=1 if checkpointed else None)
+    planned = step_memory(cost, setup, load)
+    beside_weights = planned.inputs + planned.block + planned.outside
+    assert 0.95 <= beside_weights / metered <= 1.1
+
+
+def _channels(settings: dict[str, object]) -> int:
+    return 33 if settings["visual_cond"] else 16

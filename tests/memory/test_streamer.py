@@ -1,0 +1,221 @@
+"""Streaming changes no number, and copies no more than it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from simpletuner.memory.offload import attach
+from simpletuner.memory.offload.image import leaves
+from simpletuner.memory.offload.streamer import in_backward
+from tests.memory.streaming import BLOCKS, AdversarialLane, Trained, assert_equal, order, to_int8, to_packed
+
+KEPT: dict[str, Any] = {"checkpointing": False}
+
+
+@pytest.fixture(autouse=True)
+def adversary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every lane of this file is the worst one."""
+    monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
+
+
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "three slots": ({}, {"slots": 3}),
+    "more slots than blocks": ({}, {"slots": 9}),
+    "pairs": ({}, {"group_offload_blocks_per_group": 2}),
+    "groups of unequal size": ({}, {"group_offload_blocks_per_group": 4}),
+    "residents": ({}, {"group_offload_resident_blocks": 2}),
+    "one streams": ({}, {"group_offload_resident_blocks": BLOCKS - 1}),
+    "leaf level": ({}, {"group_offload_type": "leaf_level"}),
+    "bf16": ({"dtype": torch.bfloat16}, {}),
+    "no checkpointing": (KEPT, {}),
+    "no checkpointing, three slots": (KEPT, {"slots": 3}),
+    "no checkpointing, pairs": (KEPT, {"group_offload_blocks_per_group": 2}),
+    "no checkpointing, bf16": ({**KEPT, "dtype": torch.bfloat16}, {}),
+    "every second checkpointed": ({"interval": 2}, {}),
+    "every third checkpointed, residents": ({"interval": 3}, {"group_offload_resident_blocks": 1}),
+    "int8": ({"prepare": to_int8}, {}),
+    "int8, pairs, residents": (
+        {"prepare": to_int8},
+        {"group_offload_blocks_per_group": 2, "group_offload_resident_blocks": 2},
+    ),
+    "packed int8": ({"prepare": to_packed("int8-quanto")}, {}),
+    "packed int4, bf16, pairs": (
+        {"prepare": to_packed("int4-quanto"), "dtype": torch.bfloat16},
+        {"group_offload_blocks_per_group": 2},
+    ),
+    "packed int8, no checkpointing": ({**KEPT, "prepare": to_packed("int8-quanto")}, {}),
+    "packed fp8, every second checkpointed": ({"interval": 2, "prepare": to_packed("fp8-quanto")}, {}),
+    "packed int8, compiled": ({"compiled": "aot_eager", "prepare": to_packed("int8-quanto")}, {}),
+    "compiled": ({"compiled": "aot_eager"}, {}),
+    "compiled, no checkpointing": ({**KEPT, "compiled": "aot_eager"}, {}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_same_bits(mode: str) -> None:
+    model, offload = MODES[mode]
+    plain, streamed = Trained(**model), Trained(**model)
+    streamer = streamed.offloaded(**offload)
+    for number in range(3):
+        assert_equal(streamed.step(), plain.step())
+        if number == 0:
+            assert torch.equal(streamed.sample(), plain.sample()), "sampling between steps"
+    assert order(streamer), "a test that copies nothing shows nothing"
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_on_disk(tmp_path: Path, checkpointing: bool) -> None:
+    plain, streamed = Trained(checkpointing=checkpointing), Trained(checkpointing=checkpointing)
+    folder = tmp_path / "new" / "folder"
+    streamed.offloaded(group_offload_to_disk_path=str(folder))
+    assert_equal(streamed.step(), plain.step())
+    assert torch.equal(streamed.sample(), plain.sample())
+    assert list(folder.iterdir()) == [], "no file stays behind, however the run ends"
+
+
+@pytest.mark.parametrize("settings", [{}, KEPT])
+def test_the_order_of_copies(settings: dict[str, Any]) -> None:
+    trained = Trained(**settings)
+    streamer = trained.offloaded()
+    trained.predict().mean().backward()
+    assert order(streamer) == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
+    trained.predict().mean().backward()
+    assert order(streamer) == [2, 3, 4, 5, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("slots", "size"), [(2, 1), (3, 1), (2, 2), (2, 3), (4, 1), (6, 1)])
+def test_a_steady_step_copies_as_little_as_it_can(slots: int, size: int) -> None:
+    trained = Trained()
+    streamer = trained.offloaded(slots=slots, group_offload_blocks_per_group=size)
+    groups = BLOCKS // size
+    trained.step()
+    order(streamer)
+    for _ in range(2):
+        trained.step()
+        assert len(order(streamer)) == 2 * (groups - slots)
+
+
+def test_compiled_blocks_are_compiled_once() -> None:
+    """Other memory behind a weight is no reason to compile a block anew."""
+    trained = Trained(compiled="eager")
+    trained.offloaded()
+    first = trained.step()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert_equal(trained.step(), first)
+
+
+def test_sampling_wraps_around() -> None:
+    trained = Trained()
+    streamer = trained.offloaded()
+    trained.sample()
+    assert order(streamer) == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0]
+    trained.step()
+    assert order(streamer) == [1, 2, 3, 4, 5, 3, 2, 1, 0], "what sampling left is used"
+
+
+def test_the_adversary_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Trained()
+    trained.offloaded()
+    monkeypatch.setattr(AdversarialLane, "wait", lambda lane, ticket: None)
+    assert trained.predict().isnan().all()
+
+
+def test_the_adversary_notices_weights_saved_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "_remember_places", lambda transformer, streamer: None)
+    plain, streamed = Trained(**KEPT), Trained(**KEPT)
+    streamed.offloaded()
+    ours, theirs = streamed.step(), plain.step()
+    assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("checkpointing", "prepare"), [(True, None), (False, None), (True, to_int8)])
+def test_a_block_computes_in_its_slot(
+    monkeypatch: pytest.MonkeyPatch, checkpointing: bool, prepare: Callable[[nn.Module], None] | None
+) -> None:
+    """Every weight of the block at work lies in a slot, and of the others only what has not been replaced yet."""
+    trained = Trained(prepare=prepare, checkpointing=checkpointing)
+    streamer = trained.offloaded()
+    weights = [[leaf for tensor in image.tensors for leaf in leaves(tensor)] for image in streamer.images]
+    slots = {slot.untyped_storage().data_ptr() for slot in streamer.slots}
+    seen: list[set[int]] = []
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        places = [{leaf.untyped_storage().data_ptr() in slots for leaf in group} for group in weights]
+        assert all(len(place) == 1 for place in places), "a group is there, or it is not"
+        seen.append({index for index, place in enumerate(places) if True in place})
+
+    for block in trained.layout.blocks:
+        next(block.children()).register_forward_pre_hook(look)
+    trained.step()
+    assert seen[:BLOCKS] == [{0}, {1}, {2}, {3}, {4}, {4, 5}]
+    assert seen[BLOCKS:] == ([{4, 5}, {4}, {3}, {2}, {1}, {0, 1}] if checkpointing else [])
+
+
+@pytest.mark.parametrize("prepare", [None, to_int8])
+def test_nothing_is_seen_from_outside(prepare: Callable[[nn.Module], None] | None) -> None:
+    plain, streamed = Trained(prepare=prepare), Trained(prepare=prepare)
+    before = {name: id(each) for name, each in streamed.model.named_parameters()}
+    streamed.offloaded()
+    for moment in (lambda: None, streamed.step, streamed.sample):
+        moment()
+        assert {name: id(each) for name, each in streamed.model.named_parameters()} == before
+        ours, theirs = streamed.model.state_dict(), plain.model.state_dict()
+        assert list(ours) == list(theirs), "names and their order"
+        for name, value in theirs.items():
+            values = [getattr(each, "dequantize", lambda each=each: each)() for each in (ours[name], value)]
+            assert torch.equal(*values), name
+
+
+def test_trained_weights_are_never_touched() -> None:
+    trained = Trained()
+    addresses = [each.data_ptr() for each in trained.lora_weights()]
+    streamer = trained.offloaded()
+    trained.step()
+    assert [each.data_ptr() for each in trained.lora_weights()] == addresses
+    streamed = {id(tensor) for image in streamer.images for tensor in image.tensors}
+    assert not streamed & {id(each) for each in trained.lora_weights()}
+
+
+def test_moving_the_model_leaves_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`to` passes streamed weights by: also when a pipeline calls it, and whatever else it does to the others."""
+    plain, trained = Trained(), Trained()
+    streamer = trained.offloaded()
+    trained.step()
+    moved: list[int] = []
+    trained.model._apply(lambda tensor: (moved.append(id(tensor)), tensor)[1])
+    streamed = {id(tensor) for image in streamer.images for tensor in image.tensors}
+    assert streamed
+    assert not streamed & set(moved)
+    assert {id(each) for each in trained.lora_weights()} <= set(moved)
+    trained.model.to(torch.float64)
+    assert {each.dtype for each in trained.lora_weights()} == {torch.float64}
+    trained.model.to(torch.float32)
+    assert list(trained.model.state_dict()) == list(plain.model.state_dict())
+    assert_equal(trained.step(), plain.step())
+
+
+def test_waiting_is_told_once() -> None:
+    trained = Trained()
+    streamer = trained.offloaded()
+    trained.step()
+    assert streamer.waited() > 0
+    assert streamer.waited() == 0
+
+
+def test_the_private_function_that_tells_the_direction() -> None:
+    """`torch._C._current_graph_task_id` is -1 outside the autograd engine, and the engine's number inside."""
+    seen: list[bool] = []
+    value = torch.ones(2, requires_grad=True)
+    product = value * 2
+    product.register_hook(lambda gradient: seen.append(in_backward()))
+    assert not in_backward()
+    product.sum().backward()
+    assert seen == [True]
+    assert not in_backward()

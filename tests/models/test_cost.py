@@ -1,0 +1,247 @@
+"""The cost model against the models themselves: shapes on the meta device, FLOPs and kept bytes on real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Kandinsky5Transformer3DModel, SanaVideoTransformer3DModel
+from peft import LoraConfig
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, FamilyCost, Load, TransformerCost, Work
+from simpletuner.models.kandinsky5 import sparse
+from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
+from simpletuner.models.lora_targets import matching_modules
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.sanavideo.cost import COST as SANA_COST
+from simpletuner.models.spec import FamilySpec
+from tests.meter import saved_bytes
+from tests.tiny import WIDTH, build_kandinsky
+from tests.tiny_sana import build_sana
+
+CLASSES = {"kandinsky5": Kandinsky5Transformer3DModel, "sanavideo": SanaVideoTransformer3DModel}
+FLAVOURS = [(spec, flavour.name) for spec in FAMILIES.values() for flavour in spec.flavours]
+KANDINSKY_TARGETS = ["to_query", "to_key", "to_value"]
+SANA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("spec", "flavour"), FLAVOURS, ids=[name for _, name in FLAVOURS])
+def test_every_parameter_has_its_name_and_shape(spec: FamilySpec, flavour: str) -> None:
+    settings = spec.cost.published(flavour)
+    with torch.device("meta"):
+        model = CLASSES[spec.name.split("-")[0]](**settings)
+    assert spec.cost.transformer(settings).shapes == shapes(model)
+
+
+@pytest.mark.parametrize(
+    ("cost", "model"),
+    [(IMAGE_COST, build_kandinsky()), (VIDEO_COST, build_kandinsky(visual_cond=True)), (SANA_COST, build_sana())],
+    ids=["image", "video", "sana"],
+)
+def test_a_checkpoint_is_described_by_its_config(cost: FamilyCost, model: Any) -> None:
+    assert cost.transformer(dict(model.config)).shapes == shapes(model)
+
+
+# What performance counters say of the published models: gigabytes in bf16, tokens, forward TFLOP, attention's share,
+# and TFLOP of a LoRA step of rank 16, as the mathematics needs it and as it is executed with checkpointing.
+PUBLISHED: list[tuple[str, FamilyCost, str, float, Load, float, float, float, float]] = [
+    ("lite", VIDEO_COST, "t2v-lite-sft-5s", 4.6, Load(1, 16, 32, 48, 256), 211, 0.66, 563, 844),
+    ("image", IMAGE_COST, "t2i-lite-sft", 13.3, Load(1, 1, 64, 64, 512), 48, 0.20, 106, 159),
+    ("pro", VIDEO_COST, "t2v-pro-sft-5s-hd", 43, Load(1, 31, 32, 48, 256), 3586, 0.63, 9417, 14125),
+    ("pro-hd", VIDEO_COST, "t2v-pro-sft-5s-hd", 43, Load(1, 31, 48, 80, 256), 17323, 0.81, 48615, 72919),
+    ("sana", SANA_COST, "2b-480p", 4.1, Load(1, 21, 30, 52, 300), 122, 0.015, 246, 369),
+]
+
+
+@pytest.mark.parametrize(
+    ("cost", "flavour", "weights", "load", "forward", "share", "model", "executed"),
+    [row[1:] for row in PUBLISHED],
+    ids=[row[0] for row in PUBLISHED],
+)
+def test_the_published_models(
+    cost: FamilyCost, flavour: str, weights: float, load: Load, forward: float, share: float, model: float,
+    executed: float,
+) -> None:  # fmt: skip
+    transformer = cost.transformer({**cost.published(flavour), "attention_type": "regular"})
+    adapters = adapters_of(transformer, SANA_TARGETS if cost is SANA_COST else KANDINSKY_TARGETS, 16)
+    in_bf16 = sum(transformer.block_bytes("bf16", quantised=0.0)) + transformer.rest_bytes("bf16")
+    assert in_bf16 / 1e9 == pytest.approx(weights, rel=0.02)
+    work = transformer.forward(load)
+    assert work.total / 1e12 == pytest.approx(forward, rel=0.02)
+    assert work.attention / work.total == pytest.approx(share, abs=0.01)
+    once = transformer.forward(load, adapters)
+    step = once + transformer.backward(load, adapters, full=False)
+    assert step.total / 1e12 == pytest.approx(model, rel=0.02)
+    again = transformer.forward(load, adapters, blocks_only=True)
+    assert (step + again + Work(0.0, once.attention / 2)).total / 1e12 == pytest.approx(executed, rel=0.02)
+
+
+def adapters_of(cost: TransformerCost, targets: list[str], rank: int) -> Adapters:
+    return Adapters(rank, frozenset(matching_modules(cost.linear_modules(), targets)))
+
+
+def kandinsky_inputs(frames: int, side: int, text: int, dtype: torch.dtype, channels: int = 16) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(2, frames, side, side, channels).to(dtype),
+        "encoder_hidden_states": torch.randn(2, text, WIDTH).to(dtype),
+        "pooled_projections": torch.randn(2, WIDTH).to(dtype),
+        "timestep": torch.full((2,), 500.0),
+        "visual_rope_pos": [torch.arange(frames), torch.arange(side // 2), torch.arange(side // 2)],
+        "text_rope_pos": torch.arange(text),
+        "return_dict": False,
+    }
+
+
+def sana_inputs(frames: int, side: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(2, 16, frames, side, side).to(dtype),
+        "encoder_hidden_states": torch.randn(2, 300, WIDTH).to(dtype),
+        "encoder_attention_mask": torch.ones(2, 300, dtype=torch.long),
+        "timestep": torch.full((2,), 500.0),
+        "return_dict": False,
+    }
+
+
+Case = tuple[TransformerCost, Any, dict[str, Any], Load, Adapters]
+
+
+def kandinsky_case(rank: int = 4) -> Case:
+    model = build_kandinsky()
+    cost = IMAGE_COST.transformer(dict(model.config))
+    return (
+        cost,
+        model,
+        kandinsky_inputs(3, 8, 6, torch.float32),
+        Load(2, 3, 4, 4, 6),
+        adapters_of(cost, KANDINSKY_TARGETS, rank),
+    )
+
+
+def sana_case(rank: int = 4) -> Case:
+    model = build_sana()
+    cost = SANA_COST.transformer(dict(model.config))
+    return cost, model, sana_inputs(3, 8, torch.float32), Load(2, 3, 4, 4, 300), adapters_of(cost, SANA_TARGETS, rank)
+
+
+def with_lora(model: Any, adapters: Adapters) -> Any:
+    model.requires_grad_(False)
+    model.add_adapter(LoraConfig(r=adapters.rank, target_modules=sorted(adapters.modules), init_lora_weights=False))
+    return model.train()
+
+
+def counted(act: Callable[[], object]) -> int:
+    """FLOPs of everything that runs, attention by its plain products, so that no kernel hides any."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        act()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("case", [kandinsky_case, sana_case], ids=["kandinsky", "sana"])
+def test_flops_of_a_forward_pass_are_exact(case: Callable[[], Case]) -> None:
+    cost, model, inputs, load, _ = case()
+    with torch.no_grad():
+        assert cost.forward(load).total == counted(lambda: model(**inputs))
+
+
+@pytest.mark.parametrize("case", [kandinsky_case, sana_case], ids=["kandinsky", "sana"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_flops_of_a_lora_step_are_exact(case: Callable[[], Case], checkpointed: bool) -> None:
+    cost, model, inputs, load, adapters = case()
+    model = with_lora(model, adapters)
+    if checkpointed:
+        model.enable_gradient_checkpointing(lambda block, *rest: checkpoint(block, *rest, use_reentrant=False))
+    expected = cost.forward(load, adapters) + cost.backward(load, adapters, full=False)
+    if checkpointed:
+        expected = expected + cost.forward(load, adapters, blocks_only=True)
+    found = counted(lambda: model(**inputs)[0].pow(2).mean().backward())
+    # The recomputation stops at the last tensor that the backward pass asks for, and the first block's text needs less.
+    assert found == pytest.approx(expected.total, rel=0.01)
+
+
+def test_flops_of_a_full_step() -> None:
+    """Sana is left out: the counter takes the weight gradient of a depthwise convolution for that of a dense one."""
+    cost, model, inputs, load, _ = kandinsky_case()
+    expected = cost.forward(load) + cost.backward(load, NO_ADAPTERS, full=True)
+    found = counted(lambda: model(**inputs)[0].pow(2).mean().backward())
+    assert found == pytest.approx(expected.total, rel=0.01)
+
+
+def block_inputs(model: Any, inputs: dict[str, Any], block: nn.Module) -> tuple[Any, ...]:
+    """What the model hands to a block."""
+    seen: list[tuple[Any, ...]] = []
+    hook = block.register_forward_pre_hook(lambda module, arguments: seen.append(arguments))
+    with torch.no_grad():
+        model(**inputs)
+    hook.remove()
+    return seen[0]
+
+
+def metered(model: Any, block: nn.Module, arguments: tuple[Any, ...], streams: tuple[int, ...]) -> int:
+    """Bytes that autograd keeps of one block when gradients flow into some of its arguments."""
+    arguments = tuple(
+        each.detach().requires_grad_() if index in streams else each for index, each in enumerate(arguments)
+    )
+    there = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
+    with saved_bytes([*model.parameters(), *model.buffers(), *there]) as meter:
+        block(*arguments)
+    return meter.bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "targets", [KANDINSKY_TARGETS, ["to_query", "feed_forward.in_layer", "feed_forward.out_layer"]]
+)
+def test_bytes_that_a_kandinsky_block_keeps(dtype: torch.dtype, targets: list[str]) -> None:
+    model: Any = build_kandinsky()
+    cost = IMAGE_COST.transformer(dict(model.config))
+    adapters = adapters_of(cost, targets, 2)
+    model = with_lora(model, adapters)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if cost.stays_float32(name) else dtype)
+    inputs = kandinsky_inputs(3, 16, 6, dtype)
+    block = model.visual_transformer_blocks[1]
+    found = metered(model, block, block_inputs(model, inputs, block), streams=(0, 1))  # pixels and text
+    planned = cost.activations(Load(2, 3, 8, 8, 6), dtype.itemsize, adapters)
+    assert found == pytest.approx(planned.saved, rel=0.05)
+
+
+def test_bytes_that_a_sparse_block_keeps() -> None:
+    """Beside the dense block's, a mask of 4 tiles x 256 keys for each head."""
+    model: Any = build_kandinsky(nabla=True, visual_cond=True)
+    sparse.install(model)
+    settings = dict(model.config)
+    cost = VIDEO_COST.transformer(settings)
+    adapters = adapters_of(cost, KANDINSKY_TARGETS, 2)
+    inputs = kandinsky_inputs(1, 32, 6, torch.float32, channels=33)
+    inputs["sparse_params"] = sparse.sparse_params(tuple(inputs["hidden_states"].shape), settings, torch.device("cpu"))
+    model = with_lora(model, adapters)
+    block = model.visual_transformer_blocks[1]
+    found = metered(model, block, block_inputs(model, inputs, block), streams=(0, 1))
+    load = Load(2, 1, 16, 16, 6)
+    planned = cost.activations(load, 4, adapters)
+    dense = VIDEO_COST.transformer({**settings, "attention_type": "regular"}).activations(load, 4, adapters)
+    assert planned.saved - dense.saved == 2 * 4 * 256 * 2 * 4
+    assert found == pytest.approx(planned.saved, rel=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_that_a_sana_block_keeps(dtype: torch.dtype) -> None:
+    model: Any = build_sana()
+    cost = SANA_COST.transformer(dict(model.config))
+    adapters = adapters_of(cost, SANA_TARGETS, 2)
+    model = with_lora(model, adapters).to(dtype)
+    block = model.transformer_blocks[1]
+    found = metered(model, block, block_inputs(model, sana_inputs(5, 32, dtype), block), streams=(0,))
+    planned = cost.activations(Load(2, 5, 16, 16, 300), dtype.itemsize, adapters)
+    assert found == pytest.approx(planned.saved, rel=0.05)

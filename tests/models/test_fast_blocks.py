@@ -1,0 +1,166 @@
+"""Kandinsky's fast blocks compute what the diffusers blocks compute, bit for bit, forward and backward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from simpletuner.models.kandinsky5 import attention, fast, sparse
+from simpletuner.models.kandinsky5.modulation import store_in_bf16
+from tests.tiny import WIDTH, build_kandinsky
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Positions of a text and of a grid of frames, rows and columns.
+TEXT, GRID = 7, (3, 8, 8)
+
+
+def build(dtype: torch.dtype, *, nabla: bool = False, visual_cond: bool = False) -> Any:
+    """A transformer in which everything that diffusers keeps float32 is float32."""
+    torch.manual_seed(0)
+    model = build_kandinsky(nabla=nabla, visual_cond=visual_cond)
+    for name, parameter in model.named_parameters():
+        if not any(word in name for word in model._keep_in_fp32_modules):
+            parameter.data = parameter.data.to(dtype)
+    return model.train()
+
+
+def inputs(dtype: torch.dtype, samples: int, channels: int = 16) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    frames, rows, columns = GRID
+    draw = partial(torch.randn, generator=generator)
+    return {
+        "hidden_states": draw(samples, frames, 2 * rows, 2 * columns, channels).to(dtype),
+        "encoder_hidden_states": draw(samples, TEXT, WIDTH).to(dtype),
+        "pooled_projections": draw(samples, WIDTH).to(dtype),
+        "timestep": 1000 * torch.rand(samples, generator=generator),
+        "visual_rope_pos": [torch.arange(count) for count in GRID],
+        "text_rope_pos": torch.arange(TEXT),
+        "scale_factor": (1.0, 2.0, 2.0),
+        "return_dict": False,
+    }
+
+
+def output_and_gradients(model: Any, padding: attention.TextPadding, mask: Tensor | None, named: Any) -> list[Tensor]:
+    with padding.hidden(mask):
+        out = model(**named)
+    out.float().square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    assert gradients
+    assert all(gradient is not None and gradient.any() for gradient in gradients)
+    return [out, *gradients]
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    for left, right in zip(one, other, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("visual_cond", [False, True])
+def test_outputs_and_all_gradients_are_equal(dtype: torch.dtype, padded: bool, visual_cond: bool) -> None:
+    """Every weight is trained here, so that gradients of modulation and norms are compared, too."""
+    mask = torch.arange(TEXT) < torch.tensor([[TEXT], [3]]) if padded else None
+    found = []
+    for is_fast in (False, True):
+        model = build(dtype, visual_cond=visual_cond)
+        padding = attention.install(model)
+        if is_fast:
+            fast.install(model, padding)
+        found.append(output_and_gradients(model, padding, mask, inputs(dtype, 2, 33 if visual_cond else 16)))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_sparse_attention_is_equal(dtype: torch.dtype) -> None:
+    found = []
+    named = inputs(dtype, 1)
+    for is_fast in (False, True):
+        model = build(dtype, nabla=True)
+        padding = attention.install(model)
+        sparse.install(model)
+        named["sparse_params"] = sparse.sparse_params(
+            tuple(named["hidden_states"].shape), dict(model.config), torch.device("cpu")
+        )
+        if is_fast:
+            fast.install(model, padding)
+        found.append(output_and_gradients(model, padding, None, named))
+    assert_same(*found)
+
+
+def test_positions_of_each_sample_may_differ() -> None:
+    """Hooks may keep other tokens of every sample, and cut the positions accordingly."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, text, time = (torch.randn(2, count, WIDTH, generator=generator) for count in (9, TEXT, 1))
+    angles = torch.rand(2, 9, 8, generator=generator) * 9
+    rope = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).view(2, 9, 1, 8, 2, 2)
+    found = []
+    for is_fast in (False, True):
+        model = build(torch.float32)
+        padding = attention.install(model)
+        if is_fast:
+            fast.install(model, padding)
+        found.append([model.visual_transformer_blocks[0](hidden, text, time[:, 0], rope, None)])
+    assert_same(*found)
+
+
+def test_tables_are_made_once_and_go_with_their_tensor() -> None:
+    cache = fast.RotaryCache()
+    rope = torch.randn(1, 5, 1, 8, 2, 2)
+    tables = cache.of(rope)
+    assert cache.of(rope) is tables
+    assert torch.equal(tables.cos, rope[..., 0, 0])
+    assert torch.equal(tables.sin, rope[..., 1, 0])
+    assert all(table.is_contiguous() and table._base is None for table in tables)
+    del rope
+    assert len(cache._known) == 0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_modulation_in_bf16_is_equal_where_it_is_exact(kept: bool) -> None:
+    found, saved = [], []
+    for is_narrow in (False, True):
+        model = build(torch.float32)
+        model.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            if "modulation" in name and kept:
+                parameter.data = parameter.data.to(torch.bfloat16).float()
+            parameter.requires_grad_("to_" in name)
+        padding = attention.install(model)
+        fast.install(model, padding)
+        if is_narrow:
+            saved.append(store_in_bf16(model))
+        found.append(output_and_gradients(model, padding, None, inputs(torch.float32, 1)))
+    assert_same(*found)
+    weights = [each for name, each in model.named_parameters() if "modulation.out_layer.weight" in name]
+    assert len(weights) == 4
+    assert saved == [sum(2 * each.numel() for each in weights) if kept else 0]
+    assert {each.dtype for each in weights} == {torch.bfloat16 if kept else torch.float32}
+
+
+def test_trained_modulation_stays_float32() -> None:
+    model = build(torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+    assert store_in_bf16(model) == 0
+
+
+def test_hooks_on_blocks_are_called() -> None:
+    model = build(torch.float32)
+    padding = attention.install(model)
+    fast.install(model, padding)
+    seen: list[nn.Module] = []
+    for block in model.visual_transformer_blocks:
+        block.register_forward_pre_hook(lambda module, _: seen.append(module))
+    with padding.hidden(None):
+        model(**inputs(torch.float32, 1))
+    assert [id(each) for each in seen] == [id(each) for each in model.visual_transformer_blocks]
+    model.enable_gradient_checkpointing(lambda block, *rest: checkpoint(block, *rest, use_reentrant=False))
+    model(**inputs(torch.float32, 1)).sum().backward()
+    assert len(seen) == 3 * len(model.visual_transformer_blocks), "once more forward, once to compute again"

@@ -1,0 +1,83 @@
+"""Attention frame by frame gives the latents of the stock VAE, without a mask of tokens by tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simpletuner.models.frame_attention import FrameCausalProcessor, attend_by_frame
+from tests.fidelity.family import CPU
+from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.tiny import build_video_vae, make_checkpoint
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most numbers that one tensor had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.numbers = max(self.numbers, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+@pytest.mark.parametrize("frames", [1, 5, 17])
+@torch.no_grad()
+def test_encoder_and_decoder_give_the_same(frames: int) -> None:
+    torch.manual_seed(0)
+    vae = build_video_vae().eval()
+    for parameter in vae.parameters():
+        parameter.mul_(3)  # so that attention is far from even
+    clip = torch.randn(2, 3, frames, 32, 48).clamp(-1, 1)
+    latents = vae.encode(clip).latent_dist.mean
+    decoded = vae.decode(latents).sample
+    assert attend_by_frame(vae) == 2
+    again = vae.encode(clip).latent_dist.mean
+    largest = float(latents.abs().max())
+    torch.testing.assert_close(again, latents, rtol=0, atol=1e-6 * largest)
+    torch.testing.assert_close(vae.decode(latents).sample, decoded, rtol=0, atol=2e-6 * float(decoded.abs().max()))
+
+
+@torch.no_grad()
+def test_a_frame_does_not_see_later_ones_but_sees_all_earlier_ones() -> None:
+    torch.manual_seed(0)
+    vae = build_video_vae().eval()
+    attend_by_frame(vae)
+    attn: Any = vae.encoder.mid_block.attentions[0]
+    tokens = torch.randn(1, 3 * 4, 16)
+    whole = attn(tokens, num_frames=3)
+    assert isinstance(attn.processor, FrameCausalProcessor)
+    unordered = attn(tokens, num_frames=1)
+    torch.testing.assert_close(whole[:, 8:], unordered[:, 8:])
+    assert not torch.allclose(whole[:, :8], unordered[:, :8], atol=1e-4)
+
+
+@torch.no_grad()
+def test_nothing_is_as_large_as_tokens_by_tokens() -> None:
+    torch.manual_seed(0)
+    vae = build_video_vae().eval()
+    hidden_states = torch.randn(1, 16, 9, 16, 16)
+    tokens = 9 * 16 * 16
+    with LargestTensor() as stock:
+        expected = vae.encoder.mid_block(hidden_states)
+    attend_by_frame(vae)
+    with LargestTensor() as ours:
+        torch.testing.assert_close(vae.encoder.mid_block(hidden_states), expected)
+    assert stock.numbers >= tokens**2
+    assert 0 < ours.numbers <= tokens**2 / 9, "one frame's queries at most"
+
+
+def test_the_encoder_of_a_run_does_it_and_previews_stay_stock(tmp_path: Path) -> None:
+    adapter: Any = make_video_adapter(make_checkpoint(tmp_path, "t2v"), "t2v")
+    encoder = adapter.load_latent_encoder(CPU, torch.float32)
+    assert isinstance(encoder.vae.encoder.mid_block.attentions[0].processor, FrameCausalProcessor)
+    pipeline = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32), CPU, None).pipeline
+    assert not isinstance(pipeline.vae.decoder.mid_block.attentions[0].processor, FrameCausalProcessor)

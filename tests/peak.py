@@ -1,0 +1,101 @@
+"""The peak of a step of a model at full width, without its memory: tensors that have shapes and no numbers.
+
+Fake tensors go through the real forward and backward passes; a dispatch mode adds up the storages that are alive.
+Attention is replaced by what a flash kernel allocates, because fake tensors on a CPU would take the plain products.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of storages that came into being inside, now and at most; `there` do not count."""
+
+    def __init__(self, there: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._there = {tensor.untyped_storage()._cdata for tensor in there}
+        self._alive: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self._alive or address in self._there:
+            return
+        self._alive[address] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._gone, address)
+
+    def _gone(self, address: int) -> None:
+        self.now -= self._alive.pop(address)
+
+
+class Flash(torch.autograd.Function):
+    """What flash attention keeps and allocates, `B H S D`."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, length, width = query.shape
+        out = torch.empty((batch, length, heads, width), dtype=query.dtype).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out, torch.empty((batch, heads, length)))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, sums = ctx.saved_tensors
+        scratch = torch.empty(query.shape), torch.empty_like(sums)  # dQ is summed up in float32
+        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del scratch
+        return found
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+    return Flash.apply(query, key, value)
+
+
+@contextmanager
+def fake_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors without numbers, and attention as a kernel."""
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        yield
+
+
+def hollow(model: nn.Module, dtype_of: Callable[[str, nn.Parameter], torch.dtype]) -> None:
+    """Give a model on the meta device parameters and buffers of fake tensors on the CPU."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=dtype_of(f"{prefix}.{name}", parameter))
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        if isinstance(getattr(module, "freqs", None), Tensor):  # Kandinsky's sinusoids are no buffer
+            module.freqs = torch.empty(module.freqs.shape)
+
+
+def peak_of_step(model: nn.Module, inputs: dict[str, Any]) -> int:
+    """Bytes beside weights and inputs at the worst moment of forward and backward."""
+    there = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
+    with Peak(each for each in there if isinstance(each, Tensor)) as peak:
+        model(**inputs)[0].float().pow(2).mean().backward()
+    return peak.most

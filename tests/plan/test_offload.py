@@ -1,0 +1,102 @@
+"""What offloading excludes and needs is told before anything is loaded, with both keys and the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.config.load import Layer, resolve
+from simpletuner.plan.offload import check_offload
+
+REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
+
+
+def told(**settings: Any) -> tuple[list[str], list[str]]:
+    """Errors and warnings."""
+    config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], [])
+    found = list(check_offload(config))
+    return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enable_group_offload": True, "group_offload_use_stream": True, "group_offload_blocks_per_group": 2},
+        {"enable_group_offload": True, "gradient_checkpointing": False},
+        {"enable_group_offload": True, "base_model_precision": "int8-quanto"},
+        {"enable_group_offload": True, "group_offload_resident_blocks": 5, "offload_block_inputs": True},
+        {"group_offload_text_encoder": True, "group_offload_use_stream": True},
+        {"group_offload_text_encoder": True, "group_offload_vae": True, "model_type": "full"},
+        {"enable_model_cpu_offload": True},
+    ],
+)
+def test_what_is_fine(settings: dict[str, Any]) -> None:
+    assert told(**settings) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"enable_model_cpu_offload": True}, ["enable_model_cpu_offload", "moves them all"]),
+        ({"fsdp_enable": True}, ["fsdp_enable", "cuts the weights"]),
+        ({"model_type": "full"}, ["model_type full", "only frozen weights can stream"]),
+        (
+            {"base_model_precision": "int8-quanto", "gradient_checkpointing": False},
+            ["base_model_precision 'int8-quanto'", "gradient_checkpointing", "would read quantised weights"],
+        ),
+        (
+            {"base_model_precision": "int8-quanto", "gradient_checkpointing_interval": 2},
+            ["gradient_checkpointing of every block"],
+        ),
+    ],
+)
+def test_what_group_offload_excludes(settings: dict[str, Any], names: list[str]) -> None:
+    (error,), _ = told(enable_group_offload=True, **settings)
+    assert error.startswith("enable_group_offload: ")
+    assert all(name in error for name in names)
+    assert told(**settings)[0] == [], "each is fine alone"
+
+
+def test_one_way_to_offload_a_vae() -> None:
+    (error,), _ = told(group_offload_vae=True, enable_model_cpu_offload=True)
+    assert error.startswith("group_offload_vae: and enable_model_cpu_offload exclude each other: ")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"group_offload_use_stream": True},
+        {"group_offload_blocks_per_group": 2},
+        {"group_offload_resident_blocks": 2},
+        {"group_offload_to_disk_path": "somewhere"},
+        {"group_offload_type": "leaf_level"},
+        {"group_offload_type": "leaf_level", "enable_group_offload": True},
+        {"offload_block_inputs": True, "gradient_checkpointing": False},
+        {"group_offload_resident_blocks": 2, "group_offload_text_encoder": True},
+    ],
+)
+def test_what_has_no_effect(settings: dict[str, Any]) -> None:
+    errors, (warning,) = told(**settings)
+    assert errors == []
+    assert warning.startswith(f"{next(iter(settings))}: ")
+
+
+def test_what_a_disk_costs_and_whether_it_can_be_written(tmp_path: Path) -> None:
+    settings = {"enable_group_offload": True, "group_offload_to_disk_path": str(tmp_path / "new" / "folder")}
+    errors, (warning,) = told(**settings)
+    assert errors == []
+    assert "reads the offloaded weights twice from this disk" in warning
+    assert not (tmp_path / "new").exists(), "a plan writes nothing"
+    (tmp_path / "file").write_text("")
+    (error,), _ = told(**{**settings, "group_offload_to_disk_path": str(tmp_path / "file" / "folder")})
+    assert error.startswith("group_offload_to_disk_path: ")
+    assert "is a file" in error
+
+
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    (error,), _ = told(enable_group_offload=True, group_offload_to_disk_path=str(tmp_path / "new"))
+    assert "cannot be written to" in error

@@ -1,0 +1,101 @@
+"""The rehearsal: it tries the largest moments, and a run is the same with it and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner.cli.train import parse_settings
+from simpletuner.errors import UserError
+from simpletuner.plan.ready import ready_plan
+from simpletuner.reporting.progress import SilentProgress
+from simpletuner.run import rehearsal
+from simpletuner.run.train import run_plan
+from simpletuner.training import step as steps
+from tests.workspace import DATASETS, Workspace
+
+LORA = "output/pytorch_lora_weights.safetensors"
+
+
+class Told(SilentProgress):
+    """Remembers what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def run(workspace: Workspace, *, rehearsed: bool | None) -> list[str]:
+    with workspace.inside():
+        progress = Told()
+        run_plan(*ready_plan(*parse_settings([])), progress, rehearsed=rehearsed)
+    return progress.lines
+
+
+@pytest.fixture
+def pair(tmp_path: Path, t2i_checkpoint: Path) -> list[Workspace]:
+    """Two equal workspaces; regularisation brings in a technique, dropout random numbers, validation a pipeline."""
+    settings: dict[str, Any] = {
+        "lora_dropout": 0.2, "validation_disable": False, "use_ema": True, "input_perturbation": 0.1,
+        "max_train_steps": 3,
+    }  # fmt: skip
+    pair = [Workspace.create(tmp_path / name, t2i_checkpoint, **settings) for name in ("with", "without")]
+    for workspace in pair:
+        regular = {**DATASETS[0], "id": "regular", "is_regularisation_data": True}
+        workspace.write_datasets([DATASETS[0], regular, DATASETS[1]])
+    return pair
+
+
+def test_it_changes_no_result(pair: list[Workspace], monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(*arguments: Any) -> Iterator[Any]:
+        before = torch.get_rng_state()
+        yield from rehearsal.rehearse(*arguments)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(parameter.grad is None for parameter in arguments[0].parameters.values())
+
+    monkeypatch.setattr("simpletuner.run.train.rehearse", watched)
+    told, untold = run(pair[0], rehearsed=True), run(pair[1], rehearsed=None)
+    assert [line.partition(":")[0] for line in told if line.startswith("Rehearsed")] == [
+        "Rehearsed the largest micro-step (2 x 64x64)", "Rehearsed a preview",
+    ]  # fmt: skip
+    assert not any(line.startswith("Rehearsed") for line in untold), "on a CPU there is nothing to try"
+    assert pair[0].metrics() == pair[1].metrics()
+    assert pair[0].path(LORA).read_bytes() == pair[1].path(LORA).read_bytes()
+    previews = [sorted(each.path("output").rglob("*.png")) for each in pair]
+    assert [path.read_bytes() for path in previews[0]] == [path.read_bytes() for path in previews[1]]
+
+
+def test_too_small_a_device_is_told_before_step_1(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(steps, "micro_loss", full)
+    with pytest.raises(UserError, match=r"the largest micro-step .* does not fit CPU; the plan expected .* MB of"):
+        run(workspace, rehearsed=True)
+    assert not workspace.path(LORA).exists()
+
+
+def test_the_optimizer_state_that_is_still_to_come(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, float]] = []
+
+    def look(assembly: Any, *rest: Any) -> Any:
+        budget = rest[-1]
+        before = rehearsal.coming_state(assembly, budget)
+        for parameter in assembly.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        assembly.optimizer.step()
+        state = [each for one in assembly.optimizer.state.values() for each in one.values() if each.ndim > 0]
+        seen.append((before, float(sum(each.nbytes for each in state))))
+        assert rehearsal.coming_state(assembly, budget) == 0
+        return iter(())
+
+    monkeypatch.setattr("simpletuner.run.train.rehearse", look)
+    run(workspace, rehearsed=True)
+    ((planned, real),) = seen
+    assert planned == real > 0

@@ -1,0 +1,53 @@
+"""The cost that MFU is measured by: what a meter on the real classes counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.models import SHAPES, hollow_transformer, lora_targets
+from benchmarks.variants import Variant
+from simpletuner.config.tread import Route
+from simpletuner.models.registry import FAMILIES
+from simpletuner.techniques.tread import Tread
+from simpletuner.training import step
+from simpletuner.training.flops import adapters_of, count_flops
+
+
+@pytest.mark.parametrize("size", ["tiny", "tiny-video", "tiny-sana"])
+def test_a_meter_counts_the_same(size: str) -> None:
+    variant = Variant(size, "cpu", {"gradient_checkpointing": False, "speed": "reference"})
+    assembly = variant.assembly
+    assert assembly.sample_flops is not None
+    batch = variant.loader.batch
+    # The meter does not know the CPU's own attention kernel.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as meter:
+        step.micro_loss(assembly, batch, 0, 0, step._Losses()).backward()
+    told = assembly.sample_flops(SHAPES[size].tokens, SHAPES[size].caption)
+    assert told == pytest.approx(meter.get_total_flops(), rel=1e-6)
+    assert step.batch_flops(assembly, batch) == told
+
+
+@pytest.mark.parametrize(("size", "teraflops"), [("lite", 563), ("image", 106), ("pro", 9417), ("sana", 246)])
+def test_real_models(size: str, teraflops: float) -> None:
+    """Metered once on the real architectures, with a LoRA on queries, keys and values."""
+    from peft import LoraConfig
+
+    model: Any = hollow_transformer(size)
+    targets = ["to_q", "to_k", "to_v"] if size == "sana" else lora_targets(size)
+    with torch.device("meta"):
+        model.add_adapter(LoraConfig(r=16, target_modules=targets))
+    flops = count_flops(model, FAMILIES[SHAPES[size].family].cost, [])
+    assert flops is not None
+    assert flops(SHAPES[size].tokens, SHAPES[size].caption) / 1e12 == pytest.approx(teraflops, rel=0.03)
+    assert adapters_of(model).rank == 16
+
+
+def test_routed_tokens_have_no_utilisation() -> None:
+    variant = Variant("tiny", "cpu", {}, [Tread([Route(0.5, 0, -1)])])
+    assert variant.assembly.sample_flops is None
+    assert variant.step().flops is None

@@ -1,0 +1,106 @@
+"""What a step's time went into reaches the record, the display and nobody's results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from simpletuner.reporting.metrics import MetricsFile
+from simpletuner.reporting.progress import SilentProgress, StepNumbers
+from simpletuner.reporting.slowness import ENOUGH, RECENT, SlowSteps
+from simpletuner.training.recorder import Recorder, timing_of, utilisation
+from simpletuner.training.state import Assembly, TrainState
+from simpletuner.training.step import StepReport, optimizer_step
+from tests.training.assembly import make_assembly, make_batch
+from tests.training.test_step import CAPTIONS, Batches
+
+
+class Listener(SilentProgress):
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.steps: list[StepNumbers] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def step(self, report: StepNumbers) -> None:
+        self.steps.append(report)
+
+
+class Streamer:
+    """Waited nine seconds in previews before the step, and a quarter of a second in it."""
+
+    def __init__(self) -> None:
+        self.readings = iter([9.0, 0.25])
+
+    def waited(self) -> float:
+        return next(self.readings)
+
+
+def report(step: int, seconds: float = 1.0, **changes: object) -> StepReport:
+    metrics = {"train_loss": 0.5, "learning_rate": 1e-4}
+    return StepReport(step, 1, 0, metrics, [], seconds, 0.01, shapes=((1, 16, 1, 4, 4),), **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def assembly(t2i_checkpoint: Path) -> Assembly:
+    return make_assembly(t2i_checkpoint, gradient_accumulation_steps=2)
+
+
+def test_a_step_says_what_it_waited_for_and_what_it_computed(assembly: Assembly, t2i_checkpoint: Path) -> None:
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    assembly.sample_flops = None
+    plain = optimizer_step(assembly, Batches(batch, batch), 0)
+    assert (plain.weights_seconds, plain.flops) == (None, None)
+    assert plain.shapes == ((4, 16, 1, 4, 4),) * 2
+    asked = []
+
+    def cost(tokens: int, text_tokens: int) -> float:
+        asked.append((tokens, text_tokens))
+        return 1000.0 * tokens + text_tokens
+
+    assembly.streamer, assembly.sample_flops = Streamer(), cost
+    told = optimizer_step(assembly, Batches(batch, batch), 1)
+    assert told.weights_seconds == 0.25
+    lengths = [len(embeds["prompt_embeds"]) for embeds in batch.embeds]
+    assert asked == [(4, length) for length in lengths] * 2
+    assert told.flops == 2 * (4 * 4000 + sum(lengths))
+
+
+def test_the_record_has_the_shares(tmp_path: Path, assembly: Assembly) -> None:
+    path = tmp_path / "m.jsonl"
+    listener = Listener()
+    recorder = Recorder(MetricsFile(path), listener, [], None, 1, matmul_flops=1e12)
+    recorder.on_step_end(assembly, TrainState(), report(1))
+    recorder.on_step_end(assembly, TrainState(), report(2, 2.0, weights_seconds=0.5, flops=8e11))
+    recorder.on_train_end(assembly, TrainState())
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert (first["compute_share"], first["data_share"]) == (0.99, 0.01)
+    assert not {"weights_share", "weights_seconds", "mfu"} & first.keys()
+    assert (second["compute_share"], second["weights_share"], second["data_share"]) == (0.745, 0.25, 0.005)
+    assert (second["seconds"], second["weights_seconds"], second["mfu"]) == (2.0, 0.5, 0.4)
+    assert (listener.steps[1].weights_wait_seconds, listener.steps[1].mfu) == (0.5, 0.4)
+
+
+def test_there_is_no_utilisation_without_both_numbers() -> None:
+    assert utilisation(report(1), 1e12) is None
+    assert utilisation(report(1, flops=1e11), None) is None
+    assert utilisation(report(1, flops=1e11), 1e12) == pytest.approx(0.1)
+    assert "mfu" not in timing_of(report(1), None)
+
+
+def test_slow_steps_are_told_by_the_display(tmp_path: Path, assembly: Assembly) -> None:
+    listener, clock = Listener(), [0.0]
+    watcher = SlowSteps(lambda: clock[0])
+    recorder = Recorder(MetricsFile(tmp_path / "m.jsonl"), listener, [], None, 1, slow_steps=watcher)
+    for step in range(1, 2 * ENOUGH + RECENT + 1):
+        seconds = 1.0 if step <= 2 * ENOUGH else 2.0
+        clock[0] += seconds
+        recorder.on_step_end(assembly, TrainState(), report(step, seconds))
+    recorder.on_train_end(assembly, TrainState())
+    assert len(listener.said) == 1
+    assert "2.0 times as long as usual" in listener.said[0]

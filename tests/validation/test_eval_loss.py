@@ -1,0 +1,196 @@
+"""The loss on data that is not trained on: what it is, when it comes, and that training does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner.config.schema import EvaluationConfig
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.sample import Sample
+from simpletuner.diffusion.batch import Batch
+from simpletuner.training.ema import Ema
+from simpletuner.validation.eval_loss import EvaluationLoss, even_sigmas
+from tests.clips import write_clip
+from tests.complaints import complaints, warnings
+from tests.run.test_kandinsky5_video import CLIPS, make_workspace
+from tests.tiny import make_checkpoint
+from tests.training.assembly import make_assembly, make_batch
+from tests.workspace import DATASETS, Workspace
+
+EVAL: dict[str, Any] = {
+    **DATASETS[0],
+    "id": "held-out",
+    "dataset_type": "eval",
+    "instance_data_dir": "datasets/held out",
+}
+EVAL.pop("repeats")
+LORA = "output/pytorch_lora_weights.safetensors"
+
+
+class Silent:
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Nobody looks."""
+
+
+@contextmanager
+def no_phase(title: str, total: int) -> Iterator[Silent]:
+    yield Silent()
+
+
+def sample(name: str) -> Sample:
+    geometry = Geometry("1.0", (32, 32), (32, 32), (0, 0))
+    return Sample("d", name, Path(name), "a" * 64, (32, 32), geometry, ("a star",))
+
+
+def evaluation(batch: Batch, ema: Ema | None = None, **settings: Any) -> EvaluationLoss:
+    """Of two samples; each is read as its part of the batch."""
+
+    def read(one: Sample) -> Batch:
+        index = int(one.name)
+        return replace(batch, latents=batch.latents[index : index + 1], embeds=batch.embeds[index : index + 1],
+                       names=[one.full_name])  # fmt: skip
+
+    config = EvaluationConfig(**{"eval_steps_interval": 1, "eval_timesteps": 3, **settings})
+    return EvaluationLoss(
+        config=config, datasets={"d": [sample("0"), sample("1")]}, read=read, seed=5, steps_per_epoch=4.0, ema=ema,
+        ema_validation="comparison", phase=no_phase, say=lambda text: None,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def batch(t2i_checkpoint: Path) -> Batch:
+    return make_batch(t2i_checkpoint, ["a star", "two stars"])
+
+
+def test_it_is_the_mean_squared_error_at_even_noise_levels(t2i_checkpoint: Path, batch: Batch) -> None:
+    assembly = make_assembly(t2i_checkpoint)
+    seen: list[Any] = []
+    predict = assembly.adapter.predict
+    errors = []
+
+    def spy(transformer: Any, noisy: Any) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        assert not transformer.training
+        seen.append(noisy)
+        answer = predict(transformer, noisy)
+        errors.append((answer - (noisy.noise - noisy.batch.latents)).square().mean().item())
+        return answer
+
+    assembly.adapter.predict = spy  # type: ignore[method-assign]
+    losses = evaluation(batch).evaluate(assembly, 1)
+    assert list(losses) == ["loss/val/d"]
+    assert losses["loss/val/d"] == pytest.approx(sum(errors) / 6, rel=1e-5)
+    assert [round(noisy.sigmas.item(), 4) for noisy in seen] == [0.1667, 0.5, 0.8333] * 2
+    noises = [noisy.noise for noisy in seen]
+    assert not any(torch.equal(noises[0], other) for other in noises[1:])
+    assert evaluation(batch).evaluate(assembly, 9) == losses, "the noise is that of the sample, at any step"
+    assert assembly.transformer.training
+
+
+def test_the_average_has_a_loss_of_its_own(t2i_checkpoint: Path, batch: Batch) -> None:
+    assembly = make_assembly(t2i_checkpoint, use_ema=True)
+    plain = evaluation(batch).evaluate(assembly, 1)["loss/val/d"]
+    from simpletuner.config.schema import EmaConfig
+
+    ema = Ema(assembly.parameters, EmaConfig(use_ema=True), torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in assembly.parameters.items():
+            if "lora_B" in name:
+                parameter.fill_(0.3)
+    both = evaluation(batch, ema, eval_dataset_pooling=True).evaluate(assembly, 1)
+    assert both["loss/val/d/ema"] == pytest.approx(plain, rel=1e-6)
+    assert both["loss/val/d"] != pytest.approx(plain, rel=1e-3)
+    assert both["loss/val/pooled"] == both["loss/val/d"]
+    alone = replace(evaluation(batch, ema), ema_validation="ema_only").evaluate(assembly, 1)
+    assert alone == {"loss/val/d": both["loss/val/d/ema"]}
+
+
+def test_when_it_is_due(batch: Batch) -> None:
+    def due(**settings: Any) -> list[int]:
+        callback = evaluation(batch, **{"eval_steps_interval": None, **settings})
+        return [step for step in range(1, 13) if callback.is_due(step)]
+
+    assert due(eval_steps_interval=5) == [5, 10]
+    assert due(eval_epoch_interval=1) == [4, 8, 12]
+    assert due(eval_epoch_interval=0.5) == [2, 4, 6, 8, 10, 12]
+    assert due(eval_epoch_interval=1.5) == [6, 12]
+    assert due(eval_epoch_interval=0.1) == list(range(1, 13)), "not more than once a step"
+    assert due(eval_steps_interval=6, eval_epoch_interval=2) == [6, 8, 12]
+    assert even_sigmas(4) == [0.125, 0.375, 0.625, 0.875]
+
+
+def test_a_run_records_it_and_trains_as_without(
+    tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, watched = (Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("plain", "watched"))
+    watched.add_pictures("datasets/held out", 3, seed=9)
+    watched.add_pictures("datasets/more", 1, seed=8)
+    watched.path("datasets/more/p0.txt").write_text("a caption that is not trained")
+    more = {**EVAL, "id": "more", "instance_data_dir": "datasets/more"}
+    watched.write_datasets([*DATASETS, EVAL, more])
+    watched.write_config(eval_steps_interval=2, eval_timesteps=2, eval_dataset_pooling=True, num_eval_images=2)
+    assert (plain.train(), watched.train()) == (0, 0)
+    assert "made anew" not in capsys.readouterr().err, "everything is encoded before the first step"
+    records = watched.metrics()
+    shown = [{key: value for key, value in line.items() if not key.startswith("loss/val/")} for line in records]
+    assert shown == plain.metrics()
+    assert plain.path(LORA).read_bytes() == watched.path(LORA).read_bytes()
+    assert ["loss/val/held-out" in line for line in records] == [False, True, False, True]
+    last = records[-1]
+    assert last["loss/val/pooled"] == pytest.approx((last["loss/val/held-out"] + last["loss/val/more"]) / 2)
+    assert last["loss/val/held-out"] != records[1]["loss/val/held-out"]
+    assert "val/held-out" in watched.path("output/training_report.html").read_text()
+    latents = watched.path("output/cache/vae/kandinsky5-image/held-out")
+    assert len(list(latents.rglob("*.zst"))) == 2, "num_eval_images of them, and no more"
+
+
+def test_stop_and_go_measures_the_same(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    runs = [Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("straight", "broken")]
+    for run in runs:
+        run.add_pictures("datasets/held out", 1, seed=9)
+        run.write_datasets([*DATASETS, EVAL])
+        run.write_config(eval_epoch_interval=0.25, eval_timesteps=2)
+    assert runs[0].train() == 0
+    assert runs[1].train("max_train_steps=2") == 0
+    assert runs[1].train() == 0
+    assert runs[0].metrics() == runs[1].metrics()
+    assert "loss/val/held-out" in runs[0].metrics()[1]
+
+
+def test_clips_are_evaluated_as_clips(tmp_path: Path) -> None:
+    """An eval dataset with rules for clips holds clips; for i2v its first frames are the condition."""
+    checkpoint = make_checkpoint(tmp_path / "i2v", "i2v")
+    workspace = make_workspace(tmp_path / "run", checkpoint, "i2v-lite-5s")
+    path = workspace.path("datasets/held out/other.mp4")
+    path.parent.mkdir(parents=True)
+    write_clip(path, seconds=1.5)
+    path.with_suffix(".txt").write_text("another clip")
+    workspace.write_datasets([CLIPS, DATASETS[1], {**EVAL, "video": CLIPS["video"]}])
+    assert workspace.train("eval_steps_interval=1", "eval_timesteps=2", "max_train_steps=1") == 0
+    (line,) = workspace.metrics()
+    assert line["loss/val/held-out"] > 0
+    held_out = list(workspace.path("output/cache/vae/kandinsky5-video/held-out").rglob("*.zst"))
+    assert len(held_out) == 2, "the clip, and its first frame"
+
+
+def test_what_the_plan_says(workspace: Workspace, i2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no dataset has dataset_type eval" in warnings(workspace, capsys, "eval_steps_interval=5")
+    workspace.add_pictures("datasets/held out", 1)
+    workspace.write_datasets([*DATASETS, EVAL])
+    assert "held-out: is not used: eval_steps_interval" in warnings(workspace, capsys)
+    assert "held-out: is not used" in warnings(workspace, capsys, "eval_steps_interval=5", "--eval_loss_disable")
+    both = warnings(workspace, capsys, "eval_steps_interval=5", "eval_epoch_interval=0.5")
+    assert both.count("\n  ") == 1
+    assert "both are kept" in both
+    assert workspace.run("plan", "eval_epoch_interval=1") == 0
+    assert "Evaluation loss at 28 timesteps: held-out (1 sample)" in capsys.readouterr().out
+    workspace.write_config(pretrained_model_name_or_path=str(i2i_checkpoint), model_flavour="i2i-lite-sft")
+    told = complaints(workspace, capsys, "plan", "eval_epoch_interval=1")
+    assert any(each.startswith("held-out.conditioning_data: is required") for each in told)
