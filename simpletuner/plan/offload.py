@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.schema import PLAIN_PRECISIONS, OffloadConfig
+from simpletuner.config.schema import OffloadConfig
 from simpletuner.errors import Problem
 
 
@@ -16,7 +16,6 @@ def check_offload(config: RunConfig) -> Iterator[Problem]:
     offload = config.offload
     if offload.enable_group_offload:
         yield from _exclusions(config)
-        yield from _quantised(config)
     streams = offload.enable_group_offload or offload.group_offload_text_encoder or offload.group_offload_vae
     yield from _idle(offload, streams)
     if streams and offload.group_offload_type == "leaf_level":
@@ -64,20 +63,6 @@ def _exclusions(config: RunConfig) -> Iterator[Problem]:
             "and a full fine-tune has none; use model_type lora."
         )
         yield Problem(key, message)
-
-
-def _quantised(config: RunConfig) -> Iterator[Problem]:
-    """Autograd may keep quantised weights only where it forgets them at once."""
-    precision = config.precision
-    name = precision.base_model_precision
-    if name in PLAIN_PRECISIONS:
-        return
-    if not precision.gradient_checkpointing or (precision.gradient_checkpointing_interval or 1) > 1:
-        message = (
-            f"with base_model_precision {name!r} needs gradient_checkpointing of every block: "
-            "without it the backward pass would read quantised weights that have left the device."
-        )
-        yield Problem("enable_group_offload", message)
 
 
 def _disk(folder: Path) -> Iterator[Problem]:

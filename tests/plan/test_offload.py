@@ -31,6 +31,7 @@ def told(**settings: Any) -> tuple[list[str], list[str]]:
         {"group_offload_text_encoder": True, "group_offload_use_stream": True},
         {"group_offload_text_encoder": True, "group_offload_vae": True, "model_type": "full"},
         {"enable_model_cpu_offload": True},
+        {"enable_group_offload": True, "base_model_precision": "int8-quanto", "gradient_checkpointing": False},
     ],
 )
 def test_what_is_fine(settings: dict[str, Any]) -> None:
@@ -43,14 +44,6 @@ def test_what_is_fine(settings: dict[str, Any]) -> None:
         ({"enable_model_cpu_offload": True}, ["enable_model_cpu_offload", "moves them all"]),
         ({"fsdp_enable": True}, ["fsdp_enable", "cuts the weights"]),
         ({"model_type": "full"}, ["model_type full", "only frozen weights can stream"]),
-        (
-            {"base_model_precision": "int8-quanto", "gradient_checkpointing": False},
-            ["base_model_precision 'int8-quanto'", "gradient_checkpointing", "would read quantised weights"],
-        ),
-        (
-            {"base_model_precision": "int8-quanto", "gradient_checkpointing_interval": 2},
-            ["gradient_checkpointing of every block"],
-        ),
     ],
 )
 def test_what_group_offload_excludes(settings: dict[str, Any], names: list[str]) -> None:

@@ -112,3 +112,13 @@ def test_a_quantised_encoder_makes_other_entries(workspace: Workspace) -> None:
             if other["prompt_embeds"].shape == one["prompt_embeds"].shape
         ]
         assert 1e-4 < min(distances) < 0.2
+
+
+def test_a_quantised_base_streams_to_the_same_lora(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    settings = {"base_model_precision": "int4-quanto", "mixed_precision": "bf16"}
+    results = []
+    for name, offload in (("resident", {}), ("streamed", {"enable_group_offload": True})):
+        workspace = Workspace.create(tmp_path / name, t2i_checkpoint, pictures=4, **settings, **offload)
+        assert workspace.train() == 0
+        results.append(lora_of(workspace))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
