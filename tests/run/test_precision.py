@@ -11,6 +11,9 @@ from diffusers import Kandinsky5T2IPipeline, SanaVideoPipeline
 from PIL import Image
 from safetensors.torch import load_file
 
+from simpletuner.caching.store import CacheStore
+from simpletuner.config.precision import Quantisation
+from simpletuner.memory.weight_formats import Packed, pack
 from simpletuner.models.kandinsky5.processor import load_processor
 from tests.run.test_kandinsky5_video import make_workspace
 from tests.run.test_resume import SETTINGS, assert_same_run
@@ -36,6 +39,20 @@ def test_pictures(tmp_path: Path, t2i_checkpoint: Path, settings: dict[str, Any]
     pipeline = Kandinsky5T2IPipeline.from_pretrained(t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint))
     pipeline.load_lora_weights(workspace.path("output"))
     assert pipeline.get_active_adapters()
+
+
+def test_each_weight_is_packed_once(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again for previews, for the moving average or for the file."""
+    shapes: list[torch.Size] = []
+
+    def count(weight: torch.Tensor, quantisation: Quantisation) -> Packed:
+        shapes.append(weight.shape)
+        return pack(weight, quantisation)
+
+    monkeypatch.setattr("simpletuner.memory.quantise.pack", count)
+    workspace.write_config(**INT8, use_ema=True)
+    assert workspace.train() == 0
+    assert len(shapes) == 1 * 6 + 2 * 10, "a text block has 6 layers, a visual one 10"
 
 
 def test_clips(tmp_path: Path) -> None:
@@ -70,14 +87,16 @@ def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> No
 
 
 def captions_of(workspace: Workspace) -> dict[str, dict[str, torch.Tensor]]:
-    """Cached embeddings by the name of their entry."""
-    return {path.stem: load_file(path) for path in workspace.path("cache/text").rglob("*.safetensors")}
+    """Cached embeddings by their key."""
+    store = CacheStore(workspace.path("cache/text"))
+    return {key: store.read(key) for key in [*store.keys()]}
 
 
 def test_a_quantised_encoder_makes_other_entries(workspace: Workspace) -> None:
     """Near the plain ones, under other keys; a bare name means the same entries as the full one."""
     assert workspace.run("cache", "fill") == 0
     plain = captions_of(workspace)
+    assert plain
     assert workspace.run("cache", "fill", "text_encoder_1_precision=int8") == 0
     both = captions_of(workspace)
     assert len(both) == 2 * len(plain)
