@@ -131,14 +131,14 @@ class FamilySpec:
         object.__setattr__(self, "flavour_names", [flavour.name for flavour in self.flavours])
 
     @property
-    def text_encoders(self) -> int:
-        """How many text encoders the family has."""
-        return sum(role.startswith("text_encoder") for role in self.components)
-
-    @property
     def samples(self) -> str:
         """What is trained on and rendered, as people call it."""
         return "clips" if self.media == "video" else "pictures"
+
+    @property
+    def text_encoders(self) -> int:
+        """How many text encoders the family has."""
+        return sum(role.startswith("text_encoder") for role in self.components)
 
     def flavour(self, name: str | None) -> Flavour:
         """The flavour of that name, or the default one.

@@ -114,7 +114,7 @@ class CacheWorkshop:
         dtype = DTYPES[text_encoder_dtype(config.precision)]
         if not config.offload.group_offload_text_encoder:
             return self.adapter.load_text_encoder(self.device, dtype, self._quantise_encoder)
-        # It would not fit as a whole.
+        # On the device it would not fit as a whole.
         encoder = self.adapter.load_text_encoder(torch.device("cpu"), dtype, self._quantise_encoder)
         for model in encoder.models:
             offload_layers(model, config.offload, self.device)

@@ -145,7 +145,7 @@ MISTAKES = {
     "num_train_epochs": ["num_train_epochs=3"],
     "conditioning_data": ["model_flavour=i2i-lite-sft"],
     "peft_lora_target_modules": ['peft_lora_target_modules=["to_q"]'],
-    "'clip'": ["evaluation_type=clip"],
+    "push_to_hub": ["push_to_hub=true"],
 }
 
 
