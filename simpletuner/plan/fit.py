@@ -20,6 +20,10 @@ from simpletuner.plan.workload import Choice, Workload
 HEADROOM = 0.05  # that auto leaves free: a driver, a browser, an estimate that is a little off
 # Every n-th block checkpointed, from the fastest to the leanest; None is none of them.
 DEPTHS = (None, 8, 4, 3, 2)
+ENCODER_CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("encoding captions", {"group_offload_text_encoder": True}),
+    ("encoding pictures", {"vae_batch_size": 1}),
+)
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 Built = Callable[[str], bool]
 
@@ -61,7 +65,8 @@ def check_fit(budget: Budget, built: Built = is_built) -> Iterator[Problem]:
     advice = fitting if changes else _no_help(budget, lacking[0], built)
     if not device.is_gpu:
         advice += " To plan for a GPU elsewhere: simpletuner plan --device-memory 24."
-    more = f" ({len(lacking) - 1} more)" if len(lacking) > 1 else ""
+    others = len(lacking) - 1
+    more = f" ({others} more phase{'s lack' if others > 1 else ' lacks'} room)" if others else ""
     message = f"{lacking[0]}{more}. {advice}"
     yield Problem("memory", message if not fatal else f"{message} i_know_what_i_am_doing goes on anyway.", fatal=fatal)
 
@@ -154,7 +159,8 @@ def _offload_changes(config: RunConfig, built: Built) -> Iterator[Change]:
     """From the device into host memory."""
     offload = config.offload
     if config.model.model_type == "lora" and not offload.enable_group_offload and built("enable_group_offload"):
-        yield Change(STREAMED)
+        # The two exclude each other.
+        yield Change({**STREAMED, **({"enable_model_cpu_offload": False} if offload.enable_model_cpu_offload else {})})
     if not offload.offload_block_inputs:
         yield from _if_built(built, "offload_block_inputs", True)
     if not offload.group_offload_text_encoder:
@@ -172,6 +178,7 @@ def choose(budget: Budget, built: Built = is_built) -> Budget:
     Only keys that the user left unset are touched. When nothing fits, the leanest settings are returned, and
     `check_fit` says what is missing.
     """
+    budget = _with_encoders(budget, built)
     start: Choice = budget.config, budget.workload
     ways = list(_ways(budget, built))
     for change, reason in ways:
@@ -180,11 +187,23 @@ def choose(budget: Budget, built: Built = is_built) -> Budget:
     return _with(budget, *ways[-1])
 
 
+def _with_encoders(budget: Budget, built: Built) -> Budget:
+    """What text encoders and VAE need before training; each is chosen only where its own phase lacks room."""
+    lacking = {phase.name: shortage(phase, budget.device, headroom=HEADROOM) for phase in budget.phases}
+    for name, values in ENCODER_CHANGES if budget.device.is_gpu else ():
+        config, reason = budget.config, lacking.get(name)
+        free = all(not config.is_explicit(key) and built(key) for key in values)
+        if reason and free and values.items() - config.flat().items():
+            budget = _with(budget, Change(values), reason)
+    return budget
+
+
 def _with(budget: Budget, change: Change, reason: str) -> Budget:
     config, workload = change.of((budget.config, budget.workload))
     fitted = estimate(config, budget.parts, workload, budget.device, budget.missing)
-    decisions = [f"{key} {_written(value)}" for key, value in change.values.items()]
-    return replace(fitted, decisions=[f"{', '.join(decisions) or 'nothing to change'}: {reason}"])
+    chosen = [f"{key} {_written(value)}" for key, value in change.values.items()]
+    decision = f"{', '.join(chosen) or 'nothing to change'}: {reason}"
+    return replace(fitted, decisions=[*budget.decisions, decision])
 
 
 def _ways(budget: Budget, built: Built) -> Iterator[tuple[Change, str]]:
@@ -197,17 +216,22 @@ def _ways(budget: Budget, built: Built) -> Iterator[tuple[Change, str]]:
         plain = {"gradient_checkpointing": True, "gradient_checkpointing_interval": None}
     yield Change(plain), "the blocks are checkpointed, and everything stays on the device"
     if free["speed_keep_attention"] and keeps_attention(config.speed):
-        plain["speed_keep_attention"] = False
+        plain = {**plain, "speed_keep_attention": False}
         yield Change(plain), "attention is computed twice, which takes less memory"
-    if config.model.model_type == "lora" and free["enable_group_offload"] and budget.device.is_gpu:
+    if _may_stream(config) and free["enable_group_offload"] and budget.device.is_gpu:
         streamed = {key: value for key, value in STREAMED.items() if free[key]}
         plain = {**plain, **streamed}
         yield from _streamed(budget, plain, free)
         if free["offload_block_inputs"]:
-            plain["offload_block_inputs"] = True
+            plain = {**plain, "offload_block_inputs": True}
     if free["base_model_precision"] and config.model.model_type == "lora":
         lean = {**plain, "base_model_precision": "int8-quanto"}
         yield Change(lean), f"in 16 bits the run does not fit {_room(budget.device)}"
+
+
+def _may_stream(config: RunConfig) -> bool:
+    """Only frozen weights stream, and not where previews move all of them."""
+    return config.model.model_type == "lora" and not config.offload.enable_model_cpu_offload
 
 
 OWN_KEYS = (

@@ -487,7 +487,9 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
 def test_leaving_in_the_middle(terminal: pexpect.spawn, tmp_path: Path, key: str, code: int, words: str) -> None:
     terminal.expect("Folder for everything")
     terminal.sendline("x")
-    terminal.expect(r"Model \[kandinsky5-image\]: ")  # all of it: before the prompt is whole, the line is not edited yet
+    terminal.expect(
+        r"Model \[kandinsky5-image\]: "
+    )  # all of it: before the prompt is whole, the line is not edited yet
     terminal.sendcontrol(key)
     terminal.expect(words)
     terminal.expect(pexpect.EOF)

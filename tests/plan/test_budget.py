@@ -28,8 +28,8 @@ def test_a_tiny_model_fits_and_every_phase_is_listed(workspace: Workspace, capsy
     assert lines[0].startswith("CPU, 1000.0 GB")
     phases = [re.split(r"  +", line.strip())[0] for line in lines[2:8]]
     assert phases == [
-        "encoding captions", "encoding pictures", "loading the transformer", "training at 64x64, batch 2", "previews",
-        "saving",
+        "encoding captions", "encoding pictures", "loading the transformer", "training at 64x64, batch 2",
+        "rendering previews", "saving",
     ]  # fmt: skip
     buckets = [line.split() for line in lines if "batch 2 " in line and "training" not in line]
     assert [bucket[3] for bucket in buckets] == [str(2 * 16), str(2 * 15)], "tokens of a micro-batch, the most first"
