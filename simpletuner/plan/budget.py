@@ -154,7 +154,8 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setu
         yield Phase("encoding pictures", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
     whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
     yield Phase("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
-    waiting = HOST_BASE + streamed_bytes(cost, setup)
+    on_disk = config.offload.group_offload_to_disk_path is not None
+    waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup))
     for bucket in workload.buckets:
         load = parts.load(bucket)
         host = waiting + inputs_on_host_bytes(cost, setup, load)
