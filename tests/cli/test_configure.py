@@ -151,6 +151,19 @@ def test_group_offload_brings_its_stream(configure: Configure, answer: str, keys
     assert {key: value for key, value in written().items() if key.startswith("group_offload_")} == keys
 
 
+def test_what_auto_chooses_is_neither_asked_nor_written(configure: Configure) -> None:
+    _, person = configure(offload="auto")
+    own = {"enable_group_offload", "group_offload_use_stream", "gradient_checkpointing"}
+    assert not own & {*person.asked, *written()}
+    assert written()["offload"] == "auto"
+    FILE.unlink()
+    configure(file=["offload"], offload=["manual", "auto"], enable_group_offload="yes")
+    assert not own & {*written()}, "answers that auto would have to leave alone are taken back"
+    FILE.unlink()
+    configure(file=["offload"], offload=["manual", "auto"])
+    assert not own & {*written()}
+
+
 def test_full_training_has_no_lora_questions_and_its_own_rate(configure: Configure) -> None:
     _, person = configure(model_type="full")
     assert "lora_rank" not in person.asked
