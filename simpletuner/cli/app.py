@@ -20,7 +20,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     name="simpletuner",
-    help="Fine-tune Kandinsky 5 Image: what is trained is what is sampled.",
+    help="Fine-tune Kandinsky 5 Image, Kandinsky 5 Video and Sana Video: what is trained is what is sampled.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

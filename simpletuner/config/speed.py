@@ -25,6 +25,8 @@ class AttentionPackage:
     function: str
 
 
+# What says how blocks are compiled, where they are.
+COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "validation_torch_compile")
 ATTENTION_PACKAGES = {
     "flash-attn-2": AttentionPackage("flash-attn", "flash_attn", "flash_attn_func"),
     "flash-attn-3": AttentionPackage("flash-attn-3", "flash_attn_interface", "flash_attn_func"),
@@ -71,7 +73,7 @@ def check_speed(
     elif config.speed_keep_attention and not precision.gradient_checkpointing:
         yield Problem("speed_keep_attention", "has no effect: gradient_checkpointing is off.", fatal=False)
     yield from check_mechanism(config, precision.attention_mechanism)
-    yield from check_compile(launch, is_explicit)
+    yield from check_compile(config, launch, is_explicit)
 
 
 def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
@@ -90,12 +92,13 @@ def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
         yield Problem("attention_mechanism", message, fatal=False)
 
 
-def check_compile(launch: LaunchConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
+def check_compile(config: SpeedConfig, launch: LaunchConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
     """The keys of torch.compile."""
     backend, mode = launch.dynamo_backend, launch.dynamo_mode
-    if backend == "no":
-        for key in filter(is_explicit, ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic")):
-            yield Problem(key, "has no effect: dynamo_backend is 'no'.", fatal=False)
+    if backend == "no" or (backend is None and config.speed == "reference"):
+        reason = "dynamo_backend is 'no'" if backend else "with speed 'reference' blocks compile only by dynamo_backend"
+        for key in filter(is_explicit, COMPILE_KEYS):
+            yield Problem(key, f"has no effect: {reason}.", fatal=False)
     if backend == "inductor" and not has_compiler():
         yield Problem("dynamo_backend", "'inductor' needs a C compiler, and there is none (cc, gcc, clang or CC).")
     if mode is not None and mode not in COMPILE_MODES:

@@ -87,6 +87,7 @@ KNOWN: tuple[tuple[str, Rates], ...] = (
     ("T4", _rates(25, 0.25, 11)),
 )
 UNKNOWN_GPU = _rates(50, 0.5, 11)
+LARGE_GIGABYTES = 40  # cards with so much memory are built for data centres
 CORE_FLOPS, CPU_BYTES = 20e9, 20e9
 
 
@@ -101,8 +102,9 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
     host = host_memory()
     if planned_gigabytes is not None:
         name = f"a GPU with {planned_gigabytes:g} GiB"
-        rates = rates_of(found[0]) if found else UNKNOWN_GPU
-        like = f"as fast as {found[0]}" if found else "rates of a modest GPU"
+        large = planned_gigabytes >= LARGE_GIGABYTES
+        rates = rates_of(found[0] if found else "A100" if large else "")
+        like = f"as fast as {found[0]}" if found else "as fast as an A100" if large else "rates of a modest GPU"
         # Whether this machine's own memory suffices says nothing about a machine that is only imagined.
         return Device(name, planned_gigabytes * 2**30, host if found else None, True, rates, f"{like}, assumed")
     if found:

@@ -121,10 +121,11 @@ def frozen_bytes(cost: TransformerCost, setup: Setup) -> float:
 
 
 def streamed_bytes(cost: TransformerCost, setup: Setup) -> float:
-    """Frozen weights that wait in host memory."""
+    """Frozen weights that wait in host memory, or on a disk: those of the blocks that do not stay on the device."""
     if setup.is_full or not setup.streamed:
         return 0.0
-    return sum(cost.block_bytes(setup.dtype, quantised=setup.quantised))
+    blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
+    return sum(blocks) * max(len(blocks) - setup.residents, 0) / len(blocks)
 
 
 def step_memory(cost: TransformerCost, setup: Setup, load: Load) -> StepMemory:

@@ -9,11 +9,12 @@ are added.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simpletuner.caching.catalogue import LatentEntry, missing
 from simpletuner.config.load import RunConfig
 from simpletuner.config.precision import vae_dtype
+from simpletuner.config.schema import CachingConfig
 from simpletuner.memory.device import Device
 from simpletuner.memory.duration import StepCost, forward_seconds, step_cost
 from simpletuner.memory.estimate import (
@@ -147,12 +148,14 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setu
         yield Phase("encoding captions", on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
     if workload.encoded:
         size = BYTES[vae_dtype(config.precision, config.caching)]
-        peak = max(parts.cost.vae_encode(parts.vae, load) for load in workload.encoded) * size
-        clip = max(load.samples * load.frames * load.width * load.height for load in workload.encoded)
+        loads = [_at_a_time(load, config.caching) for load in workload.encoded]
+        peak = max(parts.cost.vae_encode(parts.vae, load) for load in loads) * size
+        clip = max(load.samples * load.frames * load.width * load.height for load in loads)
         yield Phase("encoding pictures", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
     whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
     yield Phase("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
-    waiting = HOST_BASE + streamed_bytes(cost, setup)
+    on_disk = config.offload.group_offload_to_disk_path is not None
+    waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup))
     for bucket in workload.buckets:
         load = parts.load(bucket)
         host = waiting + inputs_on_host_bytes(cost, setup, load)
@@ -160,8 +163,14 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setu
     trained = trained_bytes(cost, setup)
     if workload.previews:
         rendering = _preview_peak(config, parts, workload, setup, vae)
-        yield Phase("previews", trained + rendering, waiting)
+        yield Phase("rendering previews", trained + rendering, waiting)
     yield Phase("saving", 0.0, waiting + SAVED_COPIES * trained)
+
+
+def _at_a_time(load: VaeLoad, caching: CachingConfig) -> VaeLoad:
+    """What the VAE encodes at once of all samples of a shape."""
+    samples = min(caching.vae_batch_size, load.samples)
+    return replace(load, samples=samples, tiled=caching.vae_enable_tiling, sliced=caching.vae_enable_patch_conv)
 
 
 def _preview_peak(config: RunConfig, parts: Parts, workload: Workload, setup: Setup, vae: float) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.errors import Problem
+from simpletuner.memory.estimate import streamed_bytes
 from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.budget import Budget, gigabytes
@@ -30,7 +31,7 @@ class Writing:
 
 
 def find_writings(plan: Plan, budget: Budget) -> list[Writing]:
-    """Checkpoints and cache entries."""
+    """Checkpoints, cache entries, and weights that wait on a disk."""
     cost, setup, limits = budget.parts.transformer, budget.setup, plan.config.checkpoints
     count = cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
     copies = (1 if setup.is_full else 2) + (2 if plan.config.ema.use_ema else 0)
@@ -38,7 +39,16 @@ def find_writings(plan: Plan, budget: Budget) -> list[Writing]:
     saves = -(-plan.length.total_steps // limits.checkpoint_step_interval)
     kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest goes
     kept += limits.checkpoints_rolling_total_limit if limits.checkpointing_rolling_steps else 0
-    return [Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one), *_cache_writings(plan, budget)]
+    checkpoints = Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one)
+    return [checkpoints, *_cache_writings(plan, budget), *_offloaded(plan, budget)]
+
+
+def _offloaded(plan: Plan, budget: Budget) -> Iterator[Writing]:
+    """The blocks that stream from a disk, written anew by every run."""
+    folder = plan.config.offload.group_offload_to_disk_path
+    weights = streamed_bytes(budget.parts.transformer, budget.setup)
+    if folder is not None and weights:
+        yield Writing("offloaded weights", Path(folder).expanduser(), weights, weights)
 
 
 def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:

@@ -10,8 +10,9 @@ from simpletuner.errors import Problem
 from simpletuner.memory.device import find_device
 from simpletuner.plan.budget import Budget, make_budget
 from simpletuner.plan.build import Plan, make_plan
+from simpletuner.plan.choose import choose
 from simpletuner.plan.disk import check_disk, find_writings
-from simpletuner.plan.fit import check_fit, choose
+from simpletuner.plan.fit import check_fit
 
 
 def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:

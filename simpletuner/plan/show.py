@@ -36,7 +36,7 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield ""
     yield from _length_lines(plan)
     yield ""
-    yield "Settings that are not the default:"
+    yield "Settings and who set them (what is left at its default is not shown):"
     yield from _setting_lines(plan)
     for dataset in plan.datasets:
         yield ""

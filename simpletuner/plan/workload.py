@@ -114,7 +114,8 @@ class Workload:
 
     Attributes:
         buckets: of training, the largest first.
-        encoded: what the VAE encodes at a time, one entry per shape; empty when every latent is cached.
+        encoded: what the VAE has to encode, one entry per shape with all its samples; empty when every latent is
+            cached. How many at a time and whether in tiles is up to the settings.
         encodes_text: captions or prompts are missing from their cache.
         previews: sizes of previews with their frames; empty without validation.
         waiting: bytes of decoded pixels that wait for the VAE at most.
@@ -185,18 +186,12 @@ def count_parameters(part: Part) -> int:
 
 def workload_of(plan: Plan, missing_texts: int, missing: Sequence[Sample]) -> Workload:
     """What a plan does, with the captions and samples that are not cached yet."""
-    caching = plan.config.caching
-    encoded = {
-        VaeLoad(
-            min(caching.vae_batch_size, count), frames, *size,
-            tiled=caching.vae_enable_tiling, sliced=caching.vae_enable_patch_conv,
-        )
-        for (size, frames), count in Counter((each.geometry.size, each.frames) for each in missing).items()
-    }  # fmt: skip
+    shapes = Counter((each.geometry.size, each.frames) for each in missing)
+    encoded = [VaeLoad(count, frames, *size) for (size, frames), count in shapes.items()]
     pixels = sum(3.0 * each.geometry.size[0] * each.geometry.size[1] * each.frames for each in missing)
     return Workload(
         buckets=buckets_of(plan),
-        encoded=sorted(encoded, key=lambda load: -load.samples * load.frames * load.width * load.height),
+        encoded=encoded,
         encodes_text=missing_texts > 0,
         previews=previews_of(plan),
         waiting=min(pixels, 1e9),

@@ -60,7 +60,7 @@ def rehearse(
     with _unchanged(assembly):
         yield _measure(assembly, budget, title, "training", lambda: _micro_step(assembly, read(planned)))
     if validation.subjects:
-        yield _measure(assembly, budget, "a preview", "previews", lambda: validation.rehearse(assembly))
+        yield _measure(assembly, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
 
 
 def _size(planned: PlannedBatch) -> int:

@@ -93,6 +93,8 @@ def test_a_missing_attention_package_is_named(mechanism: str) -> None:
         ({"dynamo_backend": "aot_eager", "dynamo_mode": "max-autotune"}, "errors", "a mode of inductor"),
         ({"dynamo_mode": "max-autotun"}, "errors", "Did you mean 'max-autotune'?"),
         ({"dynamo_backend": "no", "dynamo_fullgraph": True}, "hints", "dynamo_backend is 'no'"),
+        ({"speed": "reference", "dynamo_dynamic": True}, "hints", "only by dynamo_backend"),
+        ({"dynamo_backend": "no", "validation_torch_compile": True}, "hints", "dynamo_backend is 'no'"),
         ({"dynamo_use_regional_compilation": False}, "hints", "never the whole transformer"),
         ({"speed_plain_math": False, "speed_keep_attention": True}, "hints", "speed_plain_math"),
         ({"gradient_checkpointing": False, "speed_keep_attention": True}, "hints", "gradient_checkpointing is off"),

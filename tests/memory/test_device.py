@@ -53,6 +53,10 @@ def test_planning_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.usable is not None
     assert 23e9 < device.usable < 25e9
     assert device.host_memory is None, "that machine's is not known"
+    monkeypatch.setattr(module, "query_gpu", lambda: None)
+    assert find_device(24).note == "rates of a modest GPU, assumed"
+    assert find_device(80).note == "as fast as an A100, assumed"
+    assert find_device(80).rates == rates_of("NVIDIA A100-SXM4-80GB")
 
 
 def test_measured_rates_count_for_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

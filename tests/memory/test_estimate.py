@@ -99,6 +99,8 @@ def test_residents_take_their_bytes_and_no_more_than_all(lite: TransformerCost) 
     all_of_them = frozen_bytes(lite, replace(streamed, streamed=False))
     assert frozen_bytes(lite, replace(streamed, residents=99)) == pytest.approx(all_of_them)
     assert streamed_bytes(lite, streamed) == sum(lite.block_bytes("bf16", quantised=0.0))
+    assert streamed_bytes(lite, replace(streamed, residents=17)) == pytest.approx(streamed_bytes(lite, streamed) / 2)
+    assert streamed_bytes(lite, replace(streamed, residents=99)) == 0
 
 
 def test_inputs_are_on_one_side_or_the_other(lite: TransformerCost) -> None:

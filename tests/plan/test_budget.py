@@ -28,8 +28,8 @@ def test_a_tiny_model_fits_and_every_phase_is_listed(workspace: Workspace, capsy
     assert lines[0].startswith("CPU, 1000.0 GB")
     phases = [re.split(r"  +", line.strip())[0] for line in lines[2:8]]
     assert phases == [
-        "encoding captions", "encoding pictures", "loading the transformer", "training at 64x64, batch 2", "previews",
-        "saving",
+        "encoding captions", "encoding pictures", "loading the transformer", "training at 64x64, batch 2",
+        "rendering previews", "saving",
     ]  # fmt: skip
     buckets = [line.split() for line in lines if "batch 2 " in line and "training" not in line]
     assert [bucket[3] for bucket in buckets] == [str(2 * 16), str(2 * 15)], "tokens of a micro-batch, the most first"
@@ -106,3 +106,15 @@ def test_latents_on_another_disk_count_there(workspace: Workspace, tmp_path: Pat
     workspace.write_datasets([latents, DATASETS[1]])
     assert any("latents up to" in line for line in estimate(workspace, capsys))
     assert shutil.disk_usage(disk.existing(tmp_path / "not" / "there")).free > 0
+
+
+def test_weights_that_wait_on_a_disk_need_room_there_and_none_in_memory(workspace: Workspace, capsys: Capture) -> None:
+    def host(lines: list[str]) -> float:
+        return next(float(line.split()[-2]) for line in lines if line.startswith("  training"))
+
+    workspace.write_config(pretrained_model_name_or_path=None, enable_group_offload=True)
+    in_memory = estimate(workspace, capsys, "--device-memory=80")
+    on_disk = estimate(workspace, capsys, "--device-memory=80", "group_offload_to_disk_path=waiting")
+    assert not any("offloaded weights" in line for line in in_memory)
+    assert any("offloaded weights up to 24.0 GB" in line for line in on_disk)
+    assert host(in_memory) - host(on_disk) == pytest.approx(24.0, abs=0.1), "blocks of float32"

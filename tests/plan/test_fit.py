@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.memory.device import Device, rates_of
 from simpletuner.memory.duration import step_cost
+from simpletuner.models.cost import VaeLoad
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.budget import Budget, estimate, fits
-from simpletuner.plan.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
+from simpletuner.plan.choose import HEADROOM, choose
+from simpletuner.plan.fit import STREAMED, check_fit, smallest_change
 from simpletuner.plan.workload import Bucket, Parts, Workload
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
@@ -104,7 +107,7 @@ def test_a_smaller_batch_before_smaller_pictures() -> None:
 def test_when_nothing_helps_it_says_what_is_short() -> None:
     told = complaint(gpu(8), encodes_text=True, built=nothing_built)
     assert told.startswith("memory: encoding captions needs 17.3 GB on the device")
-    assert "(1 more)" in told
+    assert "(1 more phase lacks room)" in told
     assert "No setting makes it fit." in told
 
 
@@ -208,7 +211,62 @@ def test_previews_take_weights_and_vae_unless_they_take_turns() -> None:
     for turns in (False, True):
         settings = config("kandinsky5-video", enable_model_cpu_offload=turns)
         phases = estimate(settings, before.parts, workload, gpu(80), None).phases
-        peaks.append(next(each.device for each in phases if each.name == "previews"))
+        peaks.append(next(each.device for each in phases if each.name == "rendering previews"))
     weights = 4.573e9
     assert peaks[0] - peaks[1] == pytest.approx(weights, rel=0.01)
     assert peaks[0] > 20e9, "the VAE of HunyuanVideo decodes 17 frames at a time"
+
+
+def test_auto_keeps_what_is_fast_where_there_is_room() -> None:
+    """With checkpointing set by the user there is nothing left to choose: attention is not computed twice."""
+    chosen = choose(budget(gpu(80), speed="auto", gradient_checkpointing=True), everything_built)
+    assert chosen.config.speed.speed_keep_attention is None
+    assert chosen.decisions == ["nothing to change: the blocks are checkpointed, and everything stays on the device"]
+
+
+def test_auto_streams_rather_than_computing_attention_twice() -> None:
+    """Copies hide behind the compute of a clip; a second self-attention does not."""
+    chosen = choose(budget(gpu(13), speed="auto"), everything_built)
+    assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
+    assert chosen.config.offload.enable_group_offload
+    assert chosen.config.speed.speed_keep_attention is None
+    twice = budget(gpu(13), speed="auto", speed_keep_attention=False)
+    assert fits(twice.phases, twice.device, headroom=HEADROOM), "it would have fitted, too"
+    assert chosen.step_seconds < 0.9 * twice.step_seconds
+
+
+def test_auto_streams_a_text_encoder_that_does_not_fit() -> None:
+    chosen = choose(budget(gpu(16), encodes_text=True), everything_built)
+    assert fits(chosen.phases, chosen.device)
+    assert "group_offload_text_encoder true: encoding captions needs 17.3 GB" in chosen.decisions[0]
+    assert not choose(budget(gpu(24), encodes_text=True), everything_built).config.offload.group_offload_text_encoder
+    mine = choose(budget(gpu(16), encodes_text=True, group_offload_text_encoder=False), everything_built)
+    assert not mine.config.offload.group_offload_text_encoder
+
+
+def encoding(device: Device, load: VaeLoad, flavour: str, **settings: Any) -> Budget:
+    """Training on small pictures that the VAE has to encode first at full size."""
+    before = budget(device, Bucket(256, 256, 1, 1, 1.0, 256), flavour, **settings)
+    workload = replace(before.workload, encoded=[load])
+    return estimate(before.config, before.parts, workload, device, None)
+
+
+def test_the_vae_is_given_less_at_a_time() -> None:
+    pictures = VaeLoad(8, 1, 2048, 2048)
+    before = encoding(gpu(18), pictures, "t2i-lite-sft")
+    assert [str(each) for each in smallest_change(before, everything_built)] == ["vae_batch_size 1"]
+    chosen = choose(before, everything_built)
+    assert chosen.config.caching.vae_batch_size == 1
+    assert fits(chosen.phases, chosen.device)
+
+
+def test_clips_are_encoded_in_tiles_before_anything_is_made_smaller() -> None:
+    before = encoding(gpu(10), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
+    assert [str(each) for each in smallest_change(before, everything_built)] == ["vae_enable_tiling true"]
+
+
+def test_streaming_and_moving_all_weights_exclude_each_other() -> None:
+    before = budget(gpu(8), enable_model_cpu_offload=True)
+    assert not choose(before, everything_built).config.offload.enable_group_offload
+    (change,) = smallest_change(before, everything_built)
+    assert change.values == {**STREAMED, "enable_model_cpu_offload": False}

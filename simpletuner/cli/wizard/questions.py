@@ -116,6 +116,10 @@ def _is_lora(draft: Draft) -> bool:
     return draft.config.model.model_type == "lora"
 
 
+def _by_hand(draft: Draft) -> bool:
+    return draft.config.offload.offload == "manual"  # a key that is set is one that auto leaves alone
+
+
 def _is_video(draft: Draft) -> bool:
     return draft.spec.media == "video"
 
@@ -133,6 +137,7 @@ def _is_published(draft: Draft) -> bool:
 
 
 MODEL_TYPES = {"lora": "a small file beside the model", "full": "the whole model; needs far more memory"}
+CHOOSERS = {"manual": "you, here", "auto": "the plan of each run: the fastest that fits the card"}
 STEPS = (
     Step("Results", (Question("output_dir", "Folder for everything that training writes"),)),
     Step(
@@ -150,14 +155,15 @@ STEPS = (
         (
             Question("base_model_precision", "Precision of the model", when=_is_lora),
             Question("text_encoder_1_precision", "Precision of the text encoder"),
+            Question("offload", "Who chooses what saves memory while the model trains", remarks=CHOOSERS),
             Question(
                 "enable_group_offload",
                 "Keep the model in main memory, and only parts of it on the GPU?",
-                when=_is_lora,
+                when=lambda draft: _is_lora(draft) and _by_hand(draft),
                 implied=lambda value: {"group_offload_use_stream": True if value else None},
             ),
             Question("offload_during_startup", "While preparing, keep only one helper model on the GPU?"),
-            Question("gradient_checkpointing", "Save memory by computing some things twice (slower)?"),
+            Question("gradient_checkpointing", "Save memory by computing some things twice (slower)?", when=_by_hand),
         ),
     ),
     Step(

@@ -106,15 +106,17 @@ def _follow_proposals(draft: Draft, before: Mapping[str, Any], now: Mapping[str,
 
 
 def _drop_stale(draft: Draft, steps: list[Step]) -> None:
-    """Take out answers to questions that later answers made pointless."""
+    """Take out answers to questions that later answers made pointless, with what a yes had implied."""
     asked = [question for step in steps for question in step.questions]
-    stale = [each.key for each in asked if each.key in draft.values and _is_stale(each, draft)]
-    draft.change(dict.fromkeys(stale))
+    stale = [each for each in asked if each.key in draft.values and _is_stale(each, draft)]
+    implied = [key for each in stale if draft.values[each.key] is True for key in each.implied(True)]
+    draft.change(dict.fromkeys([*(each.key for each in stale), *implied]))
 
 
 def _is_stale(question: Question, draft: Draft) -> bool:
     # Epochs of 0 beside a number of steps are what the steps imply.
-    return not question.applies(draft) and question.key not in draft.loaded and draft.values[question.key] != 0
+    value = draft.values[question.key]
+    return not question.applies(draft) and question.key not in draft.loaded and (value is False or value != 0)
 
 
 def _show(draft: Draft, steps: list[Step], talk: Talk) -> None:
