@@ -11,7 +11,7 @@ from typing import Any
 
 from simpletuner.config.load import CHOSEN, RunConfig
 from simpletuner.config.schema import PLAIN_PRECISIONS, is_built
-from simpletuner.config.speed import keeps_attention
+from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.errors import Problem
 from simpletuner.memory.device import Device
 from simpletuner.plan.budget import Budget, Phase, estimate, find_phases, fits, gigabytes, shortage
@@ -152,10 +152,11 @@ def _lossless_changes(budget: Budget, built: Built) -> Iterator[Change]:
 
 def _offload_changes(config: RunConfig, built: Built) -> Iterator[Change]:
     """From the device into host memory."""
-    offload = config.offload
-    if config.model.model_type == "lora" and not offload.enable_group_offload and built("enable_group_offload"):
+    offload, may_move = config.offload, graph_key(config.launch) is None
+    streams = offload.enable_group_offload or not built("enable_group_offload")
+    if config.model.model_type == "lora" and may_move and not streams:
         yield Change(STREAMED)
-    if not offload.offload_block_inputs:
+    if may_move and not offload.offload_block_inputs:
         yield from _if_built(built, "offload_block_inputs", True)
     if not offload.group_offload_text_encoder:
         yield from _if_built(built, "group_offload_text_encoder", True)
@@ -191,6 +192,8 @@ def _ways(budget: Budget, built: Built) -> Iterator[tuple[Change, str]]:
     """Settings from the fastest to the leanest, each with its reason."""
     config = budget.config
     free = {key: not config.is_explicit(key) and built(key) for key in OWN_KEYS}
+    if graph_key(config.launch) is not None:
+        free |= {"enable_group_offload": False, "offload_block_inputs": False}
     plain: dict[str, Any] = {}
     if free["gradient_checkpointing"] and free["gradient_checkpointing_interval"]:
         yield from _depths(config)
