@@ -83,14 +83,14 @@ class TileAttention:
     def __init__(self) -> None:
         self._attend: Attend | None = None
 
-    def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
         """Choose and test a way now, outside of any block: compilation and checkpointing must not see the test."""
-        self._attend = choose_attend(device, dtype, head_dim)
+        self._attend = choose_attend(device, dtype, head_dim, heads)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:
         """Attention of `B S H D` queries to the tiles chosen for them; `B S H D`."""
         if self._attend is None:  # a pipeline comes without `settle`
-            self.settle(query.device, query.dtype, query.shape[-1])
+            self.settle(query.device, query.dtype, query.shape[-1], query.shape[-2])
         with torch.no_grad():
             tiles = tile_mask(query, key, params["sta_mask"], params["P"])
         attend: Any = self._attend
