@@ -3,18 +3,22 @@
     python -m benchmarks.first_gpu
 
 Each section runs in a process of its own with a time limit, so one that fails, hangs or runs out of memory is
-reported and the others go on. Results go to benchmarks/results/<device>.json as soon as they are there. The variants
-of a section run one after the other, each with the device for itself, so that their peaks are their own.
+reported with what it found, and the others go on. Results go to benchmarks/results/<device>.json as soon as they are
+there. The variants of a section run one after the other, each with the device for itself, so that their peaks are
+their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,30 +82,49 @@ def in_its_own_process(name: str, options: argparse.Namespace, limit: float) -> 
         return {"state": "skipped", "reason": "the time of the whole run is used up", "seconds": 0.0, "lines": []}
     words = ["-m", "benchmarks.first_gpu", "--section", name, "--device", options.device, "--size", options.size]
     started = time.monotonic()
-    try:
-        process = subprocess.run(
-            [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"state": "failed", "reason": f"took longer than {limit:.0f} s", "seconds": limit, "lines": []}
+    code, out, errors = run_process([sys.executable, *words], limit)
+    whole = [line for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
+    told: list[dict[str, Any]] = [json.loads(line) for line in whole]
+    lines = [each for each in told if "value" in each]
     seconds = round(time.monotonic() - started, 1)
-    if process.returncode:
-        ending = process.stderr.strip().splitlines()[-1:] or [f"ended with {process.returncode}"]
-        return {"state": "failed", "reason": ending[0], "seconds": seconds, "lines": []}
-    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return {**result, "seconds": seconds}
+    if code is None:
+        return {"state": "failed", "reason": f"took longer than {limit:.0f} s", "seconds": limit, "lines": lines}
+    if code:
+        ending = errors.strip().splitlines()[-1:] or [f"ended with {code}"]
+        return {"state": "failed", "reason": ending[0], "seconds": seconds, "lines": lines}
+    return {**told[-1], "seconds": seconds, "lines": lines}
+
+
+def run_process(words: Sequence[str], limit: float) -> tuple[int | None, str, str]:
+    """Run a program for at most so many seconds: its exit code, None when it was killed, and what it wrote until then.
+
+    It is killed with all that it started: compilers would hold its output open, and the device's memory.
+    """
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return None, *process.communicate()
+        except BaseException:  # Ctrl-C does not reach a session of its own
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, out, errors
 
 
 def run_section(options: argparse.Namespace) -> None:
-    """In the process of a section: print its result as the last line of output."""
+    """In the process of a section: print each line as soon as it is known, and the state as the last."""
     from benchmarks.gpu_sections import SECTIONS, Machine, SkippedError
 
     function, _ = SECTIONS[options.section]
+    result = {"state": "done", "reason": ""}
     try:
-        lines = [vars(line) for line in function(Machine(options.device, options.size))]
-        result = {"state": "done", "reason": "", "lines": lines}
+        for line in function(Machine(options.device, options.size)):
+            print(json.dumps(vars(line)), flush=True)
     except SkippedError as reason:
-        result = {"state": "skipped", "reason": str(reason), "lines": []}
+        result = {"state": "skipped", "reason": str(reason)}
     print(json.dumps(result))
 
 

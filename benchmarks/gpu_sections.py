@@ -1,11 +1,12 @@
 """The sections of `first_gpu.py`: what a new machine must tell before predictions about it count.
 
-Each is a function of the options that returns lines. What a machine cannot do is skipped with a reason.
+Each is a function of the options that yields lines as soon as they are known, so that a section that is cut short
+has told what it found. What a machine cannot do is skipped with a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
 from simpletuner.config.tread import Route
 from simpletuner.memory.measure import fastest, host_to_device_bytes, matmul_flops
+from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.step import add_noise
 
@@ -73,20 +75,19 @@ class Machine:
             raise SkippedError(f"needs CUDA: {why}")
 
 
-def peaks(machine: Machine) -> list[Line]:
+def peaks(machine: Machine) -> Iterator[Line]:
     """The rates that everything else is measured in."""
     device = torch.device(machine.device)
     side, count = (8192, 1 << 30) if machine.on_gpu else (256, 1 << 22)
     source = torch.zeros(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = fastest(lambda: target.copy_(source), device, 5)
-    return [
-        Line(f"matmul {side}^3 {str(machine.dtype)[6:]}", matmul_flops(device, machine.dtype, side) / 1e12, "TFLOP/s"),
-        Line("copy on the device, read and written", 2 * count / copy / GIGABYTE, "GB/s"),
-    ]
+    yield Line("copy on the device, read and written", 2 * count / copy / GIGABYTE, "GB/s")
+    rate = matmul_flops(device, machine.dtype, side)
+    yield Line(f"matmul {side}^3 {str(machine.dtype)[6:]}", rate / 1e12, "TFLOP/s")
 
 
-def pcie(machine: Machine) -> list[Line]:
+def pcie(machine: Machine) -> Iterator[Line]:
     """Copies from and to page-locked memory, alone and both at once."""
     machine.need_gpu("there is no bus between host and device")
     device, count = torch.device("cuda"), 1 << 29
@@ -101,25 +102,23 @@ def pcie(machine: Machine) -> list[Line]:
 
     back = fastest(lambda: down.copy_(there, non_blocking=True), device, 5)
     together = fastest(both, device, 5)
-    return [
-        Line("host to device", host_to_device_bytes(device, count) / GIGABYTE, "GB/s"),
-        Line("device to host", count / back / GIGABYTE, "GB/s"),
-        Line("both at once, together", 2 * count / together / GIGABYTE, "GB/s"),
-    ]
+    yield Line("host to device", host_to_device_bytes(device, count) / GIGABYTE, "GB/s")
+    yield Line("device to host", count / back / GIGABYTE, "GB/s")
+    yield Line("both at once, together", 2 * count / together / GIGABYTE, "GB/s")
 
 
-def attention(machine: Machine) -> list[Line]:
+def attention(machine: Machine) -> Iterator[Line]:
     """cuDNN's kernel against flash, forward and backward, at the shapes of Lite and Image."""
     machine.need_gpu("flash and cuDNN attention are its kernels")
-    lines = []
     for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
-        rates = {}
         for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-            rates[name] = _attention_rates(tokens, heads, width, backend)
-            for direction, rate in zip(("forward", "backward"), rates[name], strict=True):
+            try:
+                rates, note = _attention_rates(tokens, heads, width, backend), ""
+            except RuntimeError as error:  # this release or device has no such kernel; the other one still counts
+                rates, note = (0.0, 0.0), str(error).partition("\n")[0]
+            for direction, rate in zip(("forward", "backward"), rates, strict=True):
                 shape = f"{tokens} x {heads} x {width}"
-                lines.append(Line(f"{name} {direction}, {shape}", rate / 1e12, "TFLOP/s"))
-    return lines
+                yield Line(f"{name} {direction}, {shape}", rate / 1e12, "TFLOP/s", note)
 
 
 def _attention_rates(tokens: int, heads: int, width: int, backend: SDPBackend) -> tuple[float, float]:
@@ -146,18 +145,18 @@ BLOCK_VARIANTS: dict[str, Settings] = {
 }
 
 
-def block(machine: Machine) -> list[Line]:
+def block(machine: Machine) -> Iterator[Line]:
     """One visual block, forward and backward, with what it keeps and what it peaks at."""
     need_keys("speed")
-    lines = []
     for size in (machine.video, machine.image):
-        found = {name: _block_cost(machine, size, settings) for name, settings in _block_variants(machine).items()}
-        for name, (seconds, kept, peak) in found.items():
-            lines.append(Line(f"{size}, {name} block", seconds * 1e3, "ms", _ratio(seconds, found["stock"][0])))
+        found: dict[str, float] = {}
+        for name, settings in _block_variants(machine).items():
+            seconds, kept, peak = _block_cost(machine, size, settings)
+            found[name] = seconds
+            yield Line(f"{size}, {name} block", seconds * 1e3, "ms", _ratio(seconds, found["stock"]))
             if machine.on_gpu:
-                lines.append(Line(f"{size}, {name} block, kept for backward", kept / GIGABYTE, "GB"))
-                lines.append(Line(f"{size}, {name} block, peak above its inputs", peak / GIGABYTE, "GB"))
-    return lines
+                yield Line(f"{size}, {name} block, kept for backward", kept / GIGABYTE, "GB")
+                yield Line(f"{size}, {name} block, peak above its inputs", peak / GIGABYTE, "GB")
 
 
 def _block_variants(machine: Machine) -> dict[str, Settings]:
@@ -210,61 +209,51 @@ def _allocated(machine: Machine) -> int:
     return torch.cuda.memory_allocated() if machine.on_gpu else 0
 
 
-def step(machine: Machine) -> list[Line]:
+def step(machine: Machine) -> Iterator[Line]:
     """Our step with all that is faster against the code of diffusers, and how much of the device it uses."""
     need_keys("speed")
     rate = matmul_flops(torch.device(machine.device), machine.dtype, 8192 if machine.on_gpu else 256)
-    lines = []
     for size in (machine.video, machine.image):
         variants: dict[str, Settings] = {"reference": {"speed": "reference"}, "auto": {"speed": "auto"}}
-        found = {name: measure(size, machine.device, settings) for name, settings in variants.items()}
-        lines += _lines(size, found, "reference")
+        found: dict[str, Outcome] = {}
+        yield from _measured(machine, size, variants, found)
         flops = found["auto"].reports[0].flops
         if flops is not None:
-            lines.append(Line(f"{size}, MFU", flops / found["auto"].seconds / rate, "of the matmul rate"))
-    return lines
+            yield Line(f"{size}, MFU", flops / found["auto"].seconds / rate, "of the matmul rate")
 
 
-def streamer(machine: Machine) -> list[Line]:
+def streamer(machine: Machine) -> Iterator[Line]:
     """Streamed weights against resident ones, then with the inputs of blocks in host memory, too."""
     need_keys("group_offload_resident_blocks")
     streamed = {"enable_group_offload": True, "group_offload_use_stream": machine.on_gpu}
     variants: dict[str, Settings] = {"resident": {}, "streamed": streamed}
     if machine.on_gpu:
         variants["streamed, inputs on the host"] = {**streamed, "offload_block_inputs": True}
-    lines = []
     for size in (machine.video, machine.image):
-        found = {name: measure(size, machine.device, settings) for name, settings in variants.items()}
-        lines += _lines(size, found, "resident")
-        waited = found["streamed"].weights_share
-        lines.append(Line(f"{size}, streamed, waiting for weights", waited, "of the step"))
-    return lines
+        found: dict[str, Outcome] = {}
+        yield from _measured(machine, size, variants, found)
+        yield Line(f"{size}, streamed, waiting for weights", found["streamed"].weights_share, "of the step")
 
 
-def selective(machine: Machine) -> list[Line]:
+def selective(machine: Machine) -> Iterator[Line]:
     """Checkpointing that keeps the attention's result against checkpointing that keeps nothing."""
     need_keys("speed_keep_attention")
-    found = {
-        name: measure(machine.video, machine.device, {"speed_keep_attention": keep})
-        for name, keep in (("nothing kept", False), ("attention kept", True))
+    variants: dict[str, Settings] = {
+        name: {"speed_keep_attention": keep} for name, keep in (("nothing kept", False), ("attention kept", True))
     }
-    return _lines(machine.video, found, "nothing kept")
+    yield from _measured(machine, machine.video, variants, {})
 
 
-def tread(machine: Machine) -> list[Line]:
+def tread(machine: Machine) -> Iterator[Line]:
     """Half of the tokens pass by all blocks but the outermost ones."""
-    lines = []
     for size in (machine.video, machine.image):
-        found = {
-            name: measure(size, machine.device, {}, techniques)
-            for name, techniques in (("all tokens", []), ("half the tokens", [Tread([routes_of(size)])]))
-        }
-        lines += _lines(size, found, "all tokens")
+        found: dict[str, Outcome] = {}
+        for name, techniques in (("all tokens", []), ("half the tokens", [Tread([routes_of(size)])])):
+            yield from _measured(machine, size, {name: {}}, found, techniques)
         if size in MODELS:
             allowed = share_of_arithmetic(size, [routes_of(size)])
             reached = allowed * found["all tokens"].seconds / found["half the tokens"].seconds
-            lines.append(Line(f"{size}, speed-up / FLOP limit", reached, "of 1", f"limit {1 / allowed:.2f}"))
-    return lines
+            yield Line(f"{size}, speed-up / FLOP limit", reached, "of 1", f"limit {1 / allowed:.2f}")
 
 
 def routes_of(size: str) -> Route:
@@ -273,20 +262,19 @@ def routes_of(size: str) -> Route:
     return Route(0.5, edge, -edge or -1)
 
 
-def vae(machine: Machine) -> list[Line]:
+def vae(machine: Machine) -> Iterator[Line]:
     """The encoder of HunyuanVideo's VAE with its convolutions in either memory layout."""
     device, real = torch.device(machine.device), machine.size == "real"
     model = build_clip_vae(machine.video, machine.device)
     frames, height, width = (17, 512, 768) if real else (5, 32, 48)
     pixels = torch.rand(1, 3, frames, height, width, device=device, dtype=machine.dtype)
-    found = {}
+    found: dict[str, float] = {}
     for name, layout in (("contiguous", torch.contiguous_format), ("channels_last_3d", torch.channels_last_3d)):
         model.to(memory_format=layout)
         given = pixels.contiguous(memory_format=layout)
         with torch.no_grad():
             found[name] = fastest(lambda given=given: model.encode(given), device, 3)
-    unit = "ms for one clip"
-    return [Line(name, seconds * 1e3, unit, _ratio(seconds, found["contiguous"])) for name, seconds in found.items()]
+        yield Line(name, found[name] * 1e3, "ms for one clip", _ratio(found[name], found["contiguous"]))
 
 
 def need_keys(*keys: str) -> None:
@@ -297,21 +285,27 @@ def need_keys(*keys: str) -> None:
         raise SkippedError(f"this version has no option {', '.join(missing)}")
 
 
-def _lines(size: str, found: dict[str, Outcome], unit: str) -> list[Line]:
-    """Seconds of each variant, in units of one of them, and its peak memory."""
-    lines = []
-    for name, outcome in found.items():
-        lines.append(Line(f"{size}, {name}, step", outcome.seconds, "s", _ratio(outcome.seconds, found[unit].seconds)))
+def _measured(
+    machine: Machine,
+    size: str,
+    variants: Mapping[str, Settings],
+    found: dict[str, Outcome],
+    techniques: Sequence[Technique] = (),
+) -> Iterator[Line]:
+    """Seconds of each variant, in units of the first one in `found`, and its peak memory."""
+    for name, settings in variants.items():
+        found[name] = outcome = measure(size, machine.device, settings, techniques)
+        unit = next(iter(found.values())).seconds
+        yield Line(f"{size}, {name}, step", outcome.seconds, "s", _ratio(outcome.seconds, unit))
         if outcome.peak_bytes is not None:
-            lines.append(Line(f"{size}, {name}, peak", outcome.peak_bytes / 2**30, "GiB"))
-    return lines
+            yield Line(f"{size}, {name}, peak", outcome.peak_bytes / 2**30, "GiB")
 
 
 def _ratio(value: float, unit: float) -> str:
     return f"{value / unit:.3f}"
 
 
-Section = Callable[[Machine], Sequence[Line]]
+Section = Callable[[Machine], Iterator[Line]]
 # In order of what is missed most when time runs out; seconds that each may take.
 SECTIONS: dict[str, tuple[Section, float]] = {
     "peaks": (peaks, 40),

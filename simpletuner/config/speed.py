@@ -13,6 +13,7 @@ from simpletuner.errors import Problem, did_you_mean
 from .schema import LaunchConfig, PrecisionConfig, SpeedConfig
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those with CUDA graphs
 BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation")
 
 
@@ -55,6 +56,15 @@ def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> s
         return None if launch.dynamo_backend == "no" else launch.dynamo_backend
     able = device == "cuda" and has_compiler() and importlib.util.find_spec("triton") is not None
     return "inductor" if config.speed == "auto" and able else None
+
+
+def graph_key(launch: LaunchConfig) -> str | None:
+    """The key that asks for CUDA graphs, None where none are asked for. They work at fixed addresses alone."""
+    if launch.dynamo_backend == "no":
+        return None
+    if launch.dynamo_mode in GRAPH_MODES:
+        return "dynamo_mode"
+    return "dynamo_backend" if launch.dynamo_backend == "cudagraphs" else None
 
 
 def has_compiler() -> bool:

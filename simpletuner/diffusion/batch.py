@@ -91,3 +91,10 @@ class NoisyBatch:
     target: Tensor
     protected: Tensor | None = None
     place: Place | None = None
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, without waiting for what the device has under way: only locked pages copy like that."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

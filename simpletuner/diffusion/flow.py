@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simpletuner.config.schema import FlowConfig
 
-from .batch import Batch, NoisyBatch
+from .batch import Batch, NoisyBatch, upload
 from .beta import beta_quantile
 from .seeds import Place
 
@@ -84,7 +84,7 @@ def choose_shift(flow: FlowConfig, tokens: int, *, shift_is_explicit: bool) -> f
 
 def sample_noise(latents: Tensor, generator: torch.Generator) -> Tensor:
     """Standard normal noise like `latents`, float32, drawn by a CPU generator and moved to their device."""
-    return _upload(torch.randn(latents.shape, generator=generator, dtype=torch.float32), latents.device)
+    return upload(torch.randn(latents.shape, generator=generator, dtype=torch.float32), latents.device)
 
 
 def make_noisy(
@@ -110,13 +110,13 @@ def make_noisy(
         place: where in the run this is; techniques that draw random numbers need it.
     """
     latents = batch.latents.float()
-    noise = _upload(noise.float(), latents.device)
+    noise = upload(noise.float(), latents.device)
     if noise_offset:
         noise = noise + noise_offset * sample_noise(latents[..., :1, :1, :1], _given(generator))
     in_input = noise
     if input_perturbation:
         in_input = noise + input_perturbation * sample_noise(latents, _given(generator))
-    sigmas = _upload(sigmas.float(), latents.device)
+    sigmas = upload(sigmas.float(), latents.device)
     share = sigmas.view(-1, 1, 1, 1, 1)
     return NoisyBatch(
         batch=batch,
@@ -129,13 +129,6 @@ def make_noisy(
         protected=None if batch.loss_mask is None else batch.loss_mask >= 0.5,
         place=place,
     )
-
-
-def _upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, without waiting for what the device has under way: only locked pages copy like that."""
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def _given(generator: torch.Generator | None) -> torch.Generator:

@@ -8,7 +8,7 @@ from typing import Any
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import is_built
-from simpletuner.config.speed import keeps_attention
+from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.memory.device import Device
 from simpletuner.plan.budget import Budget, estimate, fits, gigabytes, shortage
 from simpletuner.plan.fit import STREAMED, Built, Change, phases_after, written
@@ -74,6 +74,8 @@ def _ladders(budget: Budget, built: Built) -> Iterator[Iterable[Way]]:
     """Ladders of settings; on each, one step further down is slower and leaner."""
     config = budget.config
     free = {key: not config.is_explicit(key) and built(key) for key in OWN_KEYS}
+    if graph_key(config.launch) is not None:
+        free |= {"enable_group_offload": False, "offload_block_inputs": False}
     if free["gradient_checkpointing"] and free["gradient_checkpointing_interval"]:
         yield _depths()
     kinds: list[tuple[dict[str, Any], str]] = [({}, "")]  # unset, every block is checkpointed

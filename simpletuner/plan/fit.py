@@ -11,7 +11,7 @@ from typing import Any
 
 from simpletuner.config.load import CHOSEN, RunConfig
 from simpletuner.config.schema import PLAIN_PRECISIONS, is_built
-from simpletuner.config.speed import keeps_attention
+from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.errors import Problem
 from simpletuner.plan.budget import Budget, Phase, find_phases, fits, shortage
 from simpletuner.plan.workload import Choice, Workload
@@ -149,11 +149,12 @@ def _lossless_changes(budget: Budget, built: Built) -> Iterator[Change]:
 
 def _offload_changes(config: RunConfig, built: Built) -> Iterator[Change]:
     """From the device into host memory."""
-    offload = config.offload
-    if config.model.model_type == "lora" and not offload.enable_group_offload and built("enable_group_offload"):
+    offload, may_move = config.offload, graph_key(config.launch) is None
+    streams = offload.enable_group_offload or not built("enable_group_offload")
+    if config.model.model_type == "lora" and may_move and not streams:
         # The two exclude each other.
         yield Change({**STREAMED, **({"enable_model_cpu_offload": False} if offload.enable_model_cpu_offload else {})})
-    if not offload.offload_block_inputs:
+    if may_move and not offload.offload_block_inputs:
         yield from _if_built(built, "offload_block_inputs", True)
     if not offload.group_offload_text_encoder:
         yield from _if_built(built, "group_offload_text_encoder", True)

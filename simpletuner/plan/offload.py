@@ -8,6 +8,7 @@ from pathlib import Path
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import OffloadConfig
+from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problem
 
 
@@ -16,6 +17,7 @@ def check_offload(config: RunConfig) -> Iterator[Problem]:
     offload = config.offload
     if offload.enable_group_offload:
         yield from _exclusions(config)
+    yield from _graphs(config)
     streams = offload.enable_group_offload or offload.group_offload_text_encoder or offload.group_offload_vae
     yield from _idle(offload, streams)
     if streams and offload.group_offload_type == "leaf_level":
@@ -61,6 +63,18 @@ def _exclusions(config: RunConfig) -> Iterator[Problem]:
         message = (
             "and model_type full exclude each other: only frozen weights can stream, "
             "and a full fine-tune has none; use model_type lora."
+        )
+        yield Problem(key, message)
+
+
+def _graphs(config: RunConfig) -> Iterator[Problem]:
+    """CUDA graphs repeat their kernels at the addresses that they were recorded with."""
+    values, key = config.flat(), graph_key(config.launch)
+    moving = [each for each in ("enable_group_offload", "offload_block_inputs") if values[each]]
+    if key is not None and moving:
+        message = (
+            f"{values[key]!r} and {moving[0]} exclude each other: CUDA graphs repeat their work at fixed addresses, "
+            "and offloaded tensors come back to others; use dynamo_mode max-autotune-no-cudagraphs or none."
         )
         yield Problem(key, message)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.tread import Route
-from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.models.adapter import FamilyAdapter, TokenStream
 from simpletuner.techniques.base import Technique
 
@@ -46,7 +46,8 @@ class Tread(Technique):
         for number, window in enumerate(self._windows):
             generator = noisy.place.generator(f"tread {number}")
             kept = draw_kept(len(noisy.sigmas), units, window.route.ratio, protected, generator)
-            window.begin(None if kept.shape[1] == units else tokens_of(kept, self._stream.unit).to(noisy.sigmas.device))
+            tokens = None if kept.shape[1] == units else tokens_of(kept, self._stream.unit)
+            window.begin(None if tokens is None else upload(tokens, noisy.sigmas.device))
         return noisy
 
     def kept_tokens(self, block: int) -> Tensor | None:

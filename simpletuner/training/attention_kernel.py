@@ -35,7 +35,8 @@ def kernel_chooser(mechanism: str, device: torch.device, dtype: torch.dtype) -> 
             raise ConfigError([Problem("attention_mechanism", message)])
         kernel = load_kernel(mechanism)
         return lambda query, key, value: kernel
-    return MeasuredChoice() if device.type == "cuda" else None
+    # Neither flash nor cuDNN takes float32.
+    return MeasuredChoice() if device.type == "cuda" and dtype != torch.float32 else None
 
 
 def load_kernel(mechanism: str) -> AttentionKernel:
@@ -81,9 +82,9 @@ def measure(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, roun
             start.record()
             try:
                 out = torch_attention(*inputs)
-            except RuntimeError:  # what torch raises when no enabled kernel takes these shapes
+                torch.autograd.grad(out, inputs, out.detach())
+            except RuntimeError:  # of torch when no enabled kernel takes these shapes, of cuDNN in either direction
                 return float("inf")
-            torch.autograd.grad(out, inputs, out.detach())
             end.record()
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end))

@@ -23,6 +23,8 @@ from simpletuner.models.blocks import FastBlocks
 # their size.
 TOLERANCE = 0.05
 
+# torch gives a function up after eight versions. Padding or none, gradients or none, batches of one or more and the
+# empty caption of one token multiply to that.
 VERSIONS = 16
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class CompiledPiece:
         training = torch.is_grad_enabled()
         if not training and not self.sampling:
             return self.eager(block, hidden, *others)
+        allow_versions()
         hidden = with_gradient(hidden) if training else hidden
         for tensor in (hidden, *others):
             if tensor is not None and tensor.shape[1] > 1:
@@ -80,6 +83,7 @@ class CheckedForward:
         case = (type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
         if torch.is_grad_enabled():
             inputs = (with_gradient(inputs[0]), *inputs[1:])
+            allow_versions()
             if case not in self.verdicts:
                 self.verdicts[case] = self._is_right(inputs, named)
             is_right = self.verdicts[case]
@@ -108,10 +112,6 @@ def compile_blocks(
         sampling: compile for previews, too, which run without gradients.
     """
 
-    # torch gives a function up after eight versions. Padding or none, gradients or none, batches of one or more and the
-    # empty caption of one token multiply to that.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VERSIONS)
-
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         # Sizes of stock blocks are not marked, and inductor fails where it makes those of Sana Video symbols.
         dynamic = True if launch.dynamo_dynamic else None if fast is not None else False
@@ -127,6 +127,13 @@ def compile_blocks(
     verdicts: dict[Case, bool] = {}
     for block in layout.blocks:
         block.forward = CheckedForward(block, compiler, verdicts, sampling)
+
+
+def allow_versions() -> None:
+    """In this thread. torch's settings belong to threads, and on a GPU a checkpoint recomputes in one of autograd's:
+    giving up there alone, it would not get what the forward pass saved."""
+    if torch._dynamo.config.recompile_limit < VERSIONS:
+        torch._dynamo.config.recompile_limit = VERSIONS
 
 
 def with_gradient(hidden: Tensor) -> Tensor:

@@ -124,4 +124,5 @@ def restore_random_states(states: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
     if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        # A checkpoint may come from a machine with more devices.
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])

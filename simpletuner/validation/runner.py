@@ -107,10 +107,9 @@ class ValidationRunner:
         total = len(self.subjects) * len(self.sizes) * len(weights) * images
         previews = []
         with self.phase(f"Rendering previews at step {state.global_step}", total) as phase, quiet(assembly):
-            pipeline = self._load_pipeline(assembly)
             for use_ema in weights:
                 with self.ema.applied() if use_ema and self.ema else nullcontext():
-                    for preview in self._render_all(pipeline, state.global_step, images, use_ema, benchmark):
+                    for preview in self._render_all(assembly, state.global_step, images, use_ema, benchmark):
                         previews.append(preview)
                         phase.advance(1, preview.short_name)
         self._rendered_at = state.global_step
@@ -127,13 +126,13 @@ class ValidationRunner:
         self._release()
 
     def _render_all(
-        self, pipeline: PreviewPipeline, step: int, images: int, use_ema: bool, benchmark: bool
+        self, assembly: Assembly, step: int, images: int, use_ema: bool, benchmark: bool
     ) -> Iterator[MediaRecord]:
         for subject in self.subjects:
             for width, height in self.sizes:
                 for index in range(images):
                     seed = self._seed(step, index)
-                    frames = pipeline.render(self._request(subject, width, height, seed))
+                    frames = self._load_pipeline(assembly).render(self._request(subject, width, height, seed))
                     path = self._path(subject.prompt, step, index, frames, use_ema, benchmark)
                     self._write(frames, path)
                     relative = path.relative_to(self.output_dir).as_posix()
@@ -194,7 +193,10 @@ class ValidationRunner:
         return self._pipeline
 
     def _release(self) -> None:
-        """Free the VAE on a GPU, where memory is scarce; on a CPU it stays for the next time."""
+        """Free the VAE on a GPU, where memory is scarce; on a CPU it stays for the next time.
+
+        Nobody else may hold the pipeline by now: what is still in use is neither collected nor given back.
+        """
         if torch.cuda.is_available() and not self.config.caching.keep_vae_loaded:
             self._pipeline = None
             gc.collect()

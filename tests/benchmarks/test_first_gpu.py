@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,9 @@ def test_a_section_gives_numbers_or_a_reason(name: str) -> None:
     assert limit <= 180
     if name in NEED_CUDA:
         with pytest.raises(SkippedError, match="needs CUDA"):
-            function(CPU)
+            list(function(CPU))
         return
-    lines = function(CPU)
+    lines = list(function(CPU))
     assert lines
     assert all(line.value > 0 or "waiting" in line.name for line in lines)
     assert len({line.name for line in lines}) == len(lines)
@@ -56,6 +58,19 @@ def test_a_section_that_fails_or_hangs_is_told() -> None:
     assert (slow["state"], slow["reason"]) == ("failed", "took longer than 0 s")
     late = first_gpu.in_its_own_process("peaks", options, -1)
     assert late["state"] == "skipped"
+
+
+def test_what_a_section_found_before_its_time_was_up_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where a compiler that it started lives on with its output."""
+    line = json.dumps(vars(Line("first", 1.0, "s")))
+    script = f"echo '{line}'; sleep 30 & echo '{{\"cut'; wait"
+    popen = subprocess.Popen
+    monkeypatch.setattr(first_gpu.subprocess, "Popen", lambda words, **more: popen(["sh", "-c", script], **more))
+    options, started = argparse.Namespace(device="cpu", size="tiny"), time.monotonic()
+    result = first_gpu.in_its_own_process("peaks", options, 0.5)
+    assert time.monotonic() - started < 10
+    assert (result["state"], result["reason"]) == ("failed", "took longer than 0 s")
+    assert [each["name"] for each in result["lines"]] == ["first"]
 
 
 def test_a_failure_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,10 +136,64 @@ def test_quantised_weights_on_a_gpu() -> None:
     assert there == {"cpu", "cuda"}
 
 
+def test_images_share_no_page() -> None:
+    """CUDA refuses to lock a page a second time, and small buffers of the heap lie on one."""
+    images = [WeightImage([nn.Linear(8, 8).requires_grad_(False)]) for _ in range(20)]
+    pages = [image.flat.data_ptr() // host.PAGE for image in images]
+    assert len(set(pages)) == len(pages)
+    for image in images:
+        assert image.flat.data_ptr() % host.PAGE == 0
+        assert image.flat.storage_offset() == 0, "places count from the start of the storage"
+
+
+class Runtime:
+    """CUDA's runtime as it is where pages cannot be locked, or can."""
+
+    def __init__(self, error: int) -> None:
+        self.error, self.locked = error, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.locked |= {} if self.error else {address: nbytes}
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.locked[address]
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_what_locking_leaves_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    """An error that is not asked for would be raised by the next kernel; memory is given back after the last copy."""
+    runtime, calls = Runtime(error), list[str]()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
+    monkeypatch.setattr(host, "_forget_error", lambda: calls.append("forgot"))
+    flat, owner = host.whole_pages(5000), nn.Identity()
+    host.page_lock(flat, owner)
+    assert runtime.locked == ({} if error else {flat.data_ptr(): -(-5000 // host.PAGE) * host.PAGE})
+    assert ("could not be locked" in caplog.text) is bool(error)
+    del owner
+    gc.collect()
+    assert runtime.locked == {}
+    assert calls == (["forgot"] if error else ["waited"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pages_that_cannot_be_locked_break_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    flat = host.whole_pages(1 << 20)
+    owners = nn.Identity(), nn.Identity()
+    for owner in owners:
+        host.page_lock(flat, owner)
+    assert "could not be locked" in caplog.text, "the second time"
+    assert torch.ones(3, device=GPU).add(1).sum().item() == 6
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_page_locked_in_place() -> None:
-    flat = torch.zeros(1 << 20, dtype=torch.uint8)
+    flat = host.whole_pages(1 << 20)
     owner = nn.Identity()
     host.page_lock(flat, owner)
     assert flat.is_pinned()

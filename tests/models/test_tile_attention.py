@@ -115,6 +115,17 @@ def test_the_test_lets_rounding_pass(dtype: torch.dtype, head_dim: int) -> None:
     assert "off by" in str(ta.find_fault(ta.attend_dense, CPU, dtype, head_dim))
 
 
+def test_the_example_has_the_heads_of_the_model() -> None:
+    seen: list[int] = []
+
+    def attend(query: Tensor, *others: Tensor) -> Tensor:
+        seen.append(query.shape[2])
+        return ta.attend_masked(query, *others)
+
+    assert ta.find_fault(attend, CPU, torch.float32, HEAD_DIM, 7) is None
+    assert seen == [7]
+
+
 def test_wrong_gradients_are_found_out() -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod

@@ -174,6 +174,16 @@ def test_auto_touches_nothing_that_the_user_set() -> None:
         assert {key: chosen.config.flat()[key] for key in mine} == mine
 
 
+def test_nothing_moves_under_cuda_graphs() -> None:
+    recorded = budget(gpu(8), dynamo_mode="reduce-overhead", dynamo_backend="inductor")
+    chosen = choose(recorded, everything_built).config.offload
+    assert not chosen.enable_group_offload
+    assert not chosen.offload_block_inputs
+    assert choose(budget(gpu(8)), everything_built).config.offload.enable_group_offload
+    for change in smallest_change(recorded, everything_built) or []:
+        assert not change.values.keys() & {"enable_group_offload", "offload_block_inputs"}
+
+
 def test_auto_does_not_choose_what_is_not_built() -> None:
     chosen = choose(budget(gpu(8)), nothing_built)
     assert not chosen.config.offload.enable_group_offload

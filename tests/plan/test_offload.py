@@ -53,6 +53,20 @@ def test_what_group_offload_excludes(settings: dict[str, Any], names: list[str])
     assert told(**settings)[0] == [], "each is fine alone"
 
 
+@pytest.mark.parametrize("moving", ["enable_group_offload", "offload_block_inputs"])
+@pytest.mark.parametrize(
+    "graphs", [{"dynamo_mode": "reduce-overhead"}, {"dynamo_mode": "max-autotune"}, {"dynamo_backend": "cudagraphs"}]
+)
+def test_cuda_graphs_need_tensors_that_stay(moving: str, graphs: dict[str, str]) -> None:
+    settings = {moving: True, "gradient_checkpointing": True}
+    ((key, value),) = graphs.items()
+    (error,), _ = told(**settings, **graphs)
+    assert error.startswith(f"{key}: {value!r} and {moving} exclude each other: ")
+    assert not told(gradient_checkpointing=True, **graphs)[0]
+    assert not told(**settings, dynamo_mode="max-autotune-no-cudagraphs")[0]
+    assert not told(**settings, dynamo_mode="reduce-overhead", dynamo_backend="no")[0]
+
+
 def test_one_way_to_offload_a_vae() -> None:
     (error,), _ = told(group_offload_vae=True, enable_model_cpu_offload=True)
     assert error.startswith("group_offload_vae: and enable_model_cpu_offload exclude each other: ")

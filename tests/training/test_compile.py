@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,26 @@ def test_three_graphs_serve_seven_buckets(t2i_checkpoint: Path, monkeypatch: pyt
         clear(compiled)
         clear(eager)
     assert 0 < graphs() <= 3
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    """As autograd computes gradients of a GPU: torch's settings are those of the thread."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()
+
+
+def test_other_threads_may_compile_as_often() -> None:
+    def double(block: nn.Module, hidden: Tensor) -> Tensor:
+        return 2 * hidden
+
+    piece = CompiledPiece(double, torch.compile(double, backend="eager", dynamic=False))
+    block, shapes = nn.Identity(), [torch.ones(count, 1, 4) for count in range(2, 14)]
+    piece(block, shapes[0])
+    assert graphs() == 1
+    in_a_thread(lambda: piece(block, shapes[0]))
+    assert graphs() == 1, "what one thread has compiled serves all"
+    in_a_thread(lambda: [piece(block, each) for each in shapes])
+    assert graphs() == len(shapes) > 8
 
 
 def test_previews_are_compiled_on_request(t2i_checkpoint: Path) -> None:

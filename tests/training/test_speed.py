@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import ConfigError
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
-from simpletuner.training import activation_checkpointing
+from simpletuner.training import activation_checkpointing, attention_kernel
 from simpletuner.training.assemble import Intent, assemble, make_accelerator
 from simpletuner.training.attention_kernel import MeasuredChoice, kernel_chooser
 from simpletuner.training.state import Assembly
@@ -175,8 +177,28 @@ def test_a_run_may_change_between_the_two(tmp_path: Path, t2i_checkpoint: Path) 
 def test_kernels_of_packages_need_a_gpu() -> None:
     assert kernel_chooser("diffusers", CPU, torch.bfloat16) is None
     assert isinstance(kernel_chooser("diffusers", torch.device("cuda"), torch.bfloat16), MeasuredChoice)
+    assert kernel_chooser("diffusers", torch.device("cuda"), torch.float32) is None
     with pytest.raises(ConfigError, match="CUDA"):
         kernel_chooser("flash-attn-2", CPU, torch.bfloat16)
+
+
+class NoBackward(torch.autograd.Function):
+    """A kernel without a plan for its gradients, as cuDNN has it at some shapes."""
+
+    @staticmethod
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        raise RuntimeError("No execution plans support the graph.")
+
+
+def test_a_kernel_without_gradients_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "torch_attention", NoBackward.apply)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **settings: SimpleNamespace(record=lambda: None))
+    inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
+    assert attention_kernel.measure(SDPBackend.CUDNN_ATTENTION, *inputs) == float("inf")
 
 
 @pytest.mark.gpu

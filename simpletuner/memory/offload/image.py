@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from simpletuner.memory.offload.host import whole_pages
+
 ALIGNMENT = 256  # bytes; what CUDA's own allocator gives, so that kernels find their usual alignment
 
 # Makes the final home of an image out of a plain buffer: locks it, or moves it to disk.
@@ -63,7 +65,7 @@ class WeightImage:
         self.tensors = list(found.values())
         self._leaves = [leaf for tensor in self.tensors for leaf in leaves(tensor)]
         self._places, nbytes = _lay_out(self._leaves)
-        packed = torch.empty(nbytes, dtype=torch.uint8)
+        packed = whole_pages(nbytes)
         for leaf, place in zip(self._leaves, self._places, strict=True):
             place.view(packed).copy_(leaf.detach())
         self.flat = settle(self, packed)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from simpletuner.diffusion.batch import TextEmbeds
+from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.models.kandinsky5.attention import TextPadding
 
 PATCH = 2  # latent positions per token, on each side
@@ -34,7 +34,7 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
     if min(lengths) == max(lengths):  # asked of the host: a question to the device would wait for it
         return text, pooled, None
     mask = torch.arange(text.shape[1]) < torch.tensor(lengths)[:, None]
-    return text, pooled, mask.to(text.device, non_blocking=True)
+    return text, pooled, upload(mask, text.device)
 
 
 def predict_velocity(

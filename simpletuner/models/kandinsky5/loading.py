@@ -21,7 +21,20 @@ def load_transformer(part: Part, dtype: torch.dtype) -> nn.Module:
     transformer: nn.Module = Kandinsky5Transformer3DModel.from_pretrained(
         part.fetch(), torch_dtype=dtype, variant=part.variant, low_cpu_mem_usage=True
     )
+    move_with_the_model(transformer)
     return transformer
+
+
+def move_with_the_model(transformer: Any) -> None:
+    """Make the frequencies of the timestep a buffer.
+
+    diffusers keeps them as a plain attribute, which `to` passes by: every forward pass would bring them from the host
+    anew, and wait for all that a GPU has under way.
+    """
+    embeddings = transformer.time_embeddings
+    frequencies = embeddings.freqs
+    del embeddings.freqs
+    embeddings.register_buffer("freqs", frequencies, persistent=False)
 
 
 def block_layout(transformer: nn.Module) -> BlockLayout:

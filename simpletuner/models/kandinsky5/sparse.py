@@ -24,14 +24,20 @@ def is_sparse(transformer_config: dict[str, Any]) -> bool:
     return transformer_config.get("attention_type") == "nabla"
 
 
-def window_mask(frames: int, rows: int, columns: int, config: dict[str, Any]) -> Tensor:
+def window_mask(
+    frames: int, rows: int, columns: int, config: dict[str, Any], device: torch.device | None = None
+) -> Tensor:
     """Which tiles see which by their distance in time, height and width: bool, `1 1 N N` with N tiles.
 
     Args:
         rows, columns: tiles of a frame, that is, latent height and width divided by 16.
+        device: where it is made; to bring it there would make the host wait.
     """
     sides = ((frames, config["attention_wT"]), (rows, config["attention_wH"]), (columns, config["attention_wW"]))
-    near = [(torch.arange(n)[:, None] - torch.arange(n)[None]).abs() <= window // 2 for n, window in sides]
+    places = [torch.arange(count, device=device) for count, _ in sides]
+    near = [
+        (place[:, None] - place[None]).abs() <= window // 2 for place, (_, window) in zip(places, sides, strict=True)
+    ]
     time = near[0][:, None, None, :, None, None]
     height = near[1][None, :, None, None, :, None]
     width = near[2][None, None, :, None, None, :]
@@ -45,7 +51,7 @@ def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device
     _, frames, height, width, _ = latents_shape
     rows, columns = height // 2, width // 2
     return {
-        "sta_mask": window_mask(frames, rows // 8, columns // 8, config).to(device),
+        "sta_mask": window_mask(frames, rows // 8, columns // 8, config, device),
         "attention_type": config["attention_type"],
         "to_fractal": True,
         "P": config["attention_P"],
@@ -77,14 +83,14 @@ class TileAttention:
     def __init__(self) -> None:
         self._attend: Attend | None = None
 
-    def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
         """Choose and test a way now, outside of any block: compilation and checkpointing must not see the test."""
-        self._attend = choose_attend(device, dtype, head_dim)
+        self._attend = choose_attend(device, dtype, head_dim, heads)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:
         """Attention of `B S H D` queries to the tiles chosen for them; `B S H D`."""
         if self._attend is None:  # a pipeline comes without `settle`
-            self.settle(query.device, query.dtype, query.shape[-1])
+            self.settle(query.device, query.dtype, query.shape[-1], query.shape[-2])
         with torch.no_grad():
             tiles = tile_mask(query, key, params["sta_mask"], params["P"])
         attend: Any = self._attend

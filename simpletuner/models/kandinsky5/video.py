@@ -125,7 +125,9 @@ class Kandinsky5VideoAdapter:
         if self._settings["visual_cond"]:
             hidden_states = torch.cat([hidden_states, *self._condition_channels(noisy)], dim=-1)
         if self._tiles is not None and sparse.is_sparse(self._settings):
-            self._tiles.settle(hidden_states.device, self.dtype, sum(self._settings["axes_dims"]))
+            head_dim = sum(self._settings["axes_dims"])
+            heads = self._settings["model_dim"] // head_dim
+            self._tiles.settle(hidden_states.device, self.dtype, head_dim, heads)
             sparsity = sparse.sparse_params(tuple(hidden_states.shape), self._settings, hidden_states.device)
         velocity = predict_velocity(
             transformer,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from simpletuner.diffusion.batch import TextEmbeds
+from simpletuner.diffusion.batch import TextEmbeds, upload
 
 PATCH = 2  # latent positions per token, on each side
 TEXT_LENGTH = 300
@@ -18,10 +18,10 @@ TEXT_LENGTH = 300
 def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Embeddings `B 300 D`, padded with zeros on the right, and the mask `B 300` that hides the padding."""
     prompts = [one["prompt_embeds"] for one in embeds]
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=prompts[0].device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
     text = torch.stack([functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts])
-    mask = torch.arange(TEXT_LENGTH, device=text.device) < lengths[:, None]
-    return text.to(dtype), mask.long()
+    mask = torch.arange(TEXT_LENGTH) < lengths[:, None]
+    return text.to(dtype), upload(mask.long(), text.device)
 
 
 def token_timesteps(timesteps: Tensor, latents: Tensor) -> Tensor:

@@ -1,0 +1,81 @@
+"""A micro-step asks the device for nothing and brings nothing there that the host must wait for.
+
+The meta device stands in for a GPU. It has no values, so asking for one is an error; what comes to it from the host is
+watched, and so is every operation on tensors of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, make_batch, make_config
+from simpletuner.config.tread import Route
+from simpletuner.models.kandinsky5.sparse import sparse_params
+from simpletuner.techniques.tread import Tread
+from simpletuner.training import step
+from simpletuner.training.assemble import Intent, assemble
+
+GPU = torch.device("meta")
+
+
+class Watched(TorchDispatchMode):
+    """Notes copies to the device that do not say `non_blocking`, and operations on tensors of two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        given = [each for each in tree_leaves((args, named)) if isinstance(each, Tensor)]
+        on_host = [each for each in given if each.device.type == "cpu" and each.dim()]
+        if func is torch.ops.aten._to_copy.default:
+            leaves = bool(on_host) and torch.device(named.get("device") or "cpu") == GPU
+            if leaves and not named.get("non_blocking"):
+                self.found.append(f"{func} of {tuple(given[0].shape)}")
+        elif on_host and len(on_host) < sum(bool(each.dim()) for each in given):
+            self.found.append(f"{func} on two devices")
+        return func(*args, **named)
+
+
+@pytest.mark.parametrize("techniques", [list, lambda: [Tread([Route(0.5, 0, -1)])]], ids=["all tokens", "half"])
+@pytest.mark.parametrize("settings", [{}, {"speed": "reference"}], ids=["fast", "reference"])
+@pytest.mark.parametrize("size", ["tiny", "tiny-video", "tiny-sana"])
+def test_nothing_makes_the_host_wait(
+    monkeypatch: pytest.MonkeyPatch, size: str, settings: dict[str, Any], techniques: Callable[[], list[Tread]]
+) -> None:
+    if size == "tiny-sana" and techniques():
+        pytest.skip("Sana's blocks need all tokens")
+    config = make_config(size, mixed_precision="bf16", gradient_checkpointing=True, lora_rank=4, **settings)
+    intent = Intent(lora_targets=lora_targets(size), seed=0, total_steps=10, learning_rate=1e-4)
+    assembly = assemble(config, intent, RandomAdapter(config, size, "cpu"), techniques(), make_accelerator("cpu"))
+    assembly.transformer.train().to(GPU)
+    batch = make_batch(size, 2)
+    first = batch.embeds[0]["prompt_embeds"][:-3]  # of unequal lengths, so that there is a mask
+    batch = replace(batch, embeds=[{**batch.embeds[0], "prompt_embeds": first}, batch.embeds[1]])
+    if size == "tiny-video":
+        batch = replace(batch, condition=batch.latents[:, :, :1])
+    monkeypatch.setattr(step, "seed_device", lambda device, seed: None)
+    with Watched() as watched:
+        loss = step.micro_loss(assembly, batch.to(GPU, non_blocking=True), 0, 0, step._Losses())
+        loss.backward()
+    assert loss.device == GPU
+    assert watched.found == []
+
+
+def test_the_window_of_sparse_attention_is_made_on_the_device() -> None:
+    sides = {"attention_wT": 3, "attention_wH": 3, "attention_wW": 3}
+    others = {"attention_type": "nabla", "attention_P": 0.9, "attention_add_sta": True, "attention_method": "topcdf"}
+    with Watched() as watched:
+        window = sparse_params((1, 2, 32, 32, 16), {**sides, **others}, GPU)["sta_mask"]
+    assert window.shape == (1, 1, 8, 8)
+    assert window.device == GPU
+    assert watched.found == []

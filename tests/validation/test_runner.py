@@ -1,0 +1,67 @@
+"""Previews leave nothing behind on a GPU."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from simpletuner.training.state import TrainState
+from simpletuner.validation import runner
+from simpletuner.validation.prompts import ValidationPrompt
+from tests.fidelity.family import CPU, make_config
+
+
+class Pipeline:
+    """Renders black. Its VAE refers to itself, as one does whose methods were replaced."""
+
+    def __init__(self) -> None:
+        self.vae = nn.Identity()
+        self.vae.itself = [self.vae]
+
+    def render(self, request: Any) -> list[Image.Image]:
+        return [Image.new("RGB", (request.width, request.height))]
+
+
+@contextmanager
+def phase(title: str, total: int) -> Any:
+    yield SimpleNamespace(advance=lambda count, note: None)
+
+
+@pytest.mark.parametrize("rehearsed", [False, True])
+def test_the_vae_is_gone_before_its_memory_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rehearsed: bool
+) -> None:
+    loaded: list[weakref.ref[nn.Module]] = []
+    alive: list[bool] = []
+
+    def load(*arguments: Any) -> Pipeline:
+        pipeline = Pipeline()
+        loaded.append(weakref.ref(pipeline.vae))
+        return pipeline
+
+    cuda = SimpleNamespace(
+        is_available=lambda: True, empty_cache=lambda: alive.append(any(each() is not None for each in loaded))
+    )
+    monkeypatch.setattr(runner, "torch", SimpleNamespace(cuda=cuda, no_grad=torch.no_grad, device=torch.device))
+    settings = {"validation_guidance": 1.0, "validation_num_inference_steps": 2, "validation_seed_source": "cpu"}
+    validation = runner.ValidationRunner(
+        make_config(tmp_path, **settings), [runner.Subject(ValidationPrompt("a", "a", "a star"), dict, dict)],
+        [(16, 16)], tmp_path, 0, None, phase, lambda records: None,
+    )  # fmt: skip
+    accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model, device=CPU)
+    assembly: Any = SimpleNamespace(
+        accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load), transformer=nn.Identity(),
+        sampling_weights=nullcontext,
+    )  # fmt: skip
+    for _ in range(2):
+        validation.rehearse(assembly) if rehearsed else validation.render(assembly, TrainState())
+    assert len(loaded) == 2
+    assert alive == [False, False]
