@@ -121,8 +121,8 @@ class Kandinsky5TextEncoder:
         for members in _batches(inputs):
             batch = [inputs[index] for index in members]
             rows = self._see(batch) if "pixel_values" in batch[0] else self._read(batch)
-            for index, row in zip(members, rows.cpu(), strict=True):
-                hidden[index] = row[self.template.crop : inputs[index]["input_ids"].shape[1]].clone()
+            for index, row in zip(members, rows[:, self.template.crop :].cpu(), strict=True):
+                hidden[index] = row[: inputs[index]["input_ids"].shape[1] - self.template.crop].clone()
         return [hidden[index] for index in range(len(inputs))]
 
     def _read(self, inputs: list[dict[str, Tensor]]) -> Tensor:
