@@ -23,7 +23,7 @@ from diffusers import (
     SanaVideoTransformer3DModel,
 )
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
+from transformers import Gemma2Model, PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.diffusion.batch import Batch
@@ -31,6 +31,7 @@ from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource, Part
 from tests.tiny import WIDTH, build_qwen
+from tests.tiny_sana import build_gemma
 
 CHANNELS = 16
 
@@ -190,6 +191,39 @@ def build_medium_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForCondit
     text.rope_parameters = {**text.rope_parameters, "mrope_section": [8, 12, 12]}
     config.vision_config.out_hidden_size = text.hidden_size
     return Qwen2_5_VLForConditionalGeneration(config)
+
+
+# Vocabulary, width, width inside the feed-forward, layers, heads, heads of keys.
+_QWEN = {"slice": (4880, 1024, 5408, 3, 8, 1), "real": (152_064, 3584, 18_944, 28, 28, 4)}
+
+
+def build_qwen_of(size: str, tokenizer: PreTrainedTokenizerBase, device: str) -> Qwen2_5_VLForConditionalGeneration:
+    """Qwen2.5-VL with a tiny vision tower: the text model of 7 billion weights in bf16, or a slice of it in float32.
+
+    In the slice, feed-forward, attention and head have the shares of the arithmetic that they have in the real one.
+    """
+    config = build_qwen(tokenizer).config
+    text = config.text_config
+    text.vocab_size, text.hidden_size, text.intermediate_size, text.num_hidden_layers = _QWEN[size][:4]
+    text.num_attention_heads, text.num_key_value_heads = _QWEN[size][4:]
+    text.layer_types = ["full_attention"] * text.num_hidden_layers
+    text.rope_parameters = {**text.rope_parameters, "mrope_section": [16, 24, 24]}
+    text.initializer_range = 0.02
+    config.vision_config.out_hidden_size = text.hidden_size
+    with torch.device(device):
+        dtype = torch.bfloat16 if size == "real" else torch.float32
+        model: Any = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype)
+    made: Qwen2_5_VLForConditionalGeneration = model.requires_grad_(False).eval()
+    return made
+
+
+def build_medium_gemma(vocabulary: int) -> Gemma2Model:
+    """The tests' Gemma 2 made wider and deeper."""
+    config = build_gemma(vocabulary).config
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 512, 2048, 8
+    config.layer_types = ["sliding_attention", "full_attention"] * (config.num_hidden_layers // 2)
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 128
+    return Gemma2Model(config)
 
 
 def make_config(size: str = "tiny", **settings: Any) -> RunConfig:

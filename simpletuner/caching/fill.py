@@ -62,7 +62,7 @@ def fill_texts(
     notes = []
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(WRITERS) as writers:
-        for group in _chunks(entries, config.text_encoder_batch_size):
+        for group in _chunks(_long_ones_first(entries), config.text_encoder_batch_size):
             for entry, embeds in zip(group, encode(group), strict=True):
                 writes.append(writers.submit(_write, entry, embeds))
                 cut = encoder.truncated(entry.caption)
@@ -240,6 +240,20 @@ def _settle(writes: list[Future[None]], *, wait: bool = False) -> list[Future[No
         if wait or write.done():
             write.result()
     return [write for write in writes if not write.done()]
+
+
+def _long_ones_first(entries: Sequence[TextEntry]) -> list[TextEntry]:
+    """Captions of about one length behind each other, so that a batch holds little padding.
+
+    The longest come first: what does not fit into memory is found out at once. Prompts with pictures of one size stay
+    together, since only those can share a batch.
+    """
+
+    def order(entry: TextEntry) -> tuple[int, int, int]:
+        width, height = (0, 0) if entry.picture is None else entry.picture.geometry.size
+        return -width, -height, -len(entry.caption)
+
+    return sorted(entries, key=order)
 
 
 def _chunks(entries: Sequence[TextEntry], size: int) -> Iterator[Sequence[TextEntry]]:

@@ -434,7 +434,9 @@ class CachingConfig(Group):
     vae_cache_ondemand: Flag = option(False, "Encode when first used.", planned="switch")
     vae_cache_disable: Flag = option(False, "Encode every time and write nothing.", planned="switch")
     compress_disk_cache: Flag = option(True, "Compress cache entries; either form is read under either setting.")
-    text_encoder_batch_size: Integer = option(1, "Captions encoded at a time.", ge=1)
+    text_encoder_batch_size: Integer = option(
+        1, "Captions encoded at a time, fewer where memory does not suffice; changes rounding only.", ge=1
+    )
     image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
     read_batch_size: Integer = option(25, "Accepted; reading needs no batches.", ge=1)
     write_batch_size: Integer = option(128, "Accepted; writing needs no batches.", ge=1)

@@ -14,6 +14,7 @@ from simpletuner.caching import fill
 from simpletuner.caching.store import CacheStore
 from simpletuner.errors import DiskFullError
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
+from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
 from tests.workspace import DATASETS, Workspace
 
 
@@ -36,6 +37,24 @@ def test_encoders_are_never_loaded_together(workspace: Workspace, monkeypatch: p
     workspace.write_config(offload_during_startup=True)
     assert workspace.run("cache", "fill") == 0
     assert len(loaded) == 1
+
+
+def test_captions_of_about_one_length_share_a_batch(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, batches = Kandinsky5TextEncoder.encode, list[list[int]]()
+
+    def counted(self: Any, requests: Any) -> Any:
+        batches.append([len(request.caption) for request in requests])
+        return encode(self, requests)
+
+    monkeypatch.setattr(Kandinsky5TextEncoder, "encode", counted)
+    for index in range(8):
+        workspace.path(f"datasets/pictures/p{index}.txt").write_text(f"{index} " + "very " * (5 * index % 8) + "red")
+    workspace.write_config(text_encoder_batch_size=3)
+    assert workspace.run("cache", "fill") == 0
+    lengths = [length for batch in batches for length in batch]
+    assert len(lengths) >= 8
+    assert [len(batch) for batch in batches[:-1]] == [3] * (len(batches) - 1)
+    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_a_file_that_does_not_decode_is_left_out_and_kept(

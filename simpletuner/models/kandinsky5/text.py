@@ -1,7 +1,10 @@
 """Captions to embeddings, as the Kandinsky 5 pipelines make them.
 
 Qwen2.5-VL reads the caption inside a template and gives one vector per token after the template's crop; CLIP reads
-the caption alone and gives one pooled vector. Nothing is padded: a caption's embeddings are as long as the caption.
+the caption alone and gives one pooled vector. A caption's embeddings are as long as the caption.
+
+What is left out of the pipelines' computation changes nothing but rounding: the language head, whose logits nobody
+reads, and the template before the caption, which is read once for all captions (`prompt_start`).
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from typing import Any, Literal
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextRequest
 from simpletuner.models.kandinsky5.processor import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
+from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.source import ModelSource
 
 CLIP_LENGTH = 77
@@ -67,6 +72,7 @@ class Kandinsky5TextEncoder:
         self.max_length = max_length
         self.device = device
         self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
+        self.start = PromptStart(self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"])
         self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
         self.qwen = _load(Qwen2_5_VLForConditionalGeneration, source, "text_encoder", dtype)
         self.clip = _load(CLIPTextModel, source, "text_encoder_2", dtype)
@@ -84,21 +90,17 @@ class Kandinsky5TextEncoder:
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """`prompt_embeds` (L, D) and `pooled_prompt_embeds` (D2) of each caption, on the CPU.
 
-        Prompts of one length are encoded together; prompts are never padded to a common length, so that a caption's
-        embeddings do not depend on its neighbours.
+        Causal attention never looks at what follows, so neither the padding behind a shorter caption nor any other
+        caption of the batch has a part in its embeddings.
 
         Raises:
             ValueError: a prompt with its picture takes more tokens than the transformer has positions for.
         """
         captions = [self._fit(clean_caption(request.caption)) for request in requests]
         inputs = [self._tokenize(text, request.picture) for text, request in zip(captions, requests, strict=True)]
-        embeds: list[TextEmbeds] = [{} for _ in requests]
-        for members in _by_shape(inputs):
-            hidden = self._encode_qwen([inputs[index] for index in members])
-            pooled = self._encode_clip([captions[index] for index in members])
-            for row, index in enumerate(members):
-                embeds[index] = {"prompt_embeds": hidden[row].clone(), "pooled_prompt_embeds": pooled[row].clone()}
-        return embeds
+        pooled = self._encode_clip(captions)
+        rows = zip(self._encode_qwen(inputs), pooled, strict=True)
+        return [{"prompt_embeds": hidden, "pooled_prompt_embeds": one.clone()} for hidden, one in rows]
 
     def truncated(self, caption: str) -> str | None:
         """The end of a caption that does not fit, or None."""
@@ -128,13 +130,29 @@ class Kandinsky5TextEncoder:
             )
         return dict(inputs)
 
-    def _encode_qwen(self, inputs: list[dict[str, Tensor]]) -> Tensor:
+    def _encode_qwen(self, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
+        """What Qwen says about each prompt behind the template's crop, (L, D)."""
+        hidden: dict[int, Tensor] = {}
+        for members in _batches(inputs):
+            batch = [inputs[index] for index in members]
+            rows = self._see(batch) if "pixel_values" in batch[0] else self._read(batch)
+            for index, row in zip(members, rows[:, self.template.crop :].cpu(), strict=True):
+                hidden[index] = row[: inputs[index]["input_ids"].shape[1] - self.template.crop].clone()
+        return [hidden[index] for index in range(len(inputs))]
+
+    def _read(self, inputs: list[dict[str, Tensor]]) -> Tensor:
+        """Hidden states `B L D` of prompts in words. Which token fills up is all the same: none before it sees it."""
+        ids = pad_sequence([one["input_ids"][0] for one in inputs], batch_first=True).to(self.device)
+        return self.start.read(self.qwen.model.language_model, ids)
+
+    def _see(self, inputs: list[dict[str, Tensor]]) -> Tensor:
+        """Hidden states `B L D` of prompts with pictures, all of one shape.
+
+        They are read as a whole: the words before the caption are a tenth of them, the picture is most of the rest.
+        """
         merged = {name: torch.cat([one[name] for one in inputs]).to(self.device) for name in inputs[0]}
-        if "pixel_values" not in merged:  # the text pipelines pass the token ids alone
-            merged = {"input_ids": merged["input_ids"]}
-        # The inner model: the language head's logits are as wide as the vocabulary and nobody reads them.
-        hidden: Tensor = self.qwen.model(**merged).last_hidden_state  # B L D
-        return hidden[:, self.template.crop :].cpu()
+        hidden: Tensor = self.qwen.model(**merged, use_cache=False).last_hidden_state
+        return hidden
 
     def _encode_clip(self, captions: list[str]) -> Tensor:
         inputs = self.clip_tokenizer(
@@ -149,9 +167,10 @@ def _load(model_class: Any, source: ModelSource, role: str, dtype: torch.dtype) 
     return model_class.from_pretrained(part.fetch(), dtype=dtype, variant=part.variant).requires_grad_(False).eval()
 
 
-def _by_shape(inputs: list[dict[str, Tensor]]) -> list[list[int]]:
-    """Indices of inputs that can be stacked: as many tokens, and pictures of one size."""
+def _batches(inputs: list[dict[str, Tensor]]) -> list[list[int]]:
+    """Indices of prompts that are encoded together: all without pictures, and those of one shape with them."""
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, one in enumerate(inputs):
-        groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items())].append(index)
+        pictured = "pixel_values" in one
+        groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items()) if pictured else ()].append(index)
     return list(groups.values())

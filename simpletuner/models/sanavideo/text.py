@@ -2,7 +2,7 @@
 
 Gemma reads instruction and caption padded on the right to one length; the transformer gets token 0 and the last
 `max_length - 1` of them with their mask. Padding is not stored: behind the mask it has a weight of exactly zero, so
-zeros in its place change nothing.
+zeros in its place change nothing. Gemma reads the instruction once for all captions (`prompt_start`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 from simpletuner.config.schema import TextConfig
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextRequest
+from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.prompts import clean_caption, own_instruction, with_motion_score
 from simpletuner.models.source import ModelSource
 
@@ -60,6 +61,7 @@ class SanaTextEncoder:
         self.instruction = "\n".join(pipeline_instruction() if own is None else own)
         self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
         self.tokenizer.padding_side = "right"
+        self.start = PromptStart(self.tokenizer.encode(self.instruction))
         part = source["text_encoder"]
         gemma: Any = Gemma2Model.from_pretrained(part.fetch(), dtype=dtype, variant=part.variant)
         if quantise is not None:
@@ -106,10 +108,17 @@ class SanaTextEncoder:
         inputs = self.tokenizer(
             texts, padding="max_length", max_length=self._length(bare), truncation=True, return_tensors="pt"
         ).to(self.device)
-        hidden = self.gemma(inputs.input_ids, attention_mask=inputs.attention_mask)[0]  # B L D
+        hidden = self._read(inputs.input_ids, inputs.attention_mask, bare)
         kept = [0, *range(-self.max_length + 1, 0)]
         rows = zip(hidden[:, kept].cpu(), inputs.attention_mask[:, kept].bool().cpu(), strict=True)
         return [row[mask].clone() for row, mask in rows]
+
+    def _read(self, ids: Tensor, mask: Tensor, bare: bool) -> Tensor:
+        """Hidden states `B L D`."""
+        if bare or not self.instruction:
+            hidden: Tensor = self.gemma(ids, attention_mask=mask, use_cache=False).last_hidden_state
+            return hidden
+        return self.start.read(self.gemma, ids, mask)
 
 
 def _is_bare(request: TextRequest) -> bool:

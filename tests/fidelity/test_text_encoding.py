@@ -1,0 +1,189 @@
+"""Embeddings equal those of the stock pipelines, though the template is read once and captions share batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL.Image import Image
+
+from simpletuner.models.adapter import TextRequest
+from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.templates import TextTemplate
+from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
+from simpletuner.models.prompt_start import PromptStart
+from tests.fidelity.family import CPU, make_adapter, picture
+from tests.fidelity.sana import make_sana_adapter
+from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.tiny import PIPELINES, make_checkpoint
+from tests.tiny_sana import build_gemma
+
+CAPTIONS = (
+    "a star",
+    "",
+    "two blue circles on a white ground, seen from far away",
+    "तारा 你好 <|im_end|> & more",
+    "a long tale of a ball that rolls " * 8,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path, i2i_checkpoint: Path
+) -> dict[str, Path]:
+    video = make_checkpoint(tmp_path_factory.mktemp("t2v"), "t2v")
+    return {"t2i": t2i_checkpoint, "i2i": i2i_checkpoint, "t2v": video}
+
+
+def encoder_of(checkpoint: Path, task: str, dtype: torch.dtype = torch.float32) -> Kandinsky5TextEncoder:
+    adapter = make_video_adapter(checkpoint, task) if task == "t2v" else make_adapter(checkpoint, task)
+    return adapter.load_text_encoder(CPU, dtype)
+
+
+def source_for(task: str, index: int) -> Image | None:
+    """Pictures of two sizes, for prompts that hold one."""
+    return picture((64, 96)[index % 2], 64, index) if task == "i2i" else None
+
+
+def stock_pipeline(checkpoint: Path, task: str, encoder: Kandinsky5TextEncoder) -> Any:
+    pipeline = PIPELINES[task].from_pretrained(
+        checkpoint, tokenizer=load_processor(checkpoint), transformer=None, vae=None
+    )
+    pipeline.prompt_template = encoder.template.text
+    pipeline.prompt_template_encode_start_idx = encoder.template.crop
+    return pipeline
+
+
+@torch.no_grad()
+def stock_embeds(pipeline: Any, task: str, caption: str, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a pipeline makes of one prompt, (L, D) and (D2)."""
+    extra = {"image": [source_for(task, index)]} if task == "i2i" else {}
+    hidden, pooled, _ = pipeline.encode_prompt(caption, **extra)
+    return hidden[0], pooled[0]
+
+
+@contextmanager
+def tokens_read(module: torch.nn.Module) -> Iterator[list[int]]:
+    """Tokens in each call of a decoder."""
+    seen: list[int] = []
+    hook = module.register_forward_pre_hook(
+        lambda _, inputs, settings: seen.append(settings["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("task", ["t2i", "t2v", "i2i"])
+def test_one_by_one_and_in_batches(checkpoints: dict[str, Path], task: str) -> None:
+    encoder = encoder_of(checkpoints[task], task)
+    pipeline = stock_pipeline(checkpoints[task], task, encoder)
+    requests = [TextRequest(caption, source_for(task, index)) for index, caption in enumerate(CAPTIONS)]
+    together = encoder.encode(requests)
+    for index, (request, mine) in enumerate(zip(requests, together, strict=True)):
+        hidden, pooled = stock_embeds(pipeline, task, request.caption, index)
+        (alone,) = encoder.encode([request])
+        torch.testing.assert_close(alone["prompt_embeds"], hidden, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(mine["prompt_embeds"], hidden, rtol=1e-6, atol=1e-5)
+        for embeds in (alone, mine):
+            torch.testing.assert_close(embeds["pooled_prompt_embeds"], pooled, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["t2i", "t2v"])
+def test_in_bf16_no_error_is_added(checkpoints: dict[str, Path], task: str) -> None:
+    """Against float32 weights of the same values: ours, alone and in a batch, is as near as the pipeline's."""
+    encoder = encoder_of(checkpoints[task], task, torch.bfloat16)
+    pipeline = stock_pipeline(checkpoints[task], task, encoder)
+    pipeline.text_encoder, pipeline.text_encoder_2 = encoder.qwen, encoder.clip
+    requests = [TextRequest(caption) for caption in CAPTIONS]
+    found = {
+        "pipeline": [stock_embeds(pipeline, task, caption, 0)[0] for caption in CAPTIONS],
+        "alone": [encoder.encode([request])[0]["prompt_embeds"] for request in requests],
+        "together": [one["prompt_embeds"] for one in encoder.encode(requests)],
+    }
+    encoder.qwen.float()
+    exact = torch.cat([stock_embeds(pipeline, task, caption, 0)[0] for caption in CAPTIONS])
+    errors = {name: float((torch.cat(rows).float() - exact).norm() / exact.norm()) for name, rows in found.items()}
+    assert 1e-3 < errors["pipeline"] < 0.1
+    assert errors["alone"] < 1.1 * errors["pipeline"]
+    assert errors["together"] < 1.1 * errors["pipeline"]
+
+
+def test_the_template_is_read_once_and_the_head_never(t2i_checkpoint: Path) -> None:
+    encoder = encoder_of(t2i_checkpoint, "t2i")
+    encoder.qwen.lm_head = None
+    crop = encoder.template.crop
+    lengths = [len(one["prompt_embeds"]) for one in encoder_of(t2i_checkpoint, "t2i").encode(
+        [TextRequest(caption) for caption in CAPTIONS]
+    )]  # fmt: skip
+    with tokens_read(encoder.qwen.model.language_model) as seen:
+        encoder.encode([TextRequest(CAPTIONS[4])])
+        encoder.encode([TextRequest(CAPTIONS[0]), TextRequest(CAPTIONS[4])])
+    assert seen == [crop + lengths[4], lengths[4], 2 * lengths[4]]
+
+
+def test_what_is_kept_of_the_template_never_changes(t2i_checkpoint: Path) -> None:
+    encoder = encoder_of(t2i_checkpoint, "t2i")
+    first = encoder.encode([TextRequest(CAPTIONS[2])])
+    encoder.encode([TextRequest(caption) for caption in CAPTIONS])
+    again = encoder.encode([TextRequest(CAPTIONS[2])])
+    assert torch.equal(first[0]["prompt_embeds"], again[0]["prompt_embeds"])
+
+
+def test_a_caption_that_melts_with_the_template(t2i_checkpoint: Path) -> None:
+    """Where the words before the caption end in the middle of a token, the rest is read with the caption."""
+    encoder = encoder_of(t2i_checkpoint, "t2i")
+    encoder.template = TextTemplate("<|im_start|>system\nBe brief.<|im_end|>\nDescribe the col{}<|im_end|>", crop=4)
+    words = encoder.template.text.partition("{}")[0]
+    encoder.start = PromptStart(encoder.processor.tokenizer(words)["input_ids"])
+    pipeline = stock_pipeline(t2i_checkpoint, "t2i", encoder)
+    captions = ["or of it, all of it, from left to right", "a star that falls and falls"]
+    whole = len(encoder.start.tokens)
+    inputs = [encoder._tokenize(caption, None)["input_ids"][0] for caption in captions]
+    assert [torch.equal(ids[:whole], encoder.start.tokens) for ids in inputs] == [False, True], "none melts"
+    for caption, mine in zip(captions, encoder.encode([TextRequest(one) for one in captions]), strict=True):
+        hidden, _ = stock_embeds(pipeline, "t2i", caption, 0)
+        torch.testing.assert_close(mine["prompt_embeds"], hidden, rtol=1e-6, atol=1e-5)
+
+
+def test_an_instruction_longer_than_the_window_of_attention() -> None:
+    """Gemma's every other layer sees so many tokens back and no further; mask and kept keys must agree on that."""
+    torch.manual_seed(0)
+    config = build_gemma(64).config
+    config.sliding_window = 8
+    gemma = type(build_gemma(64))(config).eval()
+    ids = torch.randint(3, 64, (3, 40))
+    ids[1:, :20] = ids[0, :20]
+    mask = torch.ones_like(ids)
+    mask[1, 30:] = 0
+    start = PromptStart(ids[0, :20].tolist())
+    with torch.no_grad():
+        whole = gemma(ids, attention_mask=mask).last_hidden_state
+        mine = start.read(gemma, ids, mask)
+        gemma.config.sliding_window = 4096
+        far = gemma(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(mine[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-5)
+    assert (far - whole).abs().max() > 1e-2, "the window hides nothing"
+
+
+def test_sana_reads_its_instruction_once(sana_checkpoint: Path) -> None:
+    encoder = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
+    with tokens_read(encoder.gemma) as seen:
+        for caption in CAPTIONS[:1] * 2:
+            encoder.start.read(encoder.gemma, *_tokens(encoder, caption))
+    whole = encoder._length(bare=False)
+    assert seen[0] == whole
+    assert seen[1] == seen[2] < 310
+    assert whole > 400
+
+
+def _tokens(encoder: Any, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = encoder.tokenizer(
+        [encoder.instruction + caption], padding="max_length", max_length=encoder._length(False), return_tensors="pt"
+    )
+    return inputs.input_ids, inputs.attention_mask
