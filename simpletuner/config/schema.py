@@ -261,6 +261,16 @@ class PrecisionConfig(Group):
     )  # fmt: skip
     disable_tf32: Flag = option(False, "Keep full float32 in matrix products on a GPU.")
 
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Every n-th block is checkpointed; None: no block is."""
+        return (self.gradient_checkpointing_interval or 1) if self.gradient_checkpointing else None
+
+    @property
+    def checkpoints_all(self) -> bool:
+        """Whether no block keeps what it saves until the backward pass."""
+        return self.checkpoint_interval == 1
+
 
 class SpeedConfig(Group):
     """Speed"""

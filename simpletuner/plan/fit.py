@@ -140,7 +140,7 @@ def _lossless_changes(budget: Budget, built: Built) -> Iterator[Change]:
     precision, caching = config.precision, config.caching
     if keeps_attention(config.speed):
         yield Change({"speed_keep_attention": False})
-    if not precision.gradient_checkpointing or (precision.gradient_checkpointing_interval or 1) > 1:
+    if not precision.checkpoints_all:
         yield Change({"gradient_checkpointing": True, "gradient_checkpointing_interval": 1})
     if caching.vae_batch_size > 1:
         yield Change({"vae_batch_size": 1})

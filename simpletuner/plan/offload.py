@@ -72,7 +72,7 @@ def _quantised(config: RunConfig) -> Iterator[Problem]:
     name = precision.base_model_precision
     if name in PLAIN_PRECISIONS:
         return
-    if not precision.gradient_checkpointing or (precision.gradient_checkpointing_interval or 1) > 1:
+    if not precision.checkpoints_all:
         message = (
             f"with base_model_precision {name!r} needs gradient_checkpointing of every block: "
             "without it the backward pass would read quantised weights that have left the device."

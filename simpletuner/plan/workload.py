@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.optimizers import keeps_bf16_weights, optimizer_name
+from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.schema import PLAIN_PRECISIONS
 from simpletuner.config.speed import keeps_attention
@@ -83,26 +83,21 @@ class Parts:
 
     def setup(self, config: RunConfig) -> Setup:
         """What of the settings decides about memory."""
-        base, name = (
-            transformer_dtype(config.precision),
-            optimizer_name(config.optimizer, config.precision.mixed_precision),
-        )
-        compensated = base == "bf16" and keeps_bf16_weights(name)
-        trained = "bf16" if compensated else "fp32"
         is_lora, offload, precision = config.model.model_type == "lora", config.offload, config.precision
-        checkpointed = precision.gradient_checkpointing
+        trained = trained_precision(config.optimizer, precision)
+        name = optimizer_name(config.optimizer, precision.mixed_precision)
         return Setup(
-            dtype=base if is_lora else trained,
+            dtype=transformer_dtype(precision) if is_lora else trained,
             adapters=self._adapters(config.lora.lora_rank) if is_lora else NO_ADAPTERS,
             trained_bytes=BYTES[trained],
-            state_bytes=optimizer_state_bytes(name, BYTES[trained], compensated=compensated),
-            checkpoint_interval=(precision.gradient_checkpointing_interval or 1) if checkpointed else None,
-            keep_attention=checkpointed and keeps_attention(config.speed),
+            state_bytes=optimizer_state_bytes(name, BYTES[trained], compensated=trained == "bf16"),
+            checkpoint_interval=precision.checkpoint_interval,
+            keep_attention=precision.gradient_checkpointing and keeps_attention(config.speed),
             streamed=offload.enable_group_offload,
             residents=offload.group_offload_resident_blocks,
             group=offload.group_offload_blocks_per_group,
             overlapped=offload.group_offload_use_stream,
-            inputs_on_host=offload.offload_block_inputs and checkpointed,
+            inputs_on_host=offload.offload_block_inputs and precision.gradient_checkpointing,
             quantised=quantised_bytes(precision.base_model_precision),
             averaged_on_device=config.ema.use_ema and config.ema.ema_device == "accelerator",
         )

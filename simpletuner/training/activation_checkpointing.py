@@ -44,9 +44,9 @@ def enable_checkpointing(
         keep: the attention whose result is kept: a tensor of the hidden states' size per block, in exchange for the
             part of the recomputation that grows with the square of the tokens.
     """
-    if not config.gradient_checkpointing:
+    interval = config.checkpoint_interval
+    if interval is None:
         return
-    interval = config.gradient_checkpointing_interval or 1
     chosen = {id(block) for index, block in enumerate(layout.blocks) if index % interval == 0}
 
     def run_block(block: nn.Module, hidden: Tensor, *others: Any) -> Any:
@@ -60,11 +60,6 @@ def enable_checkpointing(
 
     model: Any = transformer
     model.enable_gradient_checkpointing(run_block)
-
-
-def checkpoints_all(config: PrecisionConfig) -> bool:
-    """Whether no block keeps what it saves until the backward pass."""
-    return config.gradient_checkpointing and (config.gradient_checkpointing_interval or 1) == 1
 
 
 def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
