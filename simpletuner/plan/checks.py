@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.plan.folders import why_not_writable
 from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
 
@@ -45,14 +45,9 @@ def check_planned(config: RunConfig) -> Iterator[Problem]:
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
     """The output folder can be written to, now, before anything has cost time."""
-    folder = Path(config.run.output_dir).expanduser()
-    parent = folder
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    if not parent.is_dir():
-        yield Problem("output_dir", f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        yield Problem("output_dir", f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
+    problem = why_not_writable("output_dir", Path(config.run.output_dir).expanduser())
+    if problem is not None:
+        yield problem
 
 
 def check_schedule(config: RunConfig) -> Iterator[Problem]:

@@ -77,9 +77,9 @@ class Parts:
 
     def load(self, bucket: Bucket) -> Load:
         """A bucket's micro-batch in tokens."""
-        step = self.spec.vae_stride * self.spec.patch_size
-        frames = (bucket.frames - 1) // self.spec.frame_stride + 1
-        return Load(bucket.batch, frames, bucket.height // step, bucket.width // step, bucket.text, bucket.timed)
+        frames, height, width = self.spec.latent_size(bucket.width, bucket.height, bucket.frames)
+        patch = self.spec.patch_size
+        return Load(bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed)
 
     def setup(self, config: RunConfig) -> Setup:
         """What of the settings decides about memory."""
@@ -224,9 +224,9 @@ def _size(bucket: Bucket) -> int:
 
 def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
     """Text tokens of the longest prompt that is allowed, with a source picture where the prompt holds it."""
-    cap, cost = plan.spec.text_length_cap, plan.spec.cost
+    cost = plan.spec.cost
     held = picture if picture and plan.flavour.task in plan.spec.prompt_holds_picture else None
-    longest = min(plan.config.text.tokenizer_max_length or cap, cap)
+    longest = plan.spec.text_length(plan.config.text)
     return cost.padded_text or longest + (cost.picture_tokens(*held) if held else 0)
 
 

@@ -16,10 +16,9 @@ from simpletuner.plan.build import Plan
 from simpletuner.training.checkpoints import lora_names
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import verify_file
-from simpletuner.training.lora_files import FILE_NAME
+from simpletuner.training.results import LORA_FILE, PIPELINE_FOLDER
 from simpletuner.training.state import Assembly
 
-PIPELINE_FOLDER = "pipeline"
 INDEX_FILE = "model_index.json"
 
 
@@ -53,7 +52,7 @@ def _publish_lora(
     trial = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}"
     candidate = assembly.lora.save(trial, weights=weights, note=note)
     checked = verify_file(candidate, assembly.lora, assembly.adapter.load_bare_pipeline(), weights)
-    final = candidate.replace(folder / FILE_NAME)
+    final = candidate.replace(folder / LORA_FILE)
     trial.rmdir()
     return final, checked
 

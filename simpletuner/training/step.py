@@ -166,8 +166,7 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
 
 def tokens_of(assembly: Assembly, batch: Batch) -> int:
     """Tokens of each sample's latents."""
-    frames, height, width = batch.latents.shape[-3:]
-    return frames * (height * width // assembly.adapter.spec.patch_size**2)
+    return assembly.adapter.spec.tokens(*batch.latents.shape[-3:])
 
 
 def batch_flops(assembly: Assembly, batch: Batch) -> float:

@@ -22,11 +22,11 @@ from simpletuner.models.cost import (
     Work,
     number,
 )
+from simpletuner.models.kandinsky5.nabla import TILE, is_sparse, is_sparse_flavour
 
 FLOAT32 = ("time_embeddings.", "modulation.")  # `_keep_in_fp32_modules` of the class
 QKV = ("to_query", "to_key", "to_value")
 FIRST_PROJECTIONS = re.compile(r"(text|visual)_transformer_blocks\.0\.self_attention\.to_(query|key|value)")
-NABLA_TILE = 64  # tokens that share one row of the mask
 QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
 FLUX_VAE, HUNYUAN_VAE = 83_819_683, 246_478_803
 PROMPT_PIXELS = 56  # pixels a side of a picture per token of Qwen's prompt: it sees half the size in steps of 28
@@ -44,8 +44,8 @@ def published(flavour: str) -> dict[str, object]:
     """Dimensions of the published checkpoint of a flavour."""
     task, *words = flavour.split("-")
     size = IMAGE if task in ("t2i", "i2i") else PRO if "pro" in words else LITE
-    sparse = "nabla" if "pro" in words or "10s" in words else "regular"
-    return {**CHANNELS, "num_text_blocks": 2, **size, "visual_cond": task != "t2i", "attention_type": sparse}
+    attention = "nabla" if is_sparse_flavour(flavour) else "regular"
+    return {**CHANNELS, "num_text_blocks": 2, **size, "visual_cond": task != "t2i", "attention_type": attention}
 
 
 def transformer_cost(settings: Mapping[str, object]) -> TransformerCost:
@@ -162,8 +162,7 @@ def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adap
     kept = copies + 3 * 4 + (4 + 2 + ratio + _adapted_inputs(adapters, ratio)) * size
     statistics = tokens * 4 * (5 * d // head + 3 * 2)  # per head: three RMSNorms, two log-sum-exps; three LayerNorms
     of_text = text * (d * (4 + 2 * size) + 4 * d // head)
-    sparse = settings.get("attention_type") == "nabla"
-    pairs = load.samples * load.tokens**2 // NABLA_TILE * d // head if sparse else 0
+    pairs = load.samples * load.tokens**2 // TILE * d // head if is_sparse(settings) else 0
     down = (tokens * 4 + text * 2) * rank * size
     return Activations(
         held=elements * size,

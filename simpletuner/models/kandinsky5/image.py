@@ -88,8 +88,7 @@ class Kandinsky5ImageAdapter:
         from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 
         template = select_template(self.text.text_template, "image_edit" if self.edits else "image")
-        max_length = self.text.tokenizer_max_length or self.spec.defaults["tokenizer_max_length"]
-        return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype)
+        return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxLatentEncoder:
         vae = load_vae(AutoencoderKL, self.source["vae"], self.caching, device, dtype)

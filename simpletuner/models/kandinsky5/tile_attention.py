@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-logger = logging.getLogger(__name__)
+from simpletuner.models.kandinsky5.nabla import TILE
 
-TILE_SIDE = 8  # tokens, within one latent frame
-TILE = TILE_SIDE**2
+logger = logging.getLogger(__name__)
 
 # Query, key and value `B S H D` and the tiles that see each other, bool `B H N N`, to `B S H D`.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

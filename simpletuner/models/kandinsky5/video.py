@@ -19,6 +19,7 @@ from simpletuner.models.frame_attention import attend_by_frame
 from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, sparse, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
+from simpletuner.models.kandinsky5.nabla import is_sparse
 from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
@@ -91,9 +92,7 @@ class Kandinsky5VideoAdapter:
 
     def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> Kandinsky5TextEncoder:
         template = select_template(self.text.text_template, "video")
-        cap = self.spec.text_length_cap
-        max_length = min(self.text.tokenizer_max_length or cap, cap)
-        return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype)
+        return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)
@@ -107,7 +106,7 @@ class Kandinsky5VideoAdapter:
         transformer: Any = loading.load_transformer(self.source["transformer"], dtype)
         self.dtype, self._settings = dtype, dict(transformer.config)
         self._padding = attention.install(transformer)
-        if sparse.is_sparse(self._settings):
+        if is_sparse(self._settings):
             self._tiles = sparse.install(transformer)
         return transformer
 
@@ -122,7 +121,7 @@ class Kandinsky5VideoAdapter:
         sparsity = None
         if self._settings["visual_cond"]:
             hidden_states = torch.cat([hidden_states, *self._condition_channels(noisy)], dim=-1)
-        if self._tiles is not None and sparse.is_sparse(self._settings):
+        if self._tiles is not None and is_sparse(self._settings):
             self._tiles.settle(hidden_states.device, self.dtype, sum(self._settings["axes_dims"]))
             sparsity = sparse.sparse_params(tuple(hidden_states.shape), self._settings, hidden_states.device)
         velocity = predict_velocity(

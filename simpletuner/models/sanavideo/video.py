@@ -46,9 +46,7 @@ class SanaVideoAdapter:
         self.dtype = torch.float32
 
     def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> SanaTextEncoder:
-        cap = self.spec.text_length_cap
-        max_length = min(self.text.tokenizer_max_length or cap, cap)
-        return SanaTextEncoder(self.source, self.text, max_length, device, dtype)
+        return SanaTextEncoder(self.source, self.text, self.spec.text_length(self.text), device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
         return WanLatentEncoder(self._load_vae(device, dtype), device, dtype)
