@@ -119,8 +119,13 @@ def rates_of(name: str) -> Rates:
 
 def cpu_rates() -> Rates:
     """A modest guess per core that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return Rates(cores * CORE_FLOPS, cores * CORE_FLOPS, CPU_BYTES, CPU_BYTES)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def with_measured(device: Device, folder: Path) -> Device:

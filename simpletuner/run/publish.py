@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from simpletuner.training.checkpoints import lora_names
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import verify_file
 from simpletuner.training.results import LORA_FILE, PIPELINE_FOLDER
-from simpletuner.training.state import Assembly
+from simpletuner.training.state import Assembly, TrainState
 
 INDEX_FILE = "model_index.json"
 
@@ -41,6 +42,27 @@ def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, 
     if assembly.lora.form == "comfyui":
         loads = "are what was trained, under the names that ComfyUI looks for"
     return f"Saved {path} ({size:.1f} MB); all {checked} tensors {loads}."
+
+
+def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
+    """Entries for the header of weight files: what they belong to, and the user's comment."""
+    note = {
+        "modelspec.architecture": f"{plan.spec.name}/{plan.flavour.name}",
+        "modelspec.title": plan.config.tracking.tracker_run_name,
+        "simpletuner.step": str(state.global_step),
+    }
+    comment: Any = plan.config.publish.modelspec_comment
+    if comment:
+        text = comment if isinstance(comment, str) else "\n".join(map(str, comment))
+        values = {
+            "{current_step}": str(state.global_step),
+            "{current_epoch}": str(state.epoch),
+            "{timestamp}": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        for placeholder, value in values.items():
+            text = text.replace(placeholder, value)
+        note["modelspec.description"] = text
+    return note
 
 
 def _publish_lora(
