@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from simpletuner.config.load import CHOSEN, RunConfig
@@ -14,14 +15,21 @@ from simpletuner.config.schema import PLAIN_PRECISIONS, is_built
 from simpletuner.config.speed import keeps_attention
 from simpletuner.errors import Problem
 from simpletuner.memory.device import Device
+from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.budget import Budget, Phase, estimate, find_phases, fits, gigabytes, shortage
-from simpletuner.plan.workload import Choice, Workload
+from simpletuner.plan.workload import Workload
 
 HEADROOM = 0.05  # that auto leaves free: a driver, a browser, an estimate that is a little off
 # Every n-th block checkpointed, from the fastest to the leanest; None is none of them.
 DEPTHS = (None, 8, 4, 3, 2)
+# What `offload: auto` may set where the user has not.
+OWN_KEYS = (
+    "gradient_checkpointing", "gradient_checkpointing_interval", "speed_keep_attention", "enable_group_offload",
+    "group_offload_use_stream", "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
+)  # fmt: skip
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 Built = Callable[[str], bool]
+Choice = tuple[RunConfig, Workload]
 
 
 @dataclass(frozen=True)
@@ -116,22 +124,22 @@ def possible_changes(budget: Budget, built: Built) -> Iterator[Change]:
     batch = max((bucket.batch for bucket in workload.buckets), default=1)
     while batch > 1:
         batch //= 2
-        yield Change({"train_batch_size": batch}, apply=lambda before, size=batch: before.with_batch(size))  # type: ignore[misc]
-    yield from _smaller_samples(workload)
+        yield Change({"train_batch_size": batch}, apply=partial(Workload.with_batch, batch=batch))
+    yield from _smaller_samples(workload, budget.parts.spec)
     if workload.previews:
         yield Change({"validation_disable": True}, apply=lambda before: replace(before, previews=[]))
 
 
-def _smaller_samples(workload: Workload) -> Iterator[Change]:
+def _smaller_samples(workload: Workload, spec: FamilySpec) -> Iterator[Change]:
     """Shorter clips, then smaller pictures, in the words of the dataset file."""
     longest = max((bucket.frames for bucket in workload.buckets), default=1)
     if longest > 1:
-        frames = max(bucket.frames for bucket in workload.scaled(1.0, 0.5).buckets)
-        words = f"num_frames {frames} instead of {longest}"
-        yield Change({}, words, lambda before: before.scaled(1.0, 0.5))
+        halve = partial(Workload.scaled, spec=spec, frames=0.5)
+        frames = max(bucket.frames for bucket in halve(workload).buckets)
+        yield Change({}, f"num_frames {frames} instead of {longest}", halve)
     for share in (0.75, 0.5):
         words = f"a resolution {share:g} times as large"
-        yield Change({}, words, lambda before, side=share: before.scaled(side, 1.0))  # type: ignore[misc]
+        yield Change({}, words, partial(Workload.scaled, spec=spec, sides=share))
 
 
 def _lossless_changes(budget: Budget, built: Built) -> Iterator[Change]:
@@ -193,7 +201,7 @@ def _ways(budget: Budget, built: Built) -> Iterator[tuple[Change, str]]:
     free = {key: not config.is_explicit(key) and built(key) for key in OWN_KEYS}
     plain: dict[str, Any] = {}
     if free["gradient_checkpointing"] and free["gradient_checkpointing_interval"]:
-        yield from _depths(config)
+        yield from _depths()
         plain = {"gradient_checkpointing": True, "gradient_checkpointing_interval": None}
     yield Change(plain), "the blocks are checkpointed, and everything stays on the device"
     if free["speed_keep_attention"] and keeps_attention(config.speed):
@@ -210,13 +218,7 @@ def _ways(budget: Budget, built: Built) -> Iterator[tuple[Change, str]]:
         yield Change(lean), f"in 16 bits the run does not fit {_room(budget.device)}"
 
 
-OWN_KEYS = (
-    "gradient_checkpointing", "gradient_checkpointing_interval", "speed_keep_attention", "enable_group_offload",
-    "group_offload_use_stream", "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
-)  # fmt: skip
-
-
-def _depths(config: RunConfig) -> Iterator[tuple[Change, str]]:
+def _depths() -> Iterator[tuple[Change, str]]:
     """As few checkpointed blocks as possible: nothing is computed twice that memory can hold."""
     for depth in DEPTHS:
         if depth is None:

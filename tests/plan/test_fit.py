@@ -12,7 +12,8 @@ from simpletuner.memory.duration import step_cost
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.budget import Budget, estimate, fits
 from simpletuner.plan.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
-from simpletuner.plan.workload import Bucket, Parts, Workload
+from simpletuner.plan.parts import Parts
+from simpletuner.plan.workload import Bucket, Workload
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
 LITE = Bucket(768, 512, 61, 1, 1.0, 256)
