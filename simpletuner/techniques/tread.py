@@ -30,6 +30,10 @@ class Tread(Technique):
     def __init__(self, routes: Sequence[Route]) -> None:
         self.routes = routes
 
+    @property
+    def skips_work(self) -> bool:
+        return True
+
     def attach(self, adapter: FamilyAdapter, transformer: nn.Module) -> None:
         stream = adapter.token_stream(transformer)
         if stream is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from simpletuner.config.schema import PrecisionConfig
@@ -60,6 +61,14 @@ def enable_checkpointing(
 
     model: Any = transformer
     model.enable_gradient_checkpointing(run_block)
+
+
+def outside_checkpoints() -> saved_tensors_hooks:
+    """For a graph of one's own in the middle of a block: nothing that it saves is taken for the block's.
+
+    Hooks that do nothing stand before those of a checkpoint that the block may run in.
+    """
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
