@@ -1,6 +1,6 @@
 """What a run needs, phase by phase, against what the device has. Arithmetic only; nothing is loaded.
 
-    captions ─► pictures or clips ─► loading ─► training, bucket by bucket ─► previews ─► saving
+    captions ─► pictures ─► loading ─► training, bucket by bucket ─► previews ─► saving
 
 Each phase has a peak on the device and one on the host. Where there is no GPU both lie in the machine's memory and
 are added.
@@ -150,7 +150,7 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setu
         size = BYTES[vae_dtype(config.precision, config.caching)]
         peak = max(parts.cost.vae_encode(parts.vae, load) for load in workload.encoded) * size
         clip = max(load.samples * load.frames * load.width * load.height for load in workload.encoded)
-        yield Phase(f"encoding {parts.spec.samples}", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
+        yield Phase("encoding pictures", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
     whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
     yield Phase("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
     waiting = HOST_BASE + streamed_bytes(cost, setup)

@@ -22,11 +22,6 @@ from simpletuner.plan.workload import Workload
 HEADROOM = 0.05  # that auto leaves free: a driver, a browser, an estimate that is a little off
 # Every n-th block checkpointed, from the fastest to the leanest; None is none of them.
 DEPTHS = (None, 8, 4, 3, 2)
-# What `offload: auto` may set where the user has not.
-OWN_KEYS = (
-    "gradient_checkpointing", "gradient_checkpointing_interval", "speed_keep_attention", "enable_group_offload",
-    "group_offload_use_stream", "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
-)  # fmt: skip
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 Built = Callable[[str], bool]
 Choice = tuple[RunConfig, Workload]
@@ -216,6 +211,12 @@ def _ways(budget: Budget, built: Built) -> Iterator[tuple[Change, str]]:
     if free["base_model_precision"] and config.model.model_type == "lora":
         lean = {**plain, "base_model_precision": "int8-quanto"}
         yield Change(lean), f"in 16 bits the run does not fit {_room(budget.device)}"
+
+
+OWN_KEYS = (
+    "gradient_checkpointing", "gradient_checkpointing_interval", "speed_keep_attention", "enable_group_offload",
+    "group_offload_use_stream", "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
+)  # fmt: skip
 
 
 def _depths() -> Iterator[tuple[Change, str]]:
