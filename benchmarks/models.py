@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGenera
 
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource, Part
 from tests.tiny import WIDTH, build_qwen
@@ -219,7 +219,7 @@ def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
     spec = FAMILIES[SHAPES[size].family]
     flavour = spec.flavour(SHAPES[size].flavour)
     source = ModelSource.from_config(spec, flavour, config.model)
-    adapter: Any = load_adapter(spec)(flavour, source, config.model, config.text, config.caching)
+    adapter: Any = load_adapter(spec)(CheckpointSetup.of(config, flavour, source))
     load = adapter.load_transformer
 
     def load_random(dtype: torch.dtype) -> nn.Module:

@@ -22,7 +22,7 @@ from simpletuner.data.quarantine import quarantine, unwelcome
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES
-from simpletuner.models.adapter import FamilyAdapter, LatentEncoder, TextEncoder
+from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length
 from simpletuner.plan.checks import check_tread
@@ -138,14 +138,8 @@ class CacheWorkshop:
 
 def build_adapter(plan: Plan) -> FamilyAdapter:
     """The adapter of the plan's family for its checkpoint."""
-    return load_adapter(plan.spec)(
-        plan.flavour,
-        plan.source,
-        plan.config.model,
-        plan.config.text,
-        plan.config.caching,
-        use_size=plan.sizes[0] if plan.sizes else None,
-    )
+    use_size = plan.sizes[0] if plan.sizes else None
+    return load_adapter(plan.spec)(CheckpointSetup.of(plan.config, plan.flavour, plan.source, use_size))
 
 
 def fill_caches(plan: Plan, progress: Progress) -> None:

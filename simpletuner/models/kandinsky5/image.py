@@ -10,16 +10,13 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, PreviewRequest, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import Flavour
 from simpletuner.models.vae import load_vae
 
 if TYPE_CHECKING:
@@ -69,17 +66,9 @@ class Kandinsky5ImageAdapter:
 
     spec = KANDINSKY5_IMAGE
 
-    def __init__(
-        self,
-        flavour: Flavour,
-        source: ModelSource,
-        model: ModelConfig,
-        text: TextConfig,
-        caching: CachingConfig,
-        use_size: tuple[int, int] | None = None,
-    ) -> None:
-        self.flavour, self.source, self.model, self.text, self.caching = flavour, source, model, text, caching
-        self.edits = flavour.task == "i2i"
+    def __init__(self, setup: CheckpointSetup) -> None:
+        self.source, self.text, self.caching = setup.source, setup.text, setup.caching
+        self.edits = setup.flavour.task == "i2i"
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
 

@@ -10,10 +10,9 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import Autoencod
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, PreviewRequest, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.frame_attention import attend_by_frame
 from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, sparse, tokens
@@ -24,8 +23,6 @@ from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_s
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from simpletuner.models.patch_conv import slice_convolutions
-from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import Flavour
 from simpletuner.models.vae import load_vae
 
 
@@ -65,26 +62,15 @@ class StockVideoPipeline:
 
 
 class Kandinsky5VideoAdapter:
-    """One Kandinsky 5 Video checkpoint.
-
-    Args:
-        use_size: (width, height) the LoRA will be used at; decides the scale of positions.
-    """
+    """One Kandinsky 5 Video checkpoint; the size that the result will be used at decides the scale of positions."""
 
     spec = KANDINSKY5_VIDEO
 
-    def __init__(
-        self,
-        flavour: Flavour,
-        source: ModelSource,
-        model: ModelConfig,
-        text: TextConfig,
-        caching: CachingConfig,
-        use_size: tuple[int, int] | None = None,
-    ) -> None:
-        self.flavour, self.source, self.model, self.text, self.caching = flavour, source, model, text, caching
-        self.animates = flavour.task == "i2v"
-        self.rope_scale = parse_rope_scale(text.rope_scale) or rope_scale_of_size(use_size, flavour.name)
+    def __init__(self, setup: CheckpointSetup) -> None:
+        self.source, self.text, self.caching = setup.source, setup.text, setup.caching
+        self.animates = setup.flavour.task == "i2v"
+        own_scale = parse_rope_scale(setup.text.rope_scale)
+        self.rope_scale = own_scale or rope_scale_of_size(setup.use_size, setup.flavour.name)
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
         self._tiles: sparse.TileAttention | None = None
