@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from simpletuner.plan import disk
-from simpletuner.plan.folders import existing
 from tests.complaints import complaint, complaints, warnings
 from tests.workspace import DATASETS, Workspace
 
@@ -106,4 +105,4 @@ def test_latents_on_another_disk_count_there(workspace: Workspace, tmp_path: Pat
     latents = {**DATASETS[0], "cache_dir_vae": str(tmp_path / "elsewhere")}
     workspace.write_datasets([latents, DATASETS[1]])
     assert any("latents up to" in line for line in estimate(workspace, capsys))
-    assert shutil.disk_usage(existing(tmp_path / "not" / "there")).free > 0
+    assert shutil.disk_usage(disk.existing(tmp_path / "not" / "there")).free > 0
