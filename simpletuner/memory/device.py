@@ -2,9 +2,9 @@
 
 Rates are assumptions until measured: a run may leave `device_rates.json` in its output folder,
 
-    {"device": "NVIDIA H100 80GB HBM3", "matmul_flops": 6.1e14, "host_to_device_bytes": 5.4e10}
+    {"device": "NVIDIA H100 80GB HBM3", "matmul_flops": 6.1e14, "host_to_device_bytes": 5.4e10, "dtype": "bfloat16"}
 
-in operations and bytes per second; what is there and positive replaces what is assumed when the device is the same.
+in operations and bytes per second; it replaces what is assumed when the device is the same.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class TextEncoder(Protocol):
 
 
 class LatentEncoder(Protocol):
-    """Pixels to latents as the transformer sees them, and back to the VAE's own scale for nobody else."""
+    """Pixels to latents as the transformer sees them."""
 
     vae: Any
 

@@ -36,7 +36,7 @@ FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jp
 
 @dataclass(frozen=True)
 class Subject:
-    """One thing to render: a prompt, and for i2i the picture it starts from, with their embeddings."""
+    """One thing to render: a prompt with its embeddings, and for i2i and i2v the picture it starts from."""
 
     prompt: ValidationPrompt
     embeds: Callable[[], TextEmbeds]
