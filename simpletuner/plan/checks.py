@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.optimizers import check_optimizer
-from simpletuner.config.schema import DEFAULT_LEARNING_RATES, PLAIN_PRECISIONS, all_options
+from simpletuner.config.optimizers import check_optimizer, learning_rate
+from simpletuner.config.schema import PLAIN_PRECISIONS, all_options
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes, read_routes
 from simpletuner.data.dataset import Dataset
@@ -66,7 +66,7 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
 def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
     """End below start, where the rate falls."""
     optimizer = config.optimizer
-    rate = optimizer.learning_rate or DEFAULT_LEARNING_RATES[config.model.model_type]
+    rate = learning_rate(optimizer, config.model.model_type)
     if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
         message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
         yield Problem("lr_end", message)

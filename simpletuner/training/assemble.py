@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.optimizers import trained_precision
+from simpletuner.config.optimizers import learning_rate, trained_precision
 from simpletuner.config.precision import transformer_dtype
-from simpletuner.config.schema import DEFAULT_LEARNING_RATES, OffloadConfig
+from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import attach_offload, place_model, streamed_blocks
@@ -113,7 +113,7 @@ def trainable_parameters(transformer: nn.Module, techniques: Sequence[Technique]
 
 def peak_learning_rate(config: RunConfig, processes: int = 1) -> float:
     """The configured or default rate, multiplied as `lr_scale` or `lr_scale_sqrt` say."""
-    rate = config.optimizer.learning_rate or DEFAULT_LEARNING_RATES[config.model.model_type]
+    rate = learning_rate(config.optimizer, config.model.model_type)
     samples = processes * config.schedule.gradient_accumulation_steps * config.schedule.train_batch_size
     return scaled_learning_rate(config.optimizer, rate, samples)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.config.schema import EvaluationConfig
-from simpletuner.data.dataset import Sample
+from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise
 from simpletuner.diffusion.loss import diffusion_loss
