@@ -17,14 +17,13 @@ from simpletuner.errors import Problem
 from simpletuner.memory.device import Device
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.budget import Budget, Phase, estimate, find_phases, fits, gigabytes, shortage
-from simpletuner.plan.workload import Workload
+from simpletuner.plan.workload import Choice, Workload
 
 HEADROOM = 0.05  # that auto leaves free: a driver, a browser, an estimate that is a little off
 # Every n-th block checkpointed, from the fastest to the leanest; None is none of them.
 DEPTHS = (None, 8, 4, 3, 2)
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 Built = Callable[[str], bool]
-Choice = tuple[RunConfig, Workload]
 
 
 @dataclass(frozen=True)

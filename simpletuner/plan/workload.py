@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from simpletuner.config.load import RunConfig
 from simpletuner.data.sample import Sample
 from simpletuner.models.cost import VaeLoad
 from simpletuner.models.spec import FamilySpec
@@ -70,6 +71,9 @@ class Workload:
     def with_batch(self, batch: int) -> Workload:
         """The same with no micro-batch larger than so many samples."""
         return replace(self, buckets=[replace(each, batch=min(each.batch, batch)) for each in self.buckets])
+
+
+Choice = tuple[RunConfig, Workload]  # settings, and what there is to do with them
 
 
 def workload_of(plan: Plan, missing_texts: int, missing: Sequence[Sample]) -> Workload:
