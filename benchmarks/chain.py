@@ -44,7 +44,7 @@ from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.entries import make_catalogue, wanted_entries
 from simpletuner.reporting.progress import SilentProgress
-from simpletuner.run.train import build_adapter
+from simpletuner.run.caches import build_adapter
 from simpletuner.training.assemble import Intent, assemble
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step

@@ -34,7 +34,7 @@ from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.plan.build import make_plan
 from simpletuner.plan.entries import make_catalogue, wanted_entries
 from simpletuner.reporting.progress import SilentProgress
-from simpletuner.run.train import build_adapter
+from simpletuner.run.caches import build_adapter
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
 

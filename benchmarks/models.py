@@ -27,7 +27,7 @@ from transformers import Gemma2Model, PreTrainedTokenizerBase, Qwen2_5_VLForCond
 
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource, Part
 from tests.tiny import WIDTH, build_qwen
@@ -63,6 +63,15 @@ class Size:
         return frames * height * width // 4
 
 
+def _published(family: str, flavour: str, latents: tuple[int, int, int], *, caption: int, embeds: dict[str, int],
+               gigabytes: float) -> Size:  # fmt: skip
+    """The architecture of a flavour as it is published, with dense attention."""
+    settings = dict(FAMILIES[family].cost.published(flavour))
+    if "attention_type" in settings:
+        settings["attention_type"] = "regular"
+    return Size(family, flavour, settings, latents, caption, embeds, gigabytes)
+
+
 def _kandinsky(size: dict[str, int], axes: tuple[int, int, int], **more: Any) -> dict[str, Any]:
     channels = {"in_visual_dim": CHANNELS, "out_visual_dim": CHANNELS}
     return {**channels, **size, "axes_dims": axes, **more}
@@ -73,15 +82,11 @@ _TINY = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": WIDTH, "model_
 _MEDIUM = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 128, "model_dim": 384, "ff_dim": 1536,
            "num_text_blocks": 2, "num_visual_blocks": 8}  # fmt: skip
 _DEEP = {**_MEDIUM, "num_visual_blocks": 16}
-_LITE = {"in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "model_dim": 1792, "ff_dim": 7168,
-         "num_text_blocks": 2, "num_visual_blocks": 32}  # fmt: skip
-_IMAGE = {**_LITE, "model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50}
-_PRO = {**_LITE, "time_dim": 1024, "model_dim": 4096, "ff_dim": 16384, "num_text_blocks": 4, "num_visual_blocks": 60}
 _TINY_SANA = {"num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 2, "num_cross_attention_heads": 2,
               "cross_attention_head_dim": 24, "cross_attention_dim": 48, "caption_channels": WIDTH}  # fmt: skip
 _SMALL_TEXT = {"prompt_embeds": WIDTH, "pooled_prompt_embeds": WIDTH}
 _QWEN_AND_CLIP = {"prompt_embeds": 3584, "pooled_prompt_embeds": 768}
-_NARROW, _WIDE = (16, 24, 24), (32, 48, 48)
+_NARROW = (16, 24, 24)
 
 SHAPES: dict[str, Size] = {
     "tiny": Size("kandinsky5-image", "t2i-lite-sft", _kandinsky(_TINY, (4, 6, 6)), (1, 16, 16), 24, _SMALL_TEXT),
@@ -94,16 +99,17 @@ SHAPES: dict[str, Size] = {
                  128, _SMALL_TEXT),
     "tiny-sana": Size("sanavideo", "2b-480p", _TINY_SANA, (3, 8, 12), 300, {"prompt_embeds": WIDTH}),
     # 512 x 768, 61 frames
-    "lite": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_LITE, _NARROW, visual_cond=True), (16, 64, 96),
-                 256, _QWEN_AND_CLIP, 4.6),
+    "lite": _published("kandinsky5-video", "t2v-lite-sft-5s", (16, 64, 96), caption=256, embeds=_QWEN_AND_CLIP,
+                       gigabytes=4.6),
     # 1024 x 1024
-    "image": Size("kandinsky5-image", "t2i-lite-sft", _kandinsky(_IMAGE, _WIDE), (1, 128, 128),
-                  256, _QWEN_AND_CLIP, 13.3),
+    "image": _published("kandinsky5-image", "t2i-lite-sft", (1, 128, 128), caption=256, embeds=_QWEN_AND_CLIP,
+                        gigabytes=13.3),
     # 512 x 768, 121 frames
-    "pro": Size("kandinsky5-video", "t2v-pro-sft-5s-hd", _kandinsky(_PRO, _WIDE, visual_cond=True), (31, 64, 96),
-                256, _QWEN_AND_CLIP, 43.4),
+    "pro": _published("kandinsky5-video", "t2v-pro-sft-5s-hd", (31, 64, 96), caption=256, embeds=_QWEN_AND_CLIP,
+                      gigabytes=43.4),
     # 480 x 832, 81 frames
-    "sana": Size("sanavideo", "2b-480p", {"mlp_ratio": 3.0}, (21, 60, 104), 300, {"prompt_embeds": 2304}, 4.1),
+    "sana": _published("sanavideo", "2b-480p", (21, 60, 104), caption=300, embeds={"prompt_embeds": 2304},
+                       gigabytes=4.1),
 }  # fmt: skip
 SIZES = tuple(SHAPES)
 
@@ -247,7 +253,7 @@ def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
     spec = FAMILIES[SHAPES[size].family]
     flavour = spec.flavour(SHAPES[size].flavour)
     source = ModelSource.from_config(spec, flavour, config.model)
-    adapter: Any = load_adapter(spec)(flavour, source, config.model, config.text, config.caching)
+    adapter: Any = load_adapter(spec)(CheckpointSetup.of(config, flavour, source))
     load = adapter.load_transformer
 
     def load_random(dtype: torch.dtype) -> nn.Module:

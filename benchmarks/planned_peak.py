@@ -17,7 +17,7 @@ from benchmarks.variants import COMMON, Settings, Variant, measure
 from simpletuner.memory.estimate import step_memory
 from simpletuner.models.cost import Load
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.workload import Parts
+from simpletuner.plan.parts import Parts
 
 BAR = 1.10
 KINDS: dict[str, Settings] = {

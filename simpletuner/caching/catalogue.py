@@ -12,7 +12,8 @@ from pathlib import Path
 
 from simpletuner.caching.entry import find_entry
 from simpletuner.caching.keys import EncoderIdentity, LatentKey, TextKey, digest
-from simpletuner.data.dataset import Dataset, Sample
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.sample import Sample
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from simpletuner.caching.shrink import ShrinkingEncoder, available
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data import clips, media
-from simpletuner.data.dataset import Sample
+from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest

@@ -32,6 +32,8 @@ class OptimizerSpec:
         constants: further arguments that nobody may set.
         schedule_free: replaces the learning rate schedule after the warm-up.
         package: what must be installed for it, if anything.
+        moments: tensors as large as the trained weights that it keeps, a compensated sum not counted.
+        moment_bytes: of one number in them; None is as many as the weight has.
     """
 
     factory: str
@@ -41,6 +43,8 @@ class OptimizerSpec:
     constants: Mapping[str, Setting] = field(default_factory=dict)
     schedule_free: bool = False
     package: Package | None = None
+    moments: int = 2
+    moment_bytes: float | None = None
 
 
 BITSANDBYTES = Package("bitsandbytes", "bitsandbytes", "cuda")
@@ -57,16 +61,20 @@ SGD: dict[str, Setting] = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.
 OPTIMI: dict[str, Setting] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0}
 
 
-def _torch(name: str, settings: Mapping[str, Setting], *, is_adam: bool = False) -> OptimizerSpec:
-    return OptimizerSpec(f"torch.optim:{name}", settings, is_adam=is_adam)
+def _torch(name: str, settings: Mapping[str, Setting], *, is_adam: bool = False, moments: int = 2) -> OptimizerSpec:
+    return OptimizerSpec(f"torch.optim:{name}", settings, is_adam=is_adam, moments=moments)
 
 
-def _optimi(name: str, settings: Mapping[str, Setting], *, is_adam: bool = True) -> OptimizerSpec:
-    return OptimizerSpec(f"optimi:{name}", settings, is_adam=is_adam, keeps_bf16=True)
+def _optimi(name: str, settings: Mapping[str, Setting], *, is_adam: bool = True, moments: int = 2) -> OptimizerSpec:
+    return OptimizerSpec(f"optimi:{name}", settings, is_adam=is_adam, keeps_bf16=True, moments=moments)
 
 
-def _bitsandbytes(name: str, settings: Mapping[str, Setting], *, is_adam: bool = False) -> OptimizerSpec:
-    return OptimizerSpec(f"bitsandbytes.optim:{name}", settings, is_adam=is_adam, package=BITSANDBYTES)
+def _bitsandbytes(
+    name: str, settings: Mapping[str, Setting], *, is_adam: bool = False, moments: int = 1
+) -> OptimizerSpec:
+    size = 1.0 if name.endswith("8bit") else None
+    factory = f"bitsandbytes.optim:{name}"
+    return OptimizerSpec(factory, settings, is_adam=is_adam, package=BITSANDBYTES, moments=moments, moment_bytes=size)
 
 
 def _schedule_free(settings: Mapping[str, Setting]) -> OptimizerSpec:
@@ -84,18 +92,20 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "torch-nadam": _torch("NAdam", ADAM | {"momentum_decay": 0.004, "decoupled_weight_decay": False}, is_adam=True),
     "torch-radam": _torch("RAdam", ADAM | {"decoupled_weight_decay": False}, is_adam=True),
     "torch-adagrad": _torch(
-        "Adagrad", {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10}
+        "Adagrad", {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10}, moments=1
     ),
     "torch-rmsprop": _torch(
-        "RMSprop", {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False}
+        "RMSprop", {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False}, moments=1
     ),
-    "torch-sgd": _torch("SGD", SGD),
+    "torch-sgd": _torch("SGD", SGD, moments=0),
     "optimi-adamw": _optimi("AdamW", OPTIMI),
     "optimi-stableadamw": _optimi("StableAdamW", OPTIMI),
-    "optimi-lion": _optimi("Lion", LION, is_adam=False),
+    "optimi-lion": _optimi("Lion", LION, is_adam=False, moments=1),
     "optimi-radam": _optimi("RAdam", OPTIMI | {"decouple_wd": False}),
     # Its slow weights are averaged without compensation and replace the fast ones, so bf16 would lose updates.
-    "optimi-ranger": OptimizerSpec("optimi:Ranger", OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}, is_adam=True),
+    "optimi-ranger": OptimizerSpec(
+        "optimi:Ranger", OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}, is_adam=True, moments=3
+    ),
     # Three averages (gradient, its change, its square) have three betas. The only optimi one that does not
     # compensate unless told to.
     "optimi-adan": OptimizerSpec(
@@ -104,11 +114,14 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
         is_adam=True,
         keeps_bf16=True,
         constants={"kahan_sum": True},
+        moments=4,
     ),
     "optimi-adam": _optimi("Adam", OPTIMI | {"decouple_wd": False}),
-    "optimi-sgd": _optimi("SGD", {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False}, is_adam=False),
-    "ao-adamw8bit": OptimizerSpec("torchao.optim:AdamW8bit", ADAMW, is_adam=True, package=TORCHAO),
-    "ao-adamw4bit": OptimizerSpec("torchao.optim:AdamW4bit", ADAMW, is_adam=True, package=TORCHAO),
+    "optimi-sgd": _optimi(
+        "SGD", {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False}, is_adam=False, moments=0
+    ),
+    "ao-adamw8bit": OptimizerSpec("torchao.optim:AdamW8bit", ADAMW, is_adam=True, package=TORCHAO, moment_bytes=1.0),
+    "ao-adamw4bit": OptimizerSpec("torchao.optim:AdamW4bit", ADAMW, is_adam=True, package=TORCHAO, moment_bytes=0.5),
     "adamw_schedulefree": _schedule_free(ADAMW),
     "adamw_schedulefree+aggressive": _schedule_free(ADAMW | {"weight_decay": 1e-3, "eps": 1e-6}),
     # The weights it trains are float32 in any case, where compensated sums change nothing.
@@ -118,6 +131,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
         {"beta1": 0.95, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "precondition_frequency": 10},
         is_adam=True,
         package=PYTORCH_OPTIMIZER,
+        moments=4,
     ),
     "muon": OptimizerSpec(
         "simpletuner.training.muon:MuonWithAdamW",
@@ -129,9 +143,10 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
         ADAM | {"d0": 1e-6, "d_coef": 1.0, "use_bias_correction": False, "safeguard_warmup": False},
         is_adam=True,
         package=PRODIGY,
+        moments=4,
     ),
-    "bnb-adamw8bit": _bitsandbytes("AdamW8bit", ADAMW, is_adam=True),
-    "bnb-adamw": _bitsandbytes("AdamW", ADAMW, is_adam=True),
+    "bnb-adamw8bit": _bitsandbytes("AdamW8bit", ADAMW, is_adam=True, moments=2),
+    "bnb-adamw": _bitsandbytes("AdamW", ADAMW, is_adam=True, moments=2),
     "bnb-lion8bit": _bitsandbytes("Lion8bit", LION),
     "bnb-lion": _bitsandbytes("Lion", LION),
     "bnb-adagrad8bit": _bitsandbytes("Adagrad8bit", {"lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10}),

@@ -10,7 +10,8 @@ from simpletuner.errors import Problem, did_you_mean
 
 from .optimizer_table import OPTIMIZERS, OptimizerSpec, Setting
 from .option import parse_flag
-from .schema import OptimizerConfig, OptimizerName
+from .precision import transformer_dtype
+from .schema import DEFAULT_LEARNING_RATES, OptimizerConfig, OptimizerName, PrecisionConfig
 
 BETAS = ("beta1", "beta2", "beta3")
 ADAM_KEYS = {
@@ -33,6 +34,17 @@ def keeps_bf16_weights(name: OptimizerName) -> bool:
     A bf16 number has 8 significant bits, so that a plain update of less than about 1/500 of a weight is rounded away.
     """
     return OPTIMIZERS[name].keeps_bf16
+
+
+def learning_rate(config: OptimizerConfig, model_type: str) -> float:
+    """The peak rate: the configured one, or the usual one for a LoRA or a whole model."""
+    return config.learning_rate or DEFAULT_LEARNING_RATES[model_type]
+
+
+def trained_precision(config: OptimizerConfig, precision: PrecisionConfig) -> str:
+    """What trained weights are stored in: bf16 where the optimizer compensates for its rounding, else fp32."""
+    name = optimizer_name(config, precision.mixed_precision)
+    return "bf16" if transformer_dtype(precision) == "bf16" and keeps_bf16_weights(name) else "fp32"
 
 
 def is_schedule_free(name: OptimizerName | None) -> bool:

@@ -125,7 +125,6 @@ Text = Annotated[str, BeforeValidator(parse_text)]
 PathText = Annotated[str, BeforeValidator(parse_path)]
 TextList = Annotated[list[Text], BeforeValidator(parse_list)]
 Texts = Annotated[list[Text], BeforeValidator(parse_texts)]
-NumberList = Annotated[list[Number], BeforeValidator(parse_list)]
 Json = Annotated[Any, BeforeValidator(parse_json_text)]
 
 

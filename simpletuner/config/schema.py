@@ -264,6 +264,16 @@ class PrecisionConfig(Group):
     )  # fmt: skip
     disable_tf32: Flag = option(False, "Keep full float32 in matrix products on a GPU.")
 
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Every n-th block is checkpointed; None: no block is."""
+        return (self.gradient_checkpointing_interval or 1) if self.gradient_checkpointing else None
+
+    @property
+    def checkpoints_all(self) -> bool:
+        """Whether no block keeps what it saves until the backward pass."""
+        return self.checkpoint_interval == 1
+
 
 class SpeedConfig(Group):
     """Speed"""
@@ -414,7 +424,7 @@ class CachingConfig(Group):
     """Caching"""
 
     offload_during_startup: Flag = option(
-        False, "Text encoders and VAE are never on the device together while caching."
+        False, "Accepted; text encoders and VAE are never on the device together while caching, set or not."
     )
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
@@ -673,7 +683,7 @@ class DatasetDefaults(Group):
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
     preserve_data_backend_cache: Flag = option(False, "Do not scan again for added files.")
     ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
-    metadata_update_interval: Integer = option(3600, "Seconds between saves of the index.", ge=60)
+    metadata_update_interval: Integer = option(3600, "Accepted; the index is saved once, before training.", ge=60)
     disable_bucket_pruning: Flag = option(
         False, "Keep a bucket too small for a batch; its batch is filled by repeating."
     )

@@ -50,6 +50,11 @@ def keeps_attention(config: SpeedConfig) -> bool:
     return plain_math(config) and uses(config.speed_keep_attention, config)
 
 
+def bf16_modulation(config: SpeedConfig) -> bool:
+    """Whether frozen modulation weights are stored as bf16 where that loses nothing."""
+    return uses(config.speed_bf16_modulation, config)
+
+
 def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> str | None:
     """The backend of torch.compile, None for none: unless the key is set, inductor on CUDA, with what it needs."""
     if launch.dynamo_backend is not None:

@@ -19,7 +19,8 @@ from simpletuner.atomic import write_atomically
 
 from .buckets import Size
 from .clips import is_clip, probe_clip
-from .media import MediaError, probe
+from .media import probe
+from .structure import MediaError
 from .timing import ClipFacts
 
 INDEX_NAME = "index.json"

@@ -2,9 +2,9 @@
 
 Rates are assumptions until measured: a run may leave `device_rates.json` in its output folder,
 
-    {"device": "NVIDIA H100 80GB HBM3", "matmul_flops": 6.1e14, "host_to_device_bytes": 5.4e10}
+    {"device": "NVIDIA H100 80GB HBM3", "matmul_flops": 6.1e14, "host_to_device_bytes": 5.4e10, "dtype": "bfloat16"}
 
-in operations and bytes per second; what is there and positive replaces what is assumed when the device is the same.
+in operations and bytes per second; it replaces what is assumed when the device is the same.
 """
 
 from __future__ import annotations
@@ -121,8 +121,13 @@ def rates_of(name: str) -> Rates:
 
 def cpu_rates() -> Rates:
     """A modest guess per core that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return Rates(cores * CORE_FLOPS, cores * CORE_FLOPS, CPU_BYTES, CPU_BYTES)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def with_measured(device: Device, folder: Path) -> Device:

@@ -12,16 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from simpletuner.config.optimizer_table import OPTIMIZERS
+from simpletuner.config.schema import OptimizerName
 from simpletuner.models.cost import BYTES, Adapters, Load, TransformerCost
 
 SLOTS = 2  # of the ring that streamed blocks go through, in groups of blocks
-# Tensors as large as the trained weights that an optimizer keeps, and how many bytes one number of them takes where
-# that is not the weight's own. A compensated sum (bf16 weights) is one more.
-MOMENTS: dict[str, float] = {
-    "adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "stableadamw": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0,
-    "adan": 4, "ranger": 3, "soap": 4, "muon": 2, "prodigy": 4, "schedulefree": 2,
-}  # fmt: skip
-SMALL_STATES = {"8bit": 1.0, "4bit": 0.5}
 
 
 @dataclass(frozen=True)
@@ -86,18 +81,15 @@ class StepMemory:
         return sum(getattr(self, each.name) for each in fields(self))
 
 
-def optimizer_state_bytes(name: str, trained_bytes: float, *, compensated: bool) -> float:
+def optimizer_state_bytes(name: OptimizerName, trained_bytes: float, *, compensated: bool) -> float:
     """Bytes of state per trained number.
 
     Args:
-        name: as in the config: `optimi-lion`, `bnb-adamw8bit`.
-        compensated: it trains bf16 weights with compensated sums.
+        compensated: it trains bf16 weights with compensated sums, which are one tensor more.
     """
-    for suffix, size in SMALL_STATES.items():
-        if name.endswith(suffix):
-            return 2 * size
-    kind = name.replace("_bf16", "").split("-")[-1].split("+")[0].replace("adamw_schedulefree", "schedulefree")
-    return (MOMENTS.get(kind, 2) + compensated) * trained_bytes
+    spec = OPTIMIZERS[name]
+    size = trained_bytes if spec.moment_bytes is None else spec.moment_bytes
+    return spec.moments * size + compensated * trained_bytes
 
 
 def trained_bytes(cost: TransformerCost, setup: Setup) -> float:

@@ -14,7 +14,8 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import CachingConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.source import ModelSource
@@ -67,7 +68,7 @@ class TextEncoder(Protocol):
 
 
 class LatentEncoder(Protocol):
-    """Pixels to latents as the transformer sees them, and back to the VAE's own scale for nobody else."""
+    """Pixels to latents as the transformer sees them."""
 
     vae: Any
 
@@ -154,23 +155,36 @@ class PreviewPipeline(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class CheckpointSetup:
+    """Which checkpoint an adapter is for, and how it reads it.
+
+    Attributes:
+        source: where its parts are.
+        text, caching: what decides about captions and about the VAE.
+        use_size: the (width, height) that the result will be sampled at, None when it is not known.
+    """
+
+    flavour: Flavour
+    source: ModelSource
+    text: TextConfig
+    caching: CachingConfig
+    use_size: tuple[int, int] | None = None
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, flavour: Flavour, source: ModelSource, use_size: tuple[int, int] | None = None
+    ) -> CheckpointSetup:
+        """The setup of a run."""
+        return cls(flavour, source, config.text, config.caching, use_size)
+
+
 class FamilyAdapter(Protocol):
     """One checkpoint of one family."""
 
     spec: FamilySpec
-    flavour: Flavour
 
-    def __init__(
-        self,
-        flavour: Flavour,
-        source: ModelSource,
-        model: ModelConfig,
-        text: TextConfig,
-        caching: CachingConfig,
-        use_size: tuple[int, int] | None = None,
-    ) -> None:
-        """`use_size` is the (width, height) that the result will be sampled at, None when it is not known."""
-        ...
+    def __init__(self, setup: CheckpointSetup) -> None: ...
 
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None

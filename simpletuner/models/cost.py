@@ -9,7 +9,7 @@ Two units: an *element* is one number of `tokens x hidden width`; FLOPs count a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -275,3 +275,10 @@ def number(settings: Mapping[str, object], key: str, default: int) -> int:
     """A whole number of a model's config.json."""
     value = settings.get(key, default)
     return int(value) if isinstance(value, int | float) else default
+
+
+def linear(name: str, out: int, wide: int, *, bias: bool = True) -> Iterator[tuple[str, Shape]]:
+    """The parameters of a linear layer by name."""
+    yield f"{name}.weight", (out, wide)
+    if bias:
+        yield f"{name}.bias", (out,)

@@ -161,7 +161,14 @@ class FamilySpec:
         defaults = {**self.defaults, "aspect_bucket_alignment": str(multiple)}
         return replace(self, size_multiple=multiple, defaults=defaults)
 
-    def tokens(self, width: int, height: int, latent_frames: int = 1) -> int:
-        """Transformer tokens of one sample of that size in pixels."""
-        step = self.vae_stride * self.patch_size
-        return (width // step) * (height // step) * latent_frames
+    def text_length(self, text: TextConfig) -> int:
+        """The longest caption in tokens that a run takes; longer ones are cut."""
+        return min(text.tokenizer_max_length or self.text_length_cap, self.text_length_cap)
+
+    def latent_size(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
+        """(frames, height, width) of the latents of a picture or clip of that size in pixels."""
+        return (frames - 1) // self.frame_stride + 1, height // self.vae_stride, width // self.vae_stride
+
+    def tokens(self, frames: int, height: int, width: int) -> int:
+        """Transformer tokens of latents of that size."""
+        return frames * (height // self.patch_size) * (width // self.patch_size)

@@ -30,7 +30,8 @@ from simpletuner.memory.estimate import (
 from simpletuner.models.cost import BYTES, VaeLoad
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import make_catalogue, wanted_entries
-from simpletuner.plan.workload import Bucket, Parts, Workload, encoder_bytes, parts_of, workload_of
+from simpletuner.plan.parts import Parts, encoder_bytes, parts_of
+from simpletuner.plan.workload import Bucket, Workload, workload_of
 
 # What the process takes before any weight: the interpreter, torch, diffusers and transformers.
 HOST_BASE = 1.2e9

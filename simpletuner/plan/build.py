@@ -30,6 +30,7 @@ from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.plan.tasks import settle_task
 from simpletuner.training.manifest import Checkpoint
+from simpletuner.training.results import LORA_FILE, PIPELINE_FOLDER
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, parse_resolutions
 
 
@@ -82,7 +83,7 @@ class Plan:
     @property
     def is_finished(self) -> bool:
         """Whether a checkpoint of the last step and the result are there already."""
-        result = "pytorch_lora_weights.safetensors" if self.config.model.model_type == "lora" else "pipeline"
+        result = LORA_FILE if self.config.model.model_type == "lora" else PIPELINE_FOLDER
         done = self.resume is not None and self.resume.step >= self.length.total_steps
         return done and (self.output_dir / result).exists()
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.optimizers import check_optimizer
+from simpletuner.config.optimizers import check_optimizer, learning_rate
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype
-from simpletuner.config.schema import DEFAULT_LEARNING_RATES, PLAIN_PRECISIONS, all_options
+from simpletuner.config.schema import PLAIN_PRECISIONS, all_options
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes, read_routes
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.plan.folders import why_not_writable
 from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
 
@@ -46,14 +46,9 @@ def check_planned(config: RunConfig) -> Iterator[Problem]:
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
     """The output folder can be written to, now, before anything has cost time."""
-    folder = Path(config.run.output_dir).expanduser()
-    parent = folder
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    if not parent.is_dir():
-        yield Problem("output_dir", f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        yield Problem("output_dir", f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
+    problem = why_not_writable("output_dir", Path(config.run.output_dir).expanduser())
+    if problem is not None:
+        yield problem
 
 
 def check_schedule(config: RunConfig) -> Iterator[Problem]:
@@ -72,7 +67,7 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
 def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
     """End below start, where the rate falls."""
     optimizer = config.optimizer
-    rate = optimizer.learning_rate or DEFAULT_LEARNING_RATES[config.model.model_type]
+    rate = learning_rate(optimizer, config.model.model_type)
     if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
         message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
         yield Problem("lr_end", message)

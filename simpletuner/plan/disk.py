@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.budget import Budget, gigabytes
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import text_folder
+from simpletuner.plan.folders import existing
 
 COMPRESSED = 0.8  # of its size, a latent under zstd
 USUAL_CAPTION = 0.25  # of the longest one, in tokens
@@ -67,8 +69,7 @@ def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
 
 def latent_bytes(spec: FamilySpec, width: int, height: int, frames: int) -> float:
     """A sample's latents of 16 channels in float32."""
-    stride = spec.vae_stride
-    return 4.0 * 16 * (width // stride) * (height // stride) * ((frames - 1) // spec.frame_stride + 1)
+    return 4.0 * 16 * math.prod(spec.latent_size(width, height, frames))
 
 
 def check_disk(plan: Plan, writings: Sequence[Writing]) -> Iterator[Problem]:
@@ -86,10 +87,3 @@ def check_disk(plan: Plan, writings: Sequence[Writing]) -> Iterator[Problem]:
             yield Problem("disk", message, fatal=not plan.config.run.i_know_what_i_am_doing)
         elif total > free:
             yield Problem("disk", f"{message} A lower checkpoints_total_limit takes less.", fatal=False)
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from simpletuner.config.load import CHOSEN, RunConfig
 from simpletuner.config.schema import PLAIN_PRECISIONS, is_built
 from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.errors import Problem
+from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.budget import Budget, Phase, find_phases, fits, shortage
 from simpletuner.plan.workload import Choice, Workload
 
@@ -113,22 +115,22 @@ def possible_changes(budget: Budget, built: Built) -> Iterator[Change]:
     batch = max((bucket.batch for bucket in workload.buckets), default=1)
     while batch > 1:
         batch //= 2
-        yield Change({"train_batch_size": batch}, apply=lambda before, size=batch: before.with_batch(size))  # type: ignore[misc]
-    yield from _smaller_samples(workload)
+        yield Change({"train_batch_size": batch}, apply=partial(Workload.with_batch, batch=batch))
+    yield from _smaller_samples(workload, budget.parts.spec)
     if workload.previews:
         yield Change({"validation_disable": True}, apply=lambda before: replace(before, previews=[]))
 
 
-def _smaller_samples(workload: Workload) -> Iterator[Change]:
+def _smaller_samples(workload: Workload, spec: FamilySpec) -> Iterator[Change]:
     """Shorter clips, then smaller pictures, in the words of the dataset file."""
     longest = max((bucket.frames for bucket in workload.buckets), default=1)
     if longest > 1:
-        frames = max(bucket.frames for bucket in workload.scaled(1.0, 0.5).buckets)
-        words = f"num_frames {frames} instead of {longest}"
-        yield Change({}, words, lambda before: before.scaled(1.0, 0.5))
+        halve = partial(Workload.scaled, spec=spec, frames=0.5)
+        frames = max(bucket.frames for bucket in halve(workload).buckets)
+        yield Change({}, f"num_frames {frames} instead of {longest}", halve)
     for share in (0.75, 0.5):
         words = f"a resolution {share:g} times as large"
-        yield Change({}, words, lambda before, side=share: before.scaled(side, 1.0))  # type: ignore[misc]
+        yield Change({}, words, partial(Workload.scaled, spec=spec, sides=share))
 
 
 def _lossless_changes(budget: Budget, built: Built) -> Iterator[Change]:
@@ -137,7 +139,7 @@ def _lossless_changes(budget: Budget, built: Built) -> Iterator[Change]:
     precision, caching = config.precision, config.caching
     if keeps_attention(config.speed):
         yield Change({"speed_keep_attention": False})
-    if not precision.gradient_checkpointing or (precision.gradient_checkpointing_interval or 1) > 1:
+    if not precision.checkpoints_all:
         yield Change({"gradient_checkpointing": True, "gradient_checkpointing_interval": 1})
     if caching.vae_batch_size > 1:
         yield Change({"vae_batch_size": 1})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problem
+from simpletuner.plan.folders import why_not_writable
 
 
 def check_offload(config: RunConfig) -> Iterator[Problem]:
@@ -82,13 +82,9 @@ def _graphs(config: RunConfig) -> Iterator[Problem]:
 def _disk(folder: Path) -> Iterator[Problem]:
     """The folder can be made and written to; and what the disk costs."""
     key = "group_offload_to_disk_path"
-    parent = folder
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    if not parent.is_dir():
-        yield Problem(key, f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        yield Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
+    problem = why_not_writable(key, folder)
+    if problem is not None:
+        yield problem
     else:
         message = (
             "every training step reads the offloaded weights twice from this disk, as far as the system does not "

@@ -24,7 +24,7 @@ from simpletuner.errors import Problem, UserError
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.quantise import quantise
-from simpletuner.models.adapter import FamilyAdapter, LatentEncoder, TextEncoder
+from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length
 from simpletuner.plan.checks import check_tread
@@ -49,8 +49,8 @@ class CacheWorkshop:
     progress: Progress
     catalogue: Catalogue
 
-    def fill(self, epoch: int) -> Plan:
-        """Complete the caches for an epoch; returns the plan without the files that proved to be damaged.
+    def fill(self, epoch: int) -> None:
+        """Complete the caches for an epoch, and leave the files that prove to be damaged out of the plan.
 
         Raises:
             UserError: too few samples are left, or an entry could not be made.
@@ -67,7 +67,11 @@ class CacheWorkshop:
             raise UserError(
                 f"The cache lacks {len(holes)} entries after filling, the first is {holes[0].key.digest()}."
             )
-        return self.plan
+
+    def follow(self, epoch: int) -> None:
+        """Encode what an epoch with new random crops lacks; other datasets lack nothing."""
+        if any(dataset.changes_each_epoch for dataset in self.plan.datasets):
+            self.fill(epoch)
 
     def remove_damaged(self, entries: list[LatentEntry]) -> None:
         """Read the entries of datasets with `scan_for_errors` in full; damaged ones are encoded anew."""
@@ -144,25 +148,26 @@ class CacheWorkshop:
 
 def build_adapter(plan: Plan) -> FamilyAdapter:
     """The adapter of the plan's family for its checkpoint."""
-    return load_adapter(plan.spec)(
-        plan.flavour,
-        plan.source,
-        plan.config.model,
-        plan.config.text,
-        plan.config.caching,
-        use_size=plan.sizes[0] if plan.sizes else None,
-    )
+    use_size = plan.sizes[0] if plan.sizes else None
+    return load_adapter(plan.spec)(CheckpointSetup.of(plan.config, plan.flavour, plan.source, use_size))
 
 
 def fill_caches(plan: Plan, progress: Progress) -> None:
     """Fetch the model and complete the caches of a plan, and nothing more."""
-    accelerator = make_accelerator()
-    adapter = build_adapter(plan)
-    quarantine_rejected(plan)
-    plan = CacheWorkshop(plan, adapter, accelerator.device, progress, fetch(plan, progress)).fill(1)
-    for dataset in plan.datasets:
-        dataset.save_index()
+    open_workshop(plan, build_adapter(plan), make_accelerator().device, progress, epoch=1)
     progress.say("The caches are complete.")
+
+
+def open_workshop(
+    plan: Plan, adapter: FamilyAdapter, device: torch.device, progress: Progress, *, epoch: int
+) -> CacheWorkshop:
+    """Fetch the model and complete the caches for an epoch; the workshop's plan is without the damaged files."""
+    quarantine_rejected(plan)
+    workshop = CacheWorkshop(plan, adapter, device, progress, fetch(plan, progress))
+    workshop.fill(epoch)
+    for dataset in workshop.plan.datasets:
+        dataset.save_index()
+    return workshop
 
 
 def fetch(plan: Plan, progress: Progress) -> Catalogue:

@@ -32,3 +32,8 @@ def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> lis
                 )
             )
     return subjects
+
+
+def preview_rate(plan: Plan) -> float | None:
+    """Frames per second of preview clips; None for families of pictures."""
+    return None if plan.spec.frame_rate is None else plan.config.validation.framerate or plan.spec.frame_rate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from simpletuner.plan.build import Plan
 from simpletuner.training.checkpoints import lora_names
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import verify_file
-from simpletuner.training.lora_files import FILE_NAME
-from simpletuner.training.state import Assembly
+from simpletuner.training.results import LORA_FILE, PIPELINE_FOLDER
+from simpletuner.training.state import Assembly, TrainState
 
-PIPELINE_FOLDER = "pipeline"
 INDEX_FILE = "model_index.json"
 
 
@@ -44,6 +44,27 @@ def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, 
     return f"Saved {path} ({size:.1f} MB); all {checked} tensors {loads}."
 
 
+def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
+    """Entries for the header of weight files: what they belong to, and the user's comment."""
+    note = {
+        "modelspec.architecture": f"{plan.spec.name}/{plan.flavour.name}",
+        "modelspec.title": plan.config.tracking.tracker_run_name,
+        "simpletuner.step": str(state.global_step),
+    }
+    comment: Any = plan.config.publish.modelspec_comment
+    if comment:
+        text = comment if isinstance(comment, str) else "\n".join(map(str, comment))
+        values = {
+            "{current_step}": str(state.global_step),
+            "{current_epoch}": str(state.epoch),
+            "{timestamp}": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        for placeholder, value in values.items():
+            text = text.replace(placeholder, value)
+        note["modelspec.description"] = text
+    return note
+
+
 def _publish_lora(
     folder: Path, assembly: Assembly, note: Mapping[str, str], weights: Mapping[str, Tensor] | None = None
 ) -> tuple[Path, int]:
@@ -53,7 +74,7 @@ def _publish_lora(
     trial = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}"
     candidate = assembly.lora.save(trial, weights=weights, note=note)
     checked = verify_file(candidate, assembly.lora, assembly.adapter.load_bare_pipeline(), weights)
-    final = candidate.replace(folder / FILE_NAME)
+    final = candidate.replace(folder / LORA_FILE)
     trial.rmdir()
     return final, checked
 

@@ -22,6 +22,11 @@ class Technique:
         """What its parameters and its state go by in a checkpoint; a run has one technique of a kind."""
         return type(self).__name__
 
+    @property
+    def skips_work(self) -> bool:
+        """Whether blocks see fewer tokens than there are, so that a step takes less than the model's own arithmetic."""
+        return False
+
     def attach(self, adapter: FamilyAdapter, transformer: nn.Module) -> None:
         """Put forward hooks on the transformer. They must do nothing under `no_grad`, and draw no random numbers
         inside a block: activation checkpointing runs a block twice."""

@@ -30,11 +30,15 @@ class Tread(Technique):
     def __init__(self, routes: Sequence[Route]) -> None:
         self.routes = routes
 
+    @property
+    def skips_work(self) -> bool:
+        return True
+
     def attach(self, adapter: FamilyAdapter, transformer: nn.Module) -> None:
         stream = adapter.token_stream(transformer)
         if stream is None:
             raise ValueError(f"{adapter.spec.title} has no tokens that could be left out")
-        self._stream, self._patch_size = stream, adapter.spec.patch_size
+        self._stream, self._spec = stream, adapter.spec
         self._windows = [_Window(route.among(len(stream.blocks)), stream) for route in self.routes]
 
     def before_forward(self, noisy: NoisyBatch) -> NoisyBatch:
@@ -42,7 +46,7 @@ class Tread(Technique):
         if noisy.place is None:
             raise ValueError("TREAD draws random numbers: the batch must say where in the run it is")
         protected = self._protected(noisy)
-        units = self._token_count(noisy) // self._stream.unit
+        units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._stream.unit
         for number, window in enumerate(self._windows):
             generator = noisy.place.generator(f"tread {number}")
             kept = draw_kept(len(noisy.sigmas), units, window.route.ratio, protected, generator)
@@ -65,16 +69,12 @@ class Tread(Technique):
         windows = (each for each in self._windows if each.route.first <= block <= each.route.last)
         return next((each.kept for each in windows), None)
 
-    def _token_count(self, noisy: NoisyBatch) -> int:
-        frames, height, width = noisy.noisy_latents.shape[2:]
-        return int(frames * height * width // self._patch_size**2)
-
     def _protected(self, noisy: NoisyBatch) -> Tensor | None:
         """The units that must be kept: those with a protected position in them; bool, `B N`, on the CPU."""
         if noisy.protected is None:
             return None
         samples, _, frames, height, width = noisy.noisy_latents.shape
-        side = self._patch_size
+        side = self._spec.patch_size
         positions = noisy.protected.cpu().expand(samples, 1, frames, height, width)[:, 0]
         tokens = positions.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).any(-1).any(-2)  # B F h w
         order = self._stream.order(*tokens.shape[1:])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from simpletuner.config.schema import PrecisionConfig
@@ -44,9 +45,9 @@ def enable_checkpointing(
         keep: the attention whose result is kept: a tensor of the hidden states' size per block, in exchange for the
             part of the recomputation that grows with the square of the tokens.
     """
-    if not config.gradient_checkpointing:
+    interval = config.checkpoint_interval
+    if interval is None:
         return
-    interval = config.gradient_checkpointing_interval or 1
     chosen = {id(block) for index, block in enumerate(layout.blocks) if index % interval == 0}
 
     def run_block(block: nn.Module, hidden: Tensor, *others: Any) -> Any:
@@ -62,9 +63,12 @@ def enable_checkpointing(
     model.enable_gradient_checkpointing(run_block)
 
 
-def checkpoints_all(config: PrecisionConfig) -> bool:
-    """Whether no block keeps what it saves until the backward pass."""
-    return config.gradient_checkpointing and (config.gradient_checkpointing_interval or 1) == 1
+def outside_checkpoints() -> saved_tensors_hooks:
+    """For a graph of one's own in the middle of a block: nothing that it saves is taken for the block's.
+
+    Hooks that do nothing stand before those of a checkpoint that the block may run in.
+    """
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -6,30 +6,32 @@ load ─► quantise ─► LoRA ─► fast blocks ─► activation checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.optim import Optimizer
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.optimizers import keeps_bf16_weights, optimizer_name
+from simpletuner.config.optimizers import learning_rate, trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype
-from simpletuner.config.schema import PrecisionConfig
-from simpletuner.config.speed import compile_backend, keeps_attention, plain_math, uses
+from simpletuner.config.schema import OffloadConfig, PrecisionConfig
+from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import attach_offload, place_model, streamed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
+from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.quantise import quantise
-from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.lora_targets import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.techniques.base import Technique
-from simpletuner.training.activation_checkpointing import checkpoints_all, enable_checkpointing
+from simpletuner.training.activation_checkpointing import enable_checkpointing
 from simpletuner.training.attention_kernel import kernel_chooser
 from simpletuner.training.compile import compile_blocks
 from simpletuner.training.flops import count_flops
@@ -69,8 +71,9 @@ def assemble(
     config: RunConfig, intent: Intent, adapter: FamilyAdapter, techniques: Sequence[Technique], accelerator: Accelerator
 ) -> Assembly:
     """Load the transformer and make it trainable."""
+    device = accelerator.device
     base_dtype = DTYPES[transformer_dtype(config.precision)]
-    trained_dtype = _trained_dtype(config, base_dtype)
+    trained_dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
     is_lora = config.model.model_type == "lora"
 
     transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
@@ -78,74 +81,29 @@ def assemble(
     transformer.requires_grad_(not is_lora)
     lora = _add_lora(transformer, config, intent, trained_dtype) if is_lora else None
     layout = adapter.block_layout(transformer)
-    fast = make_fast(transformer, config, adapter, accelerator.device)
-    block_inputs = BlockInputs(accelerator.device) if config.offload.offload_block_inputs else None
-    enable_checkpointing(
-        transformer,
-        layout,
-        config.precision,
-        dropout=config.lora.lora_dropout > 0,
-        block_inputs=block_inputs,
-        keep=fast.self_attention if fast is not None and keeps_attention(config.speed) else None,
-    )
-    backend = compile_backend(config.speed, config.launch, accelerator.device.type)
-    if backend is not None:
-        compile_blocks(layout, fast, backend, config.launch, sampling=config.validation.validation_torch_compile)
+    fast = _use_fast_blocks(transformer, config, adapter, device)
+    _checkpoint_blocks(transformer, layout, fast, config, device)
+    _compile_blocks(layout, fast, config, device)
     for technique in techniques:
         technique.attach(adapter, transformer)
     parameters = trainable_parameters(transformer, techniques)
-    residents = config.offload.group_offload_resident_blocks
-    streamed = streamed_blocks(layout.blocks, residents) if config.offload.enable_group_offload else []
-    place_model(transformer, streamed, accelerator.device)
-    optimizer = build_optimizer(
-        parameters.values(),
-        config.optimizer,
-        mixed_precision=config.precision.mixed_precision,
-        learning_rate=intent.learning_rate,
-    )
+    streamed = _place(transformer, layout, config.offload, device)
+    optimizer = _build_optimizer(parameters, config, intent)
     prepared = accelerator.prepare(transformer, device_placement=[False])  # it is where it belongs already
-    streamer = None
-    if config.offload.enable_group_offload:
-        keeps_saved = not checkpoints_all(config.precision)
-        streamer = attach_offload(transformer, streamed, config.offload, accelerator.device, keeps_saved=keeps_saved)
+    streamer = _stream(transformer, streamed, config, device)
     return Assembly(
         adapter=adapter,
         accelerator=accelerator,
         transformer=prepared,
         parameters=parameters,
         optimizer=optimizer,
-        scaler=torch.amp.GradScaler(accelerator.device.type, enabled=base_dtype == torch.float16),
-        settings=StepSettings(
-            seed=intent.seed,
-            accumulation=config.schedule.gradient_accumulation_steps,
-            total_steps=intent.total_steps,
-            base_learning_rate=intent.learning_rate,
-            shift_is_explicit=config.is_explicit("flow_schedule_shift"),
-            shared_noise=not config.run.seed_for_each_device,
-            mixed_precision=config.precision.mixed_precision,
-            flow=config.flow,
-            loss=config.loss,
-            optimizer=config.optimizer,
-        ),
+        scaler=torch.amp.GradScaler(device.type, enabled=base_dtype == torch.float16),
+        settings=_step_settings(config, intent),
         lora=lora,
         techniques=list(techniques),
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
     )
-
-
-def make_fast(
-    transformer: nn.Module, config: RunConfig, adapter: FamilyAdapter, device: torch.device
-) -> FastBlocks | None:
-    """Give the transformer what of `speed` belongs to its family; None: its blocks stay those of diffusers."""
-    if uses(config.speed.speed_bf16_modulation, config.speed):
-        adapter.store_modulation_in_bf16(transformer)
-    fast = adapter.use_fast_blocks(transformer) if plain_math(config.speed) else None
-    if fast is not None:
-        dtype = DTYPES[transformer_dtype(config.precision)]
-        choose = kernel_chooser(config.precision.attention_mechanism, device, dtype)
-        fast.self_attention.choose = choose or fast.self_attention.choose
-    return fast
 
 
 def trainable_parameters(transformer: nn.Module, techniques: Sequence[Technique]) -> dict[str, nn.Parameter]:
@@ -158,7 +116,7 @@ def trainable_parameters(transformer: nn.Module, techniques: Sequence[Technique]
 
 def peak_learning_rate(config: RunConfig, processes: int = 1) -> float:
     """The configured or default rate, multiplied as `lr_scale` or `lr_scale_sqrt` say."""
-    rate = config.optimizer.learning_rate or (1e-4 if config.model.model_type == "lora" else 5e-5)
+    rate = learning_rate(config.optimizer, config.model.model_type)
     samples = processes * config.schedule.gradient_accumulation_steps * config.schedule.train_batch_size
     return scaled_learning_rate(config.optimizer, rate, samples)
 
@@ -170,15 +128,83 @@ def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec,
         quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
 
 
-def _trained_dtype(config: RunConfig, base_dtype: torch.dtype) -> torch.dtype:
-    """bfloat16 where the optimizer compensates for its rounding, else float32."""
-    name = optimizer_name(config.optimizer, config.precision.mixed_precision)
-    return base_dtype if base_dtype == torch.bfloat16 and keeps_bf16_weights(name) else torch.float32
-
-
 def _add_lora(transformer: nn.Module, config: RunConfig, intent: Intent, dtype: torch.dtype) -> LoraAdapter:
     seed = step_seed(intent.seed, 0, 0, 0, "lora")
     lora = add_lora(transformer, config.lora, intent.lora_targets, seed=seed, dtype=dtype)
     if config.lora.init_lora is not None:
         start_from(lora, Path(config.lora.init_lora).expanduser())
     return lora
+
+
+def _use_fast_blocks(
+    transformer: nn.Module, config: RunConfig, adapter: FamilyAdapter, device: torch.device
+) -> FastBlocks | None:
+    """Give the transformer what of `speed` belongs to its family; None: its blocks stay those of diffusers."""
+    if bf16_modulation(config.speed):
+        adapter.store_modulation_in_bf16(transformer)
+    fast = adapter.use_fast_blocks(transformer) if plain_math(config.speed) else None
+    if fast is not None:
+        dtype = DTYPES[transformer_dtype(config.precision)]
+        choose = kernel_chooser(config.precision.attention_mechanism, device, dtype)
+        fast.self_attention.choose = choose or fast.self_attention.choose
+    return fast
+
+
+def _checkpoint_blocks(
+    transformer: nn.Module, layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device
+) -> None:
+    enable_checkpointing(
+        transformer,
+        layout,
+        config.precision,
+        dropout=config.lora.lora_dropout > 0,
+        block_inputs=BlockInputs(device) if config.offload.offload_block_inputs else None,
+        keep=fast.self_attention if fast is not None and keeps_attention(config.speed) else None,
+    )
+
+
+def _compile_blocks(layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device) -> None:
+    backend = compile_backend(config.speed, config.launch, device.type)
+    if backend is not None:
+        compile_blocks(layout, fast, backend, config.launch, sampling=config.validation.validation_torch_compile)
+
+
+def _place(transformer: nn.Module, layout: BlockLayout, config: OffloadConfig, device: torch.device) -> list[nn.Module]:
+    """Move the transformer to the device, all but the frozen weights of the blocks that will stream: these blocks."""
+    streams = config.enable_group_offload
+    streamed = streamed_blocks(layout.blocks, config.group_offload_resident_blocks) if streams else []
+    place_model(transformer, streamed, device)
+    return streamed
+
+
+def _stream(
+    transformer: nn.Module, streamed: Sequence[nn.Module], config: RunConfig, device: torch.device
+) -> Streamer | None:
+    if not config.offload.enable_group_offload:
+        return None
+    keeps_saved = not config.precision.checkpoints_all
+    return attach_offload(transformer, streamed, config.offload, device, keeps_saved=keeps_saved)
+
+
+def _build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig, intent: Intent) -> Optimizer:
+    return build_optimizer(
+        parameters.values(),
+        config.optimizer,
+        mixed_precision=config.precision.mixed_precision,
+        learning_rate=intent.learning_rate,
+    )
+
+
+def _step_settings(config: RunConfig, intent: Intent) -> StepSettings:
+    return StepSettings(
+        seed=intent.seed,
+        accumulation=config.schedule.gradient_accumulation_steps,
+        total_steps=intent.total_steps,
+        base_learning_rate=intent.learning_rate,
+        shift_is_explicit=config.is_explicit("flow_schedule_shift"),
+        shared_noise=not config.run.seed_for_each_device,
+        mixed_precision=config.precision.mixed_precision,
+        flow=config.flow,
+        loss=config.loss,
+        optimizer=config.optimizer,
+    )

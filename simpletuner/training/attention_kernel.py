@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from simpletuner.config.speed import ATTENTION_PACKAGES
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.blocks import AttentionKernel, torch_attention
+from simpletuner.training.activation_checkpointing import outside_checkpoints
 
 # In the order in which torch tries them where no measurement says otherwise.
 FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
@@ -75,8 +76,7 @@ def measure(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, roun
     """Milliseconds of one forward and backward pass on a CUDA device, infinite where the kernel does not run."""
     inputs = [each.detach().requires_grad_() for each in (query, key, value)]
     times = []
-    # These hooks, which do nothing, stand before those of a checkpoint that this may run in.
-    with sdpa_kernel(backend), torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+    with sdpa_kernel(backend), outside_checkpoints():
         for _ in range(rounds):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -9,7 +9,7 @@ from simpletuner.training.step import StepReport
 
 
 class Callback(Protocol):
-    """Called in a fixed order: EMA, checkpoints, validation, records."""
+    """Called in a fixed order: EMA, checkpoints, evaluation, record, previews, report."""
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         """Before the first step of this process, at `state.global_step` steps done."""

@@ -18,6 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from simpletuner.config.schema import LaunchConfig
 from simpletuner.models.adapter import BlockLayout
 from simpletuner.models.blocks import FastBlocks
+from simpletuner.training.activation_checkpointing import outside_checkpoints
 
 # Compiled arithmetic rounds elsewhere: gradients of a right block differ by thousandths, of a wrong one by more than
 # their size.
@@ -163,8 +164,7 @@ def _gradients(
 ) -> list[Tensor]:
     """Gradients of half the output's square."""
     copies = [_copy(value) for value in inputs]
-    # These hooks, which do nothing, stand before those of a checkpoint that this may run in.
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with outside_checkpoints():
         output = forward(*copies, **named)
         wanted = [each for each in (*copies, *block.parameters()) if isinstance(each, Tensor) and each.requires_grad]
         gradients = torch.autograd.grad(output, wanted, output.detach(), allow_unused=True)

@@ -11,7 +11,6 @@ from torch import nn
 
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, FamilyCost, Load
 from simpletuner.techniques.base import Technique
-from simpletuner.techniques.tread import Tread
 from simpletuner.training.state import SampleFlops
 
 # A run has a few bucket shapes, each with captions of a few hundred lengths.
@@ -23,7 +22,7 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
 
     None where tokens pass by blocks: the model's own arithmetic says nothing about such a step.
     """
-    if any(isinstance(technique, Tread) for technique in techniques):
+    if any(technique.skips_work for technique in techniques):
         return None
     model: Any = transformer
     costs, adapters = cost.transformer(model.config), adapters_of(transformer)

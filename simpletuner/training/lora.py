@@ -28,7 +28,6 @@ from simpletuner.models.lora_targets import Targets
 from simpletuner.training.lora_files import (
     COMFYUI_MAGNITUDE,
     COMFYUI_PARTS,
-    FILE_NAME,
     MAGNITUDE,
     PREFIXES,
     LoraForm,
@@ -37,6 +36,7 @@ from simpletuner.training.lora_files import (
     read_lora_file,
     trained_magnitude,
 )
+from simpletuner.training.results import LORA_FILE
 
 ADAPTER = "default"
 # These take part of the base weight into the adapter, so the base changes and the file must hold the difference.
@@ -118,7 +118,7 @@ class LoraAdapter:
         }
         header = {"format": "pt", **file_settings(settings, self.form), **note}
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE_NAME
+        path = folder / LORA_FILE
         write_atomically(path, with_metadata(to_safetensors(self.file_weights(weights)), header))
         return path
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
+from simpletuner.training.results import LORA_FILE
 
 LoraForm = Literal["diffusers", "comfyui"]
 
-FILE_NAME = "pytorch_lora_weights.safetensors"
 PREFIXES: dict[LoraForm, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
 # diffusers reads the adapter's settings from this entry of the safetensors header.
 METADATA_KEY = "lora_adapter_metadata"
@@ -86,7 +86,7 @@ def read_lora_file(path: Path, modules: list[str]) -> dict[str, Tensor]:
     Raises:
         UserError: there is no such file, or no key of it belongs to this model.
     """
-    path = path / FILE_NAME if path.is_dir() else path
+    path = path / LORA_FILE if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"init_lora: {str(path)!r} does not exist.")
     raw = load_file(path)

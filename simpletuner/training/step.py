@@ -9,7 +9,6 @@ a step can change it.
 from __future__ import annotations
 
 import math
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -23,6 +22,7 @@ from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.errors import NonFiniteLossError
 from simpletuner.training.clipping import clip_gradients
+from simpletuner.training.meter import StepMeter, tokens_of
 from simpletuner.training.schedules import learning_rate_at
 from simpletuner.training.state import Assembly
 
@@ -77,20 +77,16 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         NonFiniteLossError: a loss is NaN or infinite; the weights are as they were.
     """
     settings, accelerator = assembly.settings, assembly.accelerator
-    started, waited = time.perf_counter(), 0.0
-    if assembly.streamer is not None:
-        assembly.streamer.waited()  # what previews waited for since the step before
+    meter = StepMeter(assembly)
     learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
     for group in assembly.optimizer.param_groups:
         group["lr"] = learning_rate
 
-    losses, shapes, flops = _Losses(), [], 0.0
+    losses = _Losses()
     for micro_step in range(settings.accumulation):
-        before = time.perf_counter()
-        batch = next(loader).to(accelerator.device, non_blocking=True)
-        waited += time.perf_counter() - before
-        shapes.append(tuple(batch.latents.shape))
-        flops += batch_flops(assembly, batch)
+        with meter.waiting_for_data():
+            batch = next(loader).to(accelerator.device, non_blocking=True)
+        meter.count(batch)
         last = micro_step == settings.accumulation - 1
         with nullcontext() if last else accelerator.no_sync(assembly.transformer):
             loss = micro_loss(assembly, batch, global_step, micro_step, losses)
@@ -108,11 +104,11 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         epochs_done=loader.epochs_done,
         metrics={**_means(losses), **gradient, "learning_rate": learning_rate, "epoch": loader.epoch},
         samples=_samples(losses),
-        seconds=time.perf_counter() - started,
-        data_seconds=waited,
-        weights_seconds=None if assembly.streamer is None else assembly.streamer.waited(),
-        flops=flops or None,
-        shapes=tuple(sorted(shapes)),
+        seconds=meter.seconds,  # after the losses were read, for which the host waits
+        data_seconds=meter.data_seconds,
+        weights_seconds=meter.read_weights_seconds(),
+        flops=meter.flops,
+        shapes=meter.shapes,
     )
 
 
@@ -162,20 +158,6 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
         generator=place.generator("perturbation"),
         place=place,
     )
-
-
-def tokens_of(assembly: Assembly, batch: Batch) -> int:
-    """Tokens of each sample's latents."""
-    frames, height, width = batch.latents.shape[-3:]
-    return frames * (height * width // assembly.adapter.spec.patch_size**2)
-
-
-def batch_flops(assembly: Assembly, batch: Batch) -> float:
-    """What the model's arithmetic takes on a micro-batch; 0 where the family's cost is not known."""
-    if assembly.sample_flops is None:
-        return 0.0
-    tokens = tokens_of(assembly, batch)
-    return sum(assembly.sample_flops(tokens, len(embeds["prompt_embeds"])) for embeds in batch.embeds)
 
 
 def stop_if_not_finite(losses: _Losses) -> None:

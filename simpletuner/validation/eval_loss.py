@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from simpletuner.config.schema import EvaluationConfig
-from simpletuner.data.dataset import Sample
+from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.diffusion.seeds import generator_for
+from simpletuner.reporting.progress import Phase
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport
@@ -53,7 +53,7 @@ class EvaluationLoss:
     steps_per_epoch: float
     ema: Ema | None
     ema_validation: str
-    phase: Callable[[str, int], Any]
+    phase: Callable[[str, int], AbstractContextManager[Phase]]
     say: Callable[[str], None]
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
@@ -93,7 +93,7 @@ class EvaluationLoss:
                     losses[f"{PREFIX}{POOLED}{suffix}"] = fmean(means.values())
         return losses
 
-    def _mean(self, assembly: Assembly, samples: Sequence[Sample], phase: Any) -> float:
+    def _mean(self, assembly: Assembly, samples: Sequence[Sample], phase: Phase) -> float:
         losses = []
         for sample in samples:
             for loss in self._losses(assembly, sample):

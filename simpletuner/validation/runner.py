@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from PIL.Image import Image
@@ -23,6 +23,7 @@ from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
 from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.progress import Phase
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
@@ -35,7 +36,7 @@ FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jp
 
 @dataclass(frozen=True)
 class Subject:
-    """One thing to render: a prompt, and for i2i the picture it starts from, with their embeddings."""
+    """One thing to render: a prompt with its embeddings, and for i2i and i2v the picture it starts from."""
 
     prompt: ValidationPrompt
     embeds: Callable[[], TextEmbeds]
@@ -44,10 +45,6 @@ class Subject:
 
 
 Listener = Callable[[Sequence[MediaRecord]], None]
-
-
-class Phase(Protocol):
-    def advance(self, count: int = 1, note: str = "") -> None: ...
 
 
 @dataclass
@@ -67,7 +64,7 @@ class ValidationRunner:
     output_dir: Path
     seed: int
     ema: Ema | None
-    phase: Callable[[str, int], Any]
+    phase: Callable[[str, int], AbstractContextManager[Phase]]
     listener: Listener
     frame_rate: float | None = None
     _pipeline: PreviewPipeline | None = field(default=None, init=False)

@@ -17,7 +17,8 @@ from PIL import Image
 
 from simpletuner.data import av_reader, clips, decord_reader
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.clips import MediaError, fit_clip, frames_of, probe_clip, read_clip
+from simpletuner.data.clips import fit_clip, frames_of, probe_clip, read_clip
+from simpletuner.data.structure import MediaError
 from simpletuner.data.timing import moments_of, shown_at
 from tests.clips import (
     BROKEN,

@@ -13,6 +13,7 @@ from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline
 from PIL import Image
 
 from simpletuner.config.load import Layer, RunConfig, resolve
+from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.processor import load_processor
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -41,7 +42,7 @@ def make_adapter(checkpoint: Path, task: str = "t2i", **settings: Any) -> Kandin
     config = make_config(checkpoint, task, **settings)
     flavour = KANDINSKY5_IMAGE.flavour(f"{task}-lite-sft")
     source = ModelSource.from_config(KANDINSKY5_IMAGE, flavour, config.model)
-    return Kandinsky5ImageAdapter(flavour, source, config.model, config.text, config.caching)
+    return Kandinsky5ImageAdapter(CheckpointSetup.of(config, flavour, source))
 
 
 def stock_pipeline(checkpoint: Path, task: str, size: tuple[int, int], template: Any) -> Any:

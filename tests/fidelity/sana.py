@@ -12,6 +12,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline,
 from PIL.Image import Image
 
 from simpletuner.config.load import Layer, RunConfig, resolve, with_family
+from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.sanavideo.video import SanaVideoAdapter
 from simpletuner.models.source import ModelSource
@@ -37,7 +38,7 @@ def make_sana_adapter(checkpoint: Path, **settings: Any) -> SanaVideoAdapter:
     config = make_sana_config(checkpoint, **settings)
     flavour = SANA_VIDEO.flavour(None)
     source = ModelSource.from_config(SANA_VIDEO, flavour, config.model)
-    return SanaVideoAdapter(flavour, source, config.model, config.text, config.caching)
+    return SanaVideoAdapter(CheckpointSetup.of(config, flavour, source))
 
 
 def stock_pipeline(checkpoint: Path, task: str) -> Any:

@@ -14,6 +14,7 @@ from simpletuner.caching.fill import to_pixels
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import TextRequest
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.text import select_template
 from tests.fidelity.family import CPU, Recorder, make_adapter, picture, stock_pipeline, zeros
 
@@ -141,3 +142,11 @@ def test_latents_do_not_depend_on_their_batch(t2i_checkpoint: Path) -> None:
     together = encoder.encode(pixels, [1, 2, 3])
     alone = torch.cat([encoder.encode(pixels[index : index + 1], [index + 1]) for index in range(3)])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_caption_is_cut_where_the_plan_says(t2i_checkpoint: Path) -> None:
+    """The plan tells that no more than the family's cap is used, and keys the cache with it."""
+    cap = KANDINSKY5_IMAGE.text_length_cap
+    for asked, length in ((None, cap), (77, 77), (cap + 100, cap)):
+        encoder = make_adapter(t2i_checkpoint, tokenizer_max_length=asked).load_text_encoder(CPU, torch.float32)
+        assert len(encoder.encode([TextRequest("word " * 2 * cap)])[0]["prompt_embeds"]) == length, asked

@@ -15,7 +15,7 @@ from simpletuner.config.schema import FlowConfig, LossConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss
-from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.models.adapter import CheckpointSetup, PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5 import sparse
 from simpletuner.models.kandinsky5.processor import load_processor
 from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
@@ -47,7 +47,7 @@ def make_video_adapter(
     config = resolve([Layer("test", list(values.items()))], problems)
     assert config is not None, problems
     source = ModelSource.from_config(KANDINSKY5_VIDEO, flavour, config.model)
-    return Kandinsky5VideoAdapter(flavour, source, config.model, config.text, config.caching, size)
+    return Kandinsky5VideoAdapter(CheckpointSetup.of(config, flavour, source, size))
 
 
 def source_for(task: str) -> Image | None:

@@ -21,7 +21,7 @@ from simpletuner.models.kandinsky5 import attention
 from simpletuner.models.kandinsky5.denoiser import predict_velocity
 from simpletuner.models.kandinsky5.loading import block_layout
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR
-from simpletuner.training.activation_checkpointing import checkpoints_all, enable_checkpointing
+from simpletuner.training.activation_checkpointing import enable_checkpointing
 from simpletuner.training.lora import add_lora
 from tests.tiny import WIDTH, build_kandinsky, fill_zeros
 
@@ -89,7 +89,7 @@ class Trained:
             torch.manual_seed(2)
             fill_zeros(self.lora_weights())
         precision = PrecisionConfig(gradient_checkpointing=checkpointing, gradient_checkpointing_interval=interval)
-        self.keeps_saved = not checkpoints_all(precision)
+        self.keeps_saved = not precision.checkpoints_all
         self.layout = block_layout(self.model)
         enable_checkpointing(self.model, self.layout, precision, dropout=False, block_inputs=block_inputs)
         if compiled is not None:

@@ -15,7 +15,8 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.budget import Budget, estimate, fits
 from simpletuner.plan.choose import HEADROOM, choose
 from simpletuner.plan.fit import STREAMED, check_fit, smallest_change
-from simpletuner.plan.workload import Bucket, Parts, Workload
+from simpletuner.plan.parts import Parts
+from simpletuner.plan.workload import Bucket, Workload
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
 LITE = Bucket(768, 512, 61, 1, 1.0, 256)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.processor import load_processor
 from simpletuner.reporting.metrics import MetricsFile
-from simpletuner.run import train as run_train
+from simpletuner.run import records
 from simpletuner.training import step
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
@@ -225,7 +225,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(
 
     opened: list[MetricsFile] = []
     monkeypatch.setattr(step, "diffusion_loss", broken)
-    monkeypatch.setattr(run_train, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
+    monkeypatch.setattr(records, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
     workspace.write_config(checkpoint_step_interval=1)
     assert workspace.train() == 1
     with pytest.raises(ValueError, match="closed file"):

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.errors import UserError
+from simpletuner.memory.estimate import SLOTS
 from simpletuner.memory.offload.host import on_disk, page_lock
 from simpletuner.memory.offload.image import WeightImage, frozen_tensors, set_aside
 from simpletuner.memory.offload.lane import choose_lane
 from simpletuner.memory.offload.saved_tensors import RememberedPlaces
-from simpletuner.memory.offload.streamer import SLOTS, Streamer
+from simpletuner.memory.offload.streamer import Streamer
 
 logger = logging.getLogger(__name__)
 

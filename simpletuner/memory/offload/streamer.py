@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simpletuner.memory.estimate import SLOTS
 from simpletuner.memory.offload.image import WeightImage
 from simpletuner.memory.offload.lane import Lane
-
-SLOTS = 2
 
 
 class Streamer:

@@ -20,13 +20,14 @@ from simpletuner.models.cost import (
     TransformerCost,
     VaeLoad,
     Work,
+    linear,
     number,
 )
+from simpletuner.models.kandinsky5.nabla import TILE, is_sparse, is_sparse_flavour
 
 FLOAT32 = ("time_embeddings.", "modulation.")  # `_keep_in_fp32_modules` of the class
 QKV = ("to_query", "to_key", "to_value")
 FIRST_PROJECTIONS = re.compile(r"(text|visual)_transformer_blocks\.0\.self_attention\.to_(query|key|value)")
-NABLA_TILE = 64  # tokens that share one row of the mask
 QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
 FLUX_VAE, HUNYUAN_VAE = 83_819_683, 246_478_803
 PROMPT_PIXELS = 56  # pixels a side of a picture per token of Qwen's prompt: it sees half the size in steps of 28
@@ -44,8 +45,8 @@ def published(flavour: str) -> dict[str, object]:
     """Dimensions of the published checkpoint of a flavour."""
     task, *words = flavour.split("-")
     size = IMAGE if task in ("t2i", "i2i") else PRO if "pro" in words else LITE
-    sparse = "nabla" if "pro" in words or "10s" in words else "regular"
-    return {**CHANNELS, "num_text_blocks": 2, **size, "visual_cond": task != "t2i", "attention_type": sparse}
+    attention = "nabla" if is_sparse_flavour(flavour) else "regular"
+    return {**CHANNELS, "num_text_blocks": 2, **size, "visual_cond": task != "t2i", "attention_type": attention}
 
 
 def transformer_cost(settings: Mapping[str, object]) -> TransformerCost:
@@ -82,39 +83,34 @@ def parameter_shapes(settings: Mapping[str, object]) -> Iterable[tuple[str, Shap
     channels, out = number(settings, "in_visual_dim", 4), number(settings, "out_visual_dim", 4)
     patch = 4  # 1 x 2 x 2 latent positions
     visual = (2 * channels + 1 if settings.get("visual_cond") else channels) * patch
-    yield from _linear("time_embeddings.in_layer", time, d)
-    yield from _linear("time_embeddings.out_layer", time, time)
+    yield from linear("time_embeddings.in_layer", time, d)
+    yield from linear("time_embeddings.out_layer", time, time)
     for name, wide, narrow in (
         ("text_embeddings", number(settings, "in_text_dim", 3584), d),
         ("pooled_text_embeddings", number(settings, "in_text_dim2", 768), time),
     ):
-        yield from _linear(f"{name}.in_layer", narrow, wide)
+        yield from linear(f"{name}.in_layer", narrow, wide)
         yield f"{name}.norm.weight", (narrow,)
         yield f"{name}.norm.bias", (narrow,)
-    yield from _linear("visual_embeddings.in_layer", d, visual)
+    yield from linear("visual_embeddings.in_layer", d, visual)
     for kind, attentions in (("text", ("self",)), ("visual", ("self", "cross"))):
         for index in range(number(settings, f"num_{kind}_blocks", 2 if kind == "text" else 32)):
             yield from _block(f"{kind}_transformer_blocks.{index}", kind, attentions, d, f, time, head)
-    yield from _linear("out_layer.modulation.out_layer", 2 * d, time)
-    yield from _linear("out_layer.out_layer", out * patch, d)
+    yield from linear("out_layer.modulation.out_layer", 2 * d, time)
+    yield from linear("out_layer.out_layer", out * patch, d)
 
 
 def _block(
     prefix: str, kind: str, attentions: tuple[str, ...], d: int, f: int, time: int, head: int
 ) -> Iterable[tuple[str, Shape]]:
-    yield from _linear(f"{prefix}.{kind}_modulation.out_layer", 3 * (len(attentions) + 1) * d, time)
+    yield from linear(f"{prefix}.{kind}_modulation.out_layer", 3 * (len(attentions) + 1) * d, time)
     for attention in attentions:
         for layer in (*QKV, "out_layer"):
-            yield from _linear(f"{prefix}.{attention}_attention.{layer}", d, d)
+            yield from linear(f"{prefix}.{attention}_attention.{layer}", d, d)
         yield f"{prefix}.{attention}_attention.query_norm.weight", (head,)
         yield f"{prefix}.{attention}_attention.key_norm.weight", (head,)
-    yield f"{prefix}.feed_forward.in_layer.weight", (f, d)
-    yield f"{prefix}.feed_forward.out_layer.weight", (d, f)
-
-
-def _linear(name: str, out: int, wide: int) -> Iterable[tuple[str, Shape]]:
-    yield f"{name}.weight", (out, wide)
-    yield f"{name}.bias", (out,)
+    yield from linear(f"{prefix}.feed_forward.in_layer", f, d, bias=False)
+    yield from linear(f"{prefix}.feed_forward.out_layer", d, f, bias=False)
 
 
 def _head(settings: Mapping[str, object]) -> int:
@@ -162,8 +158,7 @@ def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adap
     kept = copies + 3 * 4 + (4 + 2 + ratio + _adapted_inputs(adapters, ratio)) * size
     statistics = tokens * 4 * (5 * d // head + 3 * 2)  # per head: three RMSNorms, two log-sum-exps; three LayerNorms
     of_text = text * (d * (4 + 2 * size) + 4 * d // head)
-    sparse = settings.get("attention_type") == "nabla"
-    pairs = load.samples * load.tokens**2 // NABLA_TILE * d // head if sparse else 0
+    pairs = load.samples * load.tokens**2 // TILE * d // head if is_sparse(settings) else 0
     down = (tokens * 4 + text * 2) * rank * size
     return Activations(
         held=elements * size,

@@ -22,8 +22,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from simpletuner.models.blocks import FastBlocks, torch_attention
 from simpletuner.models.kandinsky5.attention import RotaryTables, TextPadding, project
 
-Projected = tuple[Tensor, Tensor, Tensor]
-
 
 class RotaryCache:
     """Tables of the position tensors in use; they go when their tensor goes."""

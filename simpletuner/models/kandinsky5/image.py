@@ -10,16 +10,13 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, PreviewRequest, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import Flavour
 from simpletuner.models.vae import load_vae
 
 if TYPE_CHECKING:
@@ -69,17 +66,9 @@ class Kandinsky5ImageAdapter:
 
     spec = KANDINSKY5_IMAGE
 
-    def __init__(
-        self,
-        flavour: Flavour,
-        source: ModelSource,
-        model: ModelConfig,
-        text: TextConfig,
-        caching: CachingConfig,
-        use_size: tuple[int, int] | None = None,
-    ) -> None:
-        self.flavour, self.source, self.model, self.text, self.caching = flavour, source, model, text, caching
-        self.edits = flavour.task == "i2i"
+    def __init__(self, setup: CheckpointSetup) -> None:
+        self.source, self.text, self.caching = setup.source, setup.text, setup.caching
+        self.edits = setup.flavour.task == "i2i"
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
 
@@ -90,8 +79,7 @@ class Kandinsky5ImageAdapter:
         from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 
         template = select_template(self.text.text_template, "image_edit" if self.edits else "image")
-        max_length = self.text.tokenizer_max_length or self.spec.defaults["tokenizer_max_length"]
-        return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype, quantise)
+        return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxLatentEncoder:
         vae = load_vae(AutoencoderKL, self.source["vae"], self.caching, device, dtype)

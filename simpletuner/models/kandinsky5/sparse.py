@@ -16,12 +16,8 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attent
 from torch import Tensor, nn
 
 from simpletuner.models.kandinsky5.attention import project
-from simpletuner.models.kandinsky5.tile_attention import TILE, Attend, choose_attend
-
-
-def is_sparse(transformer_config: dict[str, Any]) -> bool:
-    """Whether a checkpoint was trained with NABLA."""
-    return transformer_config.get("attention_type") == "nabla"
+from simpletuner.models.kandinsky5.nabla import TILE, TILE_SIDE
+from simpletuner.models.kandinsky5.tile_attention import Attend, choose_attend
 
 
 def window_mask(
@@ -51,7 +47,7 @@ def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device
     _, frames, height, width, _ = latents_shape
     rows, columns = height // 2, width // 2
     return {
-        "sta_mask": window_mask(frames, rows // 8, columns // 8, config, device),
+        "sta_mask": window_mask(frames, rows // TILE_SIDE, columns // TILE_SIDE, config, device),
         "attention_type": config["attention_type"],
         "to_fractal": True,
         "P": config["attention_P"],

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from simpletuner.models.kandinsky5.nabla import TILE
+
 logger = logging.getLogger(__name__)
 
-TILE_SIDE = 8  # tokens, within one latent frame
-TILE = TILE_SIDE**2
 HEADS = 2  # of the example, unless the model's number is known
 
 # Query, key and value `B S H D` and the tiles that see each other, bool `B H N N`, to `B S H D`.

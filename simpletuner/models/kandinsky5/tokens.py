@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.models.adapter import TokenStream
-from simpletuner.models.kandinsky5.sparse import is_sparse
-from simpletuner.models.kandinsky5.tile_attention import TILE, TILE_SIDE
+from simpletuner.models.kandinsky5.nabla import TILE, TILE_SIDE, is_sparse
 
 # Positional arguments of a visual block, after the tokens, the text and the time embedding.
 ROPE, SPARSE_PARAMS = 3, 4

@@ -10,21 +10,19 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import Autoencod
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, PreviewRequest, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.frame_attention import attend_by_frame
 from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, sparse, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
 from simpletuner.models.kandinsky5.latents import sample_posterior
+from simpletuner.models.kandinsky5.nabla import is_sparse
 from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from simpletuner.models.patch_conv import slice_convolutions
-from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import Flavour
 from simpletuner.models.vae import load_vae
 
 
@@ -64,26 +62,15 @@ class StockVideoPipeline:
 
 
 class Kandinsky5VideoAdapter:
-    """One Kandinsky 5 Video checkpoint.
-
-    Args:
-        use_size: (width, height) the LoRA will be used at; decides the scale of positions.
-    """
+    """One Kandinsky 5 Video checkpoint; the size that the result will be used at decides the scale of positions."""
 
     spec = KANDINSKY5_VIDEO
 
-    def __init__(
-        self,
-        flavour: Flavour,
-        source: ModelSource,
-        model: ModelConfig,
-        text: TextConfig,
-        caching: CachingConfig,
-        use_size: tuple[int, int] | None = None,
-    ) -> None:
-        self.flavour, self.source, self.model, self.text, self.caching = flavour, source, model, text, caching
-        self.animates = flavour.task == "i2v"
-        self.rope_scale = parse_rope_scale(text.rope_scale) or rope_scale_of_size(use_size, flavour.name)
+    def __init__(self, setup: CheckpointSetup) -> None:
+        self.source, self.text, self.caching = setup.source, setup.text, setup.caching
+        self.animates = setup.flavour.task == "i2v"
+        own_scale = parse_rope_scale(setup.text.rope_scale)
+        self.rope_scale = own_scale or rope_scale_of_size(setup.use_size, setup.flavour.name)
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
         self._tiles: sparse.TileAttention | None = None
@@ -93,9 +80,7 @@ class Kandinsky5VideoAdapter:
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> Kandinsky5TextEncoder:
         template = select_template(self.text.text_template, "video")
-        cap = self.spec.text_length_cap
-        max_length = min(self.text.tokenizer_max_length or cap, cap)
-        return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype, quantise)
+        return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)
@@ -109,7 +94,7 @@ class Kandinsky5VideoAdapter:
         transformer: Any = loading.load_transformer(self.source["transformer"], dtype)
         self.dtype, self._settings = dtype, dict(transformer.config)
         self._padding = attention.install(transformer)
-        if sparse.is_sparse(self._settings):
+        if is_sparse(self._settings):
             self._tiles = sparse.install(transformer)
         return transformer
 
@@ -124,7 +109,7 @@ class Kandinsky5VideoAdapter:
         sparsity = None
         if self._settings["visual_cond"]:
             hidden_states = torch.cat([hidden_states, *self._condition_channels(noisy)], dim=-1)
-        if self._tiles is not None and sparse.is_sparse(self._settings):
+        if self._tiles is not None and is_sparse(self._settings):
             head_dim = sum(self._settings["axes_dims"])
             heads = self._settings["model_dim"] // head_dim
             self._tiles.settle(hidden_states.device, self.dtype, head_dim, heads)

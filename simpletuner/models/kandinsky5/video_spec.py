@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
+from simpletuner.models.kandinsky5.nabla import TILE_SIDE, is_sparse, is_sparse_flavour
 from simpletuner.models.kandinsky5.rope import RopeScale, parse_rope_scale, rope_scale_of_size
 from simpletuner.models.kandinsky5.spec import (
     ALL_LINEAR,
@@ -23,9 +24,8 @@ from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour, Size, Task
 
 VAE_CLASS = "AutoencoderKLHunyuanVideo"
-# NABLA works on tiles of 8 x 8 tokens of 16 pixels.
-SIZE_MULTIPLE = 16
-NABLA_MULTIPLE = 128
+SIZE_MULTIPLE = 16  # pixels a side of a token
+NABLA_MULTIPLE = SIZE_MULTIPLE * TILE_SIDE
 # Below this the i2v pipeline renormalises more frames than there are and gives NaN.
 SHORTEST_I2V_PREVIEW = 17
 # Width x height that the model was trained at, beside the megapixel sizes of the image model.
@@ -120,8 +120,8 @@ def pixel_grid(flavour: Flavour, source: ModelSource) -> int:
     """128 px with block-sparse attention, else 16; the checkpoint says which, before it is here the flavour does."""
     transformer = source.read_config("transformer")
     if transformer is not None:
-        return NABLA_MULTIPLE if transformer.get("attention_type") == "nabla" else SIZE_MULTIPLE
-    return NABLA_MULTIPLE if "-10s" in flavour.name or "-pro-" in flavour.name else SIZE_MULTIPLE
+        return NABLA_MULTIPLE if is_sparse(transformer) else SIZE_MULTIPLE
+    return NABLA_MULTIPLE if is_sparse_flavour(flavour.name) else SIZE_MULTIPLE
 
 
 def check_video_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:

@@ -18,6 +18,7 @@ from simpletuner.models.cost import (
     TransformerCost,
     VaeLoad,
     Work,
+    linear,
     number,
 )
 
@@ -80,15 +81,15 @@ def parameter_shapes(settings: Mapping[str, object]) -> Iterable[tuple[str, Shap
     yield "scale_shift_table", (2, d)
     yield "patch_embedding.weight", (d, channels, 1, 2, 2)
     yield "patch_embedding.bias", (d,)
-    yield from _linear("time_embed.emb.timestep_embedder.linear_1", d, TIME_WIDTH)
-    yield from _linear("time_embed.emb.timestep_embedder.linear_2", d, d)
-    yield from _linear("time_embed.linear", 6 * d, d)
-    yield from _linear("caption_projection.linear_1", d, captions)
-    yield from _linear("caption_projection.linear_2", d, d)
+    yield from linear("time_embed.emb.timestep_embedder.linear_1", d, TIME_WIDTH)
+    yield from linear("time_embed.emb.timestep_embedder.linear_2", d, d)
+    yield from linear("time_embed.linear", 6 * d, d)
+    yield from linear("caption_projection.linear_1", d, captions)
+    yield from linear("caption_projection.linear_2", d, d)
     yield "caption_norm.weight", (d,)
     for index in range(number(settings, "num_layers", 20)):
         yield from _block(f"transformer_blocks.{index}", settings, d, _inner(settings))
-    yield from _linear("proj_out", out * 4, d)
+    yield from linear("proj_out", out * 4, d)
 
 
 def _block(prefix: str, settings: Mapping[str, object], d: int, h: int) -> Iterable[tuple[str, Shape]]:
@@ -99,20 +100,14 @@ def _block(prefix: str, settings: Mapping[str, object], d: int, h: int) -> Itera
         yield f"{prefix}.{attention}.norm_q.weight", (d,)
         yield f"{prefix}.{attention}.norm_k.weight", (d,)
         for layer, wide in (("to_q", d), ("to_k", context), ("to_v", context)):
-            yield from _linear(f"{prefix}.{attention}.{layer}", d, wide, bias=bias)
-        yield from _linear(f"{prefix}.{attention}.to_out.0", d, d)
+            yield from linear(f"{prefix}.{attention}.{layer}", d, wide, bias=bias)
+        yield from linear(f"{prefix}.{attention}.to_out.0", d, d)
     yield f"{prefix}.ff.conv_inverted.weight", (2 * h, d, 1, 1)
     yield f"{prefix}.ff.conv_inverted.bias", (2 * h,)
     yield f"{prefix}.ff.conv_depth.weight", (2 * h, 1, 3, 3)
     yield f"{prefix}.ff.conv_depth.bias", (2 * h,)
     yield f"{prefix}.ff.conv_point.weight", (d, h, 1, 1)
     yield f"{prefix}.ff.conv_temp.weight", (d, d, 3, 1)
-
-
-def _linear(name: str, out: int, wide: int, *, bias: bool = True) -> Iterable[tuple[str, Shape]]:
-    yield f"{name}.weight", (out, wide)
-    if bias:
-        yield f"{name}.bias", (out,)
 
 
 def rows(name: str, load: Load) -> int:

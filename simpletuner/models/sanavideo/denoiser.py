@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from simpletuner.diffusion.batch import TextEmbeds, upload
+from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 
 PATCH = 2  # latent positions per token, on each side
-TEXT_LENGTH = 300
 
 
 def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
-from simpletuner.models.sanavideo.cost import COST
+from simpletuner.models.sanavideo.cost import COST, TEXT_LENGTH
 from simpletuner.models.sanavideo.prompts import (
     bare_fingerprint,
     clean_caption,
@@ -121,7 +121,7 @@ SANA_VIDEO = FamilySpec(
     defaults={
         "resolution": 480,
         "aspect_bucket_alignment": "32",
-        "tokenizer_max_length": 300,
+        "tokenizer_max_length": TEXT_LENGTH,
         "vae_dtype": "fp32",
         "vae_batch_size": 1,
         "framerate": 16,
@@ -144,7 +144,7 @@ SANA_VIDEO = FamilySpec(
     patch_size=2,
     largest_side=POSITIONS * 16,
     native_sizes={480: SIZES_480},
-    text_length_cap=300,
+    text_length_cap=TEXT_LENGTH,
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
     lora_presets={"all-linear": ALL_LINEAR},
     quantised_layers=QUANTISED,

@@ -9,18 +9,15 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel
 from torch import Tensor, nn
 
-from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, TokenStream
 from simpletuner.models.hollow import hollow_out
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, collate_text, token_timesteps
 from simpletuner.models.sanavideo.latents import WanLatentEncoder
 from simpletuner.models.sanavideo.previews import WITHOUT_TEXT, StockSanaPipelines
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.sanavideo.text import SanaTextEncoder
-from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import Flavour
 from simpletuner.models.vae import load_vae
 
 
@@ -33,24 +30,14 @@ class SanaVideoAdapter:
 
     spec = SANA_VIDEO
 
-    def __init__(
-        self,
-        flavour: Flavour,
-        source: ModelSource,
-        model: ModelConfig,
-        text: TextConfig,
-        caching: CachingConfig,
-        use_size: tuple[int, int] | None = None,
-    ) -> None:
-        self.flavour, self.source, self.model, self.text, self.caching = flavour, source, model, text, caching
+    def __init__(self, setup: CheckpointSetup) -> None:
+        self.source, self.text, self.caching = setup.source, setup.text, setup.caching
         self.dtype = torch.float32
 
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> SanaTextEncoder:
-        cap = self.spec.text_length_cap
-        max_length = min(self.text.tokenizer_max_length or cap, cap)
-        return SanaTextEncoder(self.source, self.text, max_length, device, dtype, quantise)
+        return SanaTextEncoder(self.source, self.text, self.spec.text_length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
         return WanLatentEncoder(self._load_vae(device, dtype), device, dtype)

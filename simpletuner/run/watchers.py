@@ -1,0 +1,125 @@
+"""Who watches a run: the callbacks, from what a session consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simpletuner.caching.catalogue import Catalogue
+from simpletuner.caching.read import BatchReader
+from simpletuner.data.loader import BatchLoader
+from simpletuner.memory.device_rates import DeviceRates
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import evaluated
+from simpletuner.plan.resume import fingerprint
+from simpletuner.reporting.environment import package_versions
+from simpletuner.reporting.progress import Progress
+from simpletuner.reporting.redaction import redact_settings
+from simpletuner.run.previews import build_subjects, preview_rate
+from simpletuner.run.publish import weight_note
+from simpletuner.run.records import Records
+from simpletuner.training.callbacks import Callback
+from simpletuner.training.checkpoints import CheckpointWriter
+from simpletuner.training.ema import Ema
+from simpletuner.training.manifest import Identity
+from simpletuner.training.recorder import EmaUpdater, Recorder, ReportWriter
+from simpletuner.validation.eval_loss import EvaluationLoss
+from simpletuner.validation.runner import ValidationRunner
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a run consists of beside the model it trains.
+
+    Attributes:
+        plan: without the files that proved to be damaged.
+        catalogue: where the entries of the caches lie.
+        reader, loader: cached entries as batches, and these in the order of the run.
+        ema: the moving average of the trained weights, where one is kept.
+        rates: how fast the device is; None where it was not measured.
+    """
+
+    plan: Plan
+    catalogue: Catalogue
+    reader: BatchReader
+    loader: BatchLoader
+    ema: Ema | None
+    records: Records
+    progress: Progress
+    rates: DeviceRates | None
+
+
+def build_callbacks(session: Session, validation: ValidationRunner) -> list[Callback]:
+    """Who watches the run, in the order in which they are called."""
+    averaging: list[Callback] = [EmaUpdater(session.ema)] if session.ema else []
+    checkpoints, evaluation, recorder = build_checkpoints(session), build_evaluation(session), build_recorder(session)
+    writer = ReportWriter(session.records.report.write, interval=max(50, session.plan.length.total_steps // 20))
+    # Evaluation adds to the metrics that the recorder then writes down.
+    return [*averaging, checkpoints, evaluation, recorder, validation, writer]
+
+
+def build_validation(session: Session) -> ValidationRunner:
+    """Renders previews."""
+    plan, progress = session.plan, session.progress
+    return ValidationRunner(
+        config=plan.config,
+        subjects=build_subjects(plan, session.catalogue, session.reader),
+        sizes=plan.sizes,
+        output_dir=plan.output_dir,
+        seed=plan.seed,
+        ema=session.ema,
+        phase=lambda title, total: progress.phase(title, total, plan.spec.samples),
+        listener=session.records.show,
+        frame_rate=preview_rate(plan),
+    )
+
+
+def build_checkpoints(session: Session) -> CheckpointWriter:
+    """Saves what a run needs to go on."""
+    plan, config = session.plan, session.plan.config
+    return CheckpointWriter(
+        output_dir=plan.output_dir,
+        config=config.checkpoints,
+        loader=session.loader,
+        ema=session.ema,
+        identity=Identity(
+            model_family=plan.spec.name,
+            model_flavour=plan.flavour.name,
+            model_type=config.model.model_type,
+            train_batch_size=config.schedule.train_batch_size,
+            seed=plan.seed,
+            datasets=fingerprint(plan.trained),
+            versions=package_versions(),
+        ),
+        settings=redact_settings(config.flat()),
+        say=session.progress.say,
+        note=lambda state: weight_note(plan, state),
+    )
+
+
+def build_evaluation(session: Session) -> EvaluationLoss:
+    """Measures the loss on data that is not trained on."""
+    plan, progress = session.plan, session.progress
+    return EvaluationLoss(
+        config=plan.config.evaluation,
+        datasets={each.id: each.samples for each in evaluated(plan)},
+        read=session.reader.read_sample,
+        seed=plan.seed,
+        steps_per_epoch=plan.length.batches_per_epoch / plan.config.schedule.gradient_accumulation_steps,
+        ema=session.ema,
+        ema_validation=plan.config.ema.ema_validation,
+        phase=lambda title, total: progress.phase(title, total, "timesteps"),
+        say=progress.say,
+    )
+
+
+def build_recorder(session: Session) -> Recorder:
+    """Writes every step down."""
+    records, rates = session.records, session.rates
+    return Recorder(
+        records.metrics,
+        session.progress,
+        records.trackers,
+        session.ema,
+        session.plan.length.epochs,
+        matmul_flops=rates.matmul_flops if rates else None,
+    )
