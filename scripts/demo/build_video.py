@@ -1,0 +1,83 @@
+"""Build the video demo from the picture demo: its checkpoint, and the clips of its concept.
+
+    python scripts/demo/build_video.py [CHECKPOINT_FOLDER] [--clips-only]
+
+Tokenizers and text encoders are the picture demo's, copied; VAE and transformer start from its weights. Every random
+choice is seeded; floating-point sums differ between machines, so a rebuilt checkpoint shows the same world as the
+shipped one without being equal to it byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+from build import DEMO, PARTS
+from diffusers import FlowMatchEulerDiscreteScheduler, Kandinsky5T2VPipeline
+from PIL import Image
+from train_video_transformer import SHIFT
+from video_world import FRAME_RATE, RING, SIZES, draw_clip, ring
+
+from simpletuner.data.clip_writer import write_mp4
+
+PICTURES = DEMO / "checkpoint"
+VIDEO_DEMO = DEMO.with_name("demo-video")
+COPIED = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+
+RINGS = [
+    ("big", "red", "circle", "white"),
+    ("small", "blue", "square", "cream"),
+    ("big", "green", "star", "gray"),
+    ("small", "orange", "circle", "navy"),
+    ("big", "purple", "diamond", "mint"),
+    ("small", "pink", "star", "sky"),
+    ("big", "black", "square", "white"),
+    ("small", "yellow", "triangle", "navy"),
+]
+"""Size, colour, shape and background of each clip of the concept."""
+
+
+def draw_rings(folder: Path) -> None:
+    """Write the clips of "moves in a ring", and beside each its caption."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for number, (size, colour, shape, background) in enumerate(RINGS, start=1):
+        frames = draw_clip(shape, colour, sum(SIZES[size]) / 2, background, ring())
+        write_mp4(folder / f"ring-{number:02}.mp4", [Image.fromarray(frame) for frame in frames], FRAME_RATE)
+        caption = f"a {size} {colour} {shape} {RING} on a {background} background"
+        (folder / f"ring-{number:02}.txt").write_text(caption + "\n", encoding="utf-8")
+
+
+def save_frozen_parts(checkpoint: Path) -> None:
+    """Write all that is not trained: tokenizers, text encoders, scheduler and the pipeline's index."""
+    for part in COPIED:
+        shutil.copytree(PICTURES / part, checkpoint / part, dirs_exist_ok=True)
+    FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(checkpoint / "scheduler")
+    parts = {**PARTS, "vae": ("diffusers", "AutoencoderKLHunyuanVideo")}
+    index = {"_class_name": Kandinsky5T2VPipeline.__name__, "_diffusers_version": diffusers.__version__, **parts}
+    (checkpoint / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=VIDEO_DEMO / "checkpoint")
+    parser.add_argument("--clips-only", action="store_true")
+    arguments = parser.parse_args()
+    draw_rings(VIDEO_DEMO / "clips")
+    if arguments.clips_only:
+        return
+    save_frozen_parts(arguments.checkpoint)
+    scripts = Path(__file__).parent
+    vae = [scripts / "train_video_vae.py", PICTURES / "vae", arguments.checkpoint / "vae"]
+    transformer = [scripts / "train_video_transformer.py", PICTURES, arguments.checkpoint]
+    for command in (vae, transformer, [scripts / "evaluate_video.py", arguments.checkpoint]):
+        subprocess.run([sys.executable, *command], check=True)
+
+
+if __name__ == "__main__":
+    main()
