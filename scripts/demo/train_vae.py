@@ -65,9 +65,7 @@ def decibels(vae: AutoencoderKL, pictures: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def fold_statistics(
-    vae: AutoencoderKL | AutoencoderKLHunyuanVideo, posterior: DiagonalGaussianDistribution
-) -> None:
+def fold_statistics(vae: AutoencoderKL | AutoencoderKLHunyuanVideo, posterior: DiagonalGaussianDistribution) -> None:
     """Rescale the latents so that `scaling_factor * z` has mean 0 and variance 1 in every channel of `posterior`.
 
     With the posterior's moments m, log v and per-channel mean a and deviation b of z, the encoder's last 1x1

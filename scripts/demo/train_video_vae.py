@@ -128,7 +128,7 @@ def train(
             optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 50) * (1 - step / (steps + 1))
             optimizer.step()
             optimizer.zero_grad()
-        if step % 100 == 0:
+        if step % 50 == 0:
             seconds = (time.monotonic() - start) / step
             print(f"step {step} loss {loss.item():.4f} {decibels(vae, unseen):.1f} dB {seconds:.2f} s/step", flush=True)
         if step % SAVE_EVERY == 0 or step == steps:
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=3)
-    parser.add_argument("--resume", action="store_true", help="skip the first leg, go on from the VAE that is there")
+    parser.add_argument("--resume", action="store_true", help="go on from the VAE that is there")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     settings = {"batch_size": arguments.batch_size}
@@ -152,6 +152,7 @@ def main() -> None:
         vae = AutoencoderKLHunyuanVideo.from_pretrained(arguments.output, torch_dtype=torch.float32)
     else:
         vae = build_vae(AutoencoderKL.from_pretrained(arguments.pictures, torch_dtype=torch.float32))
+    if arguments.steps:
         train(vae, arguments.output, steps=arguments.steps, seed=arguments.seed, **settings)
         with torch.no_grad():
             pixels = to_pixels(draw_clips(64, np.random.default_rng(arguments.seed)))

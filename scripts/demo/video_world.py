@@ -17,7 +17,8 @@ SIZE = 64
 """Edge of every frame, pixels."""
 FRAMES = 17
 """Frames of a clip: five latent ones of the causal VAE."""
-FRAME_RATE = 12
+FRAME_RATE = 24
+"""Frames per second, the model's own rate: a clip takes two thirds of a second."""
 
 SIZES: dict[str, tuple[float, float]] = {"small": (8.5, 10.0), "big": (12.5, 14.5)}
 """Radius of the circle around the shape in pixels, from and to."""
@@ -66,9 +67,7 @@ def line(start: tuple[float, float], end: tuple[float, float], frames: int = FRA
     return [(x, y) for x, y in np.linspace(start, end, frames).tolist()]
 
 
-def arc(
-    centre: tuple[float, float], radius: float, angle: float, sweep: float, frames: int = FRAMES
-) -> Path:
+def arc(centre: tuple[float, float], radius: float, angle: float, sweep: float, frames: int = FRAMES) -> Path:
     """Points at equal steps along an arc. Angles in radians, clockwise on the screen, 0 is on the right."""
     angles = angle + sweep * np.arange(frames) / (frames - 1)
     return [(centre[0] + radius * math.cos(a), centre[1] + radius * math.sin(a)) for a in angles]
@@ -85,7 +84,9 @@ def ring(stray: tuple[float, float] = (0.0, 0.0)) -> Path:
     return arc(place("middle", stray), SIZE * REACH, math.pi, 2 * math.pi)
 
 
-def draw_clip(shape: str, colour: str, radius: float, background: str, path: Sequence[tuple[float, float]]) -> np.ndarray:
+def draw_clip(
+    shape: str, colour: str, radius: float, background: str, path: Sequence[tuple[float, float]]
+) -> np.ndarray:
     """A shape moved along `path`, one frame for each point. Returns F H W 3, uint8."""
     fill, ground = COLOURS[colour], BACKGROUNDS[background]
     return np.stack([draw_shape(shape, radius, point, fill, None, ground, SIZE) for point in path])

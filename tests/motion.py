@@ -1,0 +1,36 @@
+"""Measure what the video demo's previews show: where the shape goes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import av
+import numpy as np
+
+TOLERANCE = 50.0
+"""Distance in RGB from the background, beyond which a pixel belongs to the shape."""
+RING_AREA = math.pi * 14.08**2
+"""What the path of the demo's concept encloses, in square pixels."""
+
+
+def read_clip(path: Path) -> np.ndarray:
+    """All frames of a file: F H W 3, uint8."""
+    with av.open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def path_of(clip: np.ndarray) -> np.ndarray:
+    """Centre of the shape in each frame, F 2 (x, y) in pixels; where nothing is seen, where it was seen before."""
+    points = [(clip.shape[2] / 2, clip.shape[1] / 2)]
+    for frame in clip.astype(np.float32):
+        border = np.concatenate([frame[0], frame[-1], frame[:, 0], frame[:, -1]])
+        rows, columns = np.nonzero(np.linalg.norm(frame - np.median(border, axis=0), axis=-1) > TOLERANCE)
+        points.append((columns.mean(), rows.mean()) if len(rows) >= 10 else points[-1])
+    return np.array(points[1:])
+
+
+def ringness(path: np.ndarray) -> float:
+    """Area inside a path as a share of the ring's, clockwise positive: a ring has 1, a line or a dot 0."""
+    following = np.roll(path, -1, axis=0)
+    return float((path[:, 0] * following[:, 1] - following[:, 0] * path[:, 1]).sum() / 2 / RING_AREA)
