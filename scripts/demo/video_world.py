@@ -129,12 +129,11 @@ def draw_any(random: np.random.Generator) -> np.ndarray:
     colour = str(random.choice(list(COLOURS)))
     background = str(random.choice([name for name in BACKGROUNDS if name != colour]))
     radius = random.uniform(SIZES["small"][0] - 1, SIZES["big"][1] + 1)
-    low, high = radius, SIZE - radius
     if random.random() < 0.5:
-        start, end = random.uniform(low, high, size=(2, 2)).tolist()
+        start, end = random.uniform(0.25 * SIZE, 0.75 * SIZE, size=(2, 2)).tolist()
         path = line((start[0], start[1]), (end[0], end[1]))
     else:
-        bow = random.uniform(4, SIZE * 0.28)
-        x, y = random.uniform(SIZE * 0.5 - 6, SIZE * 0.5 + 6, size=2)
-        path = arc((x, y), bow, random.uniform(0, 2 * math.pi), random.uniform(-2.4, 2.4) * math.pi)
+        x, y = random.uniform(SIZE * 0.5 - 4, SIZE * 0.5 + 4, size=2)
+        bow, turns = random.uniform(4, SIZE * 0.24), random.uniform(-1, 1)
+        path = arc((x, y), bow, random.uniform(0, 2 * math.pi), turns * 2 * math.pi)
     return draw_clip(str(random.choice(SHAPES)), colour, radius, background, path)
