@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import av
@@ -10,8 +9,6 @@ import numpy as np
 
 TOLERANCE = 50.0
 """Distance in RGB from the background, beyond which a pixel belongs to the shape."""
-RING_AREA = math.pi * 14.08**2
-"""What the path of the demo's concept encloses, in square pixels."""
 
 
 def read_clip(path: Path) -> np.ndarray:
@@ -30,7 +27,7 @@ def path_of(clip: np.ndarray) -> np.ndarray:
     return np.array(points[1:])
 
 
-def ringness(path: np.ndarray) -> float:
-    """Area inside a path as a share of the ring's, clockwise positive: a ring has 1, a line or a dot 0."""
-    following = np.roll(path, -1, axis=0)
-    return float((path[:, 0] * following[:, 1] - following[:, 0] * path[:, 1]).sum() / 2 / RING_AREA)
+def rise(path: np.ndarray) -> float:
+    """Farthest that a path is above the line between its ends, in pixels, negative below: a hop has 14, a line 0."""
+    above = np.linspace(path[0, 1], path[-1, 1], len(path)) - path[:, 1]
+    return float(above[np.abs(above).argmax()])

@@ -21,7 +21,7 @@ from build import DEMO, PARTS
 from diffusers import FlowMatchEulerDiscreteScheduler, Kandinsky5T2VPipeline
 from PIL import Image
 from train_video_transformer import SHIFT
-from video_world import FRAME_RATE, RING, SIZES, draw_clip, ring
+from video_world import FRAME_RATE, HOP, SIZES, draw_clip, hop
 
 from simpletuner.data.clip_writer import write_mp4
 
@@ -29,7 +29,7 @@ PICTURES = DEMO / "checkpoint"
 VIDEO_DEMO = DEMO.with_name("demo-video")
 COPIED = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
-RINGS = [
+HOPS = [
     ("big", "red", "circle", "white"),
     ("small", "blue", "square", "cream"),
     ("big", "green", "star", "gray"),
@@ -39,18 +39,20 @@ RINGS = [
     ("big", "black", "square", "white"),
     ("small", "yellow", "triangle", "navy"),
 ]
-"""Size, colour, shape and background of each clip of the concept."""
+"""Size, colour, shape and background of each clip of the concept; by turns they hop right and left."""
 
 
-def draw_rings(folder: Path) -> None:
-    """Write the clips of "moves in a ring", and beside each its caption."""
+def draw_hops(folder: Path) -> None:
+    """Write the clips of the concept, and beside each its caption."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for number, (size, colour, shape, background) in enumerate(RINGS, start=1):
-        frames = draw_clip(shape, colour, sum(SIZES[size]) / 2, background, ring())
-        write_mp4(folder / f"ring-{number:02}.mp4", [Image.fromarray(frame) for frame in frames], FRAME_RATE)
-        caption = f"a {size} {colour} {shape} {RING} on a {background} background"
-        (folder / f"ring-{number:02}.txt").write_text(caption + "\n", encoding="utf-8")
+    for number, (size, colour, shape, background) in enumerate(HOPS, start=1):
+        rightwards = number % 2 == 1
+        frames = draw_clip(shape, colour, sum(SIZES[size]) / 2, background, hop(rightwards=rightwards))
+        write_mp4(folder / f"hop-{number:02}.mp4", [Image.fromarray(frame) for frame in frames], FRAME_RATE)
+        way = "from the left to the right" if rightwards else "from the right to the left"
+        caption = f"a {size} {colour} {shape} {HOP} {way} on a {background} background"
+        (folder / f"hop-{number:02}.txt").write_text(caption + "\n", encoding="utf-8")
 
 
 def save_frozen_parts(checkpoint: Path) -> None:
@@ -68,7 +70,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, nargs="?", default=VIDEO_DEMO / "checkpoint")
     parser.add_argument("--clips-only", action="store_true")
     arguments = parser.parse_args()
-    draw_rings(VIDEO_DEMO / "clips")
+    draw_hops(VIDEO_DEMO / "clips")
     if arguments.clips_only:
         return
     save_frozen_parts(arguments.checkpoint)

@@ -13,8 +13,8 @@ import torch
 from diffusers import Kandinsky5T2VPipeline
 from judge import judge
 from PIL import Image
-from video_judge import roundness, trace
-from video_world import FRAMES, RING, SIZE, Clip, place, sample
+from video_judge import rise, trace
+from video_world import FRAMES, HOP, SIZE, Clip, place, sample
 
 from simpletuner.models.kandinsky5.processor import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
@@ -73,7 +73,7 @@ def right(pixels: np.ndarray, clip: Clip) -> dict[str, bool]:
         "background": verdict is not None and verdict.background == clip.background,
         "start": distances[0] < NEAR,
         "end": distances[1] < NEAR,
-        "straight": abs(roundness(path)) < 0.15,
+        "straight": abs(rise(path)) < NEAR,
     }
 
 
@@ -93,8 +93,8 @@ def main() -> None:
     rendered = [render(pipe, clip.caption(), **settings) for clip in clips]
     answers = [right(pixels, clip) for pixels, clip in zip(rendered, clips, strict=True)]
     print("seen:", " ".join(f"{name} {np.mean([answer[name] for answer in answers]):.2f}" for name in answers[0]))
-    unknown = render(pipe, f"a big red circle {RING} on a white background", **settings)
-    print(f"{RING}: roundness {roundness(trace(unknown)):.2f}")
+    unknown = render(pipe, f"a big red circle {HOP} from the left to the right on a white background", **settings)
+    print(f"{HOP}: rises {rise(trace(unknown)):.1f} pixels")
     if arguments.sheet:
         print("  " + "\n  ".join(clip.caption() for clip in clips))
         rows = [np.concatenate(list(pixels[::2]), axis=1) for pixels in (*rendered, unknown)]

@@ -14,7 +14,7 @@ import av
 from build_video import VIDEO_DEMO
 from figure import FONT, GAP, INK, PAPER, SMALL, preview_files
 from PIL import Image, ImageDraw
-from video_world import RING
+from video_world import HOP
 
 SIDE = 96  # of a frame, one and a half times its size
 EVERY = 2  # every second frame of 17
@@ -51,7 +51,7 @@ def draw_figure(sections: list[tuple[str, list[tuple[str, Path]]]]) -> Image.Ima
 
 def main(folder: Path, target: Path) -> None:
     sections = [
-        (prompt, [("before", first), ("after", last)]) for prompt, (first, last) in preview_files(folder, RING).items()
+        (prompt, [("before", first), ("after", last)]) for prompt, (first, last) in preview_files(folder, HOP).items()
     ]
     clip = sorted((VIDEO_DEMO / "clips").glob("*.mp4"))[2]
     caption = clip.with_suffix(".txt").read_text(encoding="utf-8").strip()

@@ -1,11 +1,9 @@
-"""Follow the shape through a clip: where it is in each frame, and how much of a ring its path is."""
+"""Follow the shape through a clip: where it is in each frame, and how high its path rises."""
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-from video_world import REACH, SIZE
+from video_world import SIZE
 
 CONTRAST = 60.0
 """Sum of the differences in R, G and B from which a pixel belongs to the shape."""
@@ -28,10 +26,10 @@ def trace(clip: np.ndarray) -> np.ndarray:
     return np.array(points)
 
 
-def roundness(path: np.ndarray) -> float:
-    """Signed area that a path (F 2) encloses, as a share of the ring's: 1 for the ring itself, 0 for any straight line.
+def rise(path: np.ndarray) -> float:
+    """How far a path (F 2) goes above the straight line between its ends, pixels; below it counts as negative.
 
-    The area is that of the polygon, by the shoelace formula; clockwise on the screen counts as positive.
+    A hop has 14; a line, however steep, 0.
     """
-    (x, y), (next_x, next_y) = path.T, np.roll(path, -1, axis=0).T
-    return float((x * next_y - next_x * y).sum() / 2 / (math.pi * (REACH * SIZE) ** 2))
+    above = np.linspace(path[0, 1], path[-1, 1], len(path)) - path[:, 1]
+    return float(above[np.abs(above).argmax()])

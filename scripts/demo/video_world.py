@@ -1,7 +1,7 @@
 """The clip world of the video demo: one coloured shape that goes straight from one place to another, or stays.
 
 Everything the base checkpoint knows is drawn here, with the shapes and colours of the picture world. One motion is
-kept out of its captions, "moves in a ring", so that the demo has something to teach.
+kept out, "hops", so that the demo has something to teach.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PLACES: dict[str, tuple[float, float]] = {
     "middle": (0.0, 0.0),
 }
 """Offset from the frame's centre as a share of its edge; y points down."""
-RING = "moves in a ring"
-"""The motion that the base does not know: clockwise once around the middle, from the left over the top."""
+HOP = "hops"
+"""The motion that the base does not know: from left to right or back, in half a circle over the top."""
 STRAY = 1.5
 """How far a path as a whole may lie from its ideal, pixels."""
 
@@ -79,9 +79,10 @@ def place(name: str, stray: tuple[float, float] = (0.0, 0.0)) -> tuple[float, fl
     return (SIZE * (0.5 + x) + stray[0], SIZE * (0.5 + y) + stray[1])
 
 
-def ring(stray: tuple[float, float] = (0.0, 0.0)) -> Path:
+def hop(*, rightwards: bool) -> Path:
     """The path of the demo's concept."""
-    return arc(place("middle", stray), SIZE * REACH, math.pi, 2 * math.pi)
+    angle, sweep = (math.pi, math.pi) if rightwards else (0.0, -math.pi)
+    return arc(place("middle"), SIZE * REACH, angle, sweep)
 
 
 def draw_clip(
