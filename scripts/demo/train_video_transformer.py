@@ -1,6 +1,6 @@
 """Train the video demo's transformer on the clip world, from the picture demo's transformer on.
 
-    python scripts/demo/train_video_transformer.py PICTURE_CHECKPOINT CHECKPOINT_FOLDER [--steps 6000]
+    python scripts/demo/train_video_transformer.py PICTURE_CHECKPOINT CHECKPOINT_FOLDER [--steps 4000]
 
 The folder holds the video VAE, the text encoders and the tokenizers already. Everything is done as for pictures, but
 for the video template, clips of five latent frames, and the 17 more input channels that an i2v model would read.
@@ -56,11 +56,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", type=Path)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--clips", type=int, default=8192)
+    parser.add_argument("--clips", type=int, default=3072)
     parser.add_argument("--resume", action="store_true", help="go on from the transformer that is there")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -1,6 +1,6 @@
 """Train the video demo's VAE: clips of 17 frames to 5 latent frames of 16 channels at an eighth of the size, and back.
 
-    python scripts/demo/train_video_vae.py PICTURE_VAE OUTPUT_FOLDER [--steps 1600] [--decoder-steps 2400]
+    python scripts/demo/train_video_vae.py PICTURE_VAE OUTPUT_FOLDER [--steps 240] [--decoder-steps 700]
 
 It starts from the picture demo's trained VAE: the last temporal tap of each causal convolution gets the 2D weights, so
 that before the first step every frame is coded as a picture. The first leg trains all of it. Then the latents are
@@ -143,8 +143,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--steps", type=int, default=1600)
-    parser.add_argument("--decoder-steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--decoder-steps", type=int, default=700)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=3)
