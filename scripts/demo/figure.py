@@ -24,18 +24,18 @@ INK, PAPER = (40, 40, 40), (255, 255, 255)
 FONT, SMALL = ImageFont.load_default(17), ImageFont.load_default(14)
 
 
-def read_previews(folder: Path) -> dict[str, list[Image.Image]]:
+def preview_files(folder: Path, concept: str) -> dict[str, tuple[Path, Path]]:
     """The first and the last preview of each prompt, those with the concept first; not those of the empty prompt."""
     lines = (folder / "validation_media.jsonl").read_text(encoding="utf-8").splitlines()
     steps: dict[str, dict[int, Path]] = {}
     for record in map(json.loads, lines):
         if record["prompt"] and not record["ema"]:
             steps.setdefault(record["prompt"], {})[record["step"]] = folder / record["path"]
-    ordered = sorted(steps, key=lambda prompt: CONCEPT not in prompt)
-    return {prompt: [load(steps[prompt][end(steps[prompt])], SIDE) for end in (min, max)] for prompt in ordered}
+    ordered = sorted(steps, key=lambda prompt: concept not in prompt)
+    return {prompt: (steps[prompt][min(steps[prompt])], steps[prompt][max(steps[prompt])]) for prompt in ordered}
 
 
-def draw_figure(previews: dict[str, list[Image.Image]], pictures: Sequence[Path]) -> Image.Image:
+def draw_figure(previews: dict[str, tuple[Path, Path]], pictures: Sequence[Path]) -> Image.Image:
     """The whole figure."""
     width = LEFT + len(previews) * (SIDE + GAP)
     side = (width - LEFT - GAP) // len(pictures) - GAP
@@ -46,7 +46,7 @@ def draw_figure(previews: dict[str, list[Image.Image]], pictures: Sequence[Path]
         x = LEFT + column * (SIDE + GAP)
         pen.multiline_text((x, TOP - 8), wrapped(prompt, pen), INK, SMALL, anchor="ld", spacing=4)
         for row, picture in enumerate(pair):
-            figure.paste(picture, (x, TOP + row * (SIDE + GAP)))
+            figure.paste(load(picture, SIDE), (x, TOP + row * (SIDE + GAP)))
     for row, title in enumerate(("before", "after")):
         pen.text((GAP, TOP + row * (SIDE + GAP) + SIDE // 2), title, INK, FONT, anchor="lm")
     pen.multiline_text((GAP, strip + side // 2), "trained\non", INK, FONT, anchor="lm")
@@ -74,7 +74,7 @@ def wrapped(text: str, pen: ImageDraw.ImageDraw) -> str:
 
 def main(folder: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    draw_figure(read_previews(folder), sorted(PICTURES.glob("*.png"))).save(target, optimize=True)
+    draw_figure(preview_files(folder, CONCEPT), sorted(PICTURES.glob("*.png"))).save(target, optimize=True)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalG
 from world import draw, sample
 
 from simpletuner.models.kandinsky5.processor import load_processor
-from simpletuner.models.kandinsky5.templates import OFFICIAL
+from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName
 
 CAPTION_DROPOUT = 0.1
 SAVE_EVERY = 1000
@@ -104,9 +105,10 @@ class AttentionWithComplexRotation:
 
 
 class TextEncoders:
-    """The frozen text encoders of a checkpoint, behind the official image template."""
+    """The frozen text encoders of a checkpoint, behind an official template."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, template: TemplateName = "image") -> None:
+        self.template = OFFICIAL[template]
         self.tokenizer = load_processor(checkpoint).tokenizer
         self.clip_tokenizer = CLIPTokenizer.from_pretrained(checkpoint, subfolder="tokenizer_2")
         self.qwen = Qwen2_5_VLForConditionalGeneration.from_pretrained(
@@ -117,11 +119,10 @@ class TextEncoders:
     @torch.no_grad()
     def encode(self, captions: list[str]) -> Captions:
         """Encode captions, which must be equally long in tokens, just as the stock pipeline does."""
-        template = OFFICIAL["image"]
-        tokens = self.tokenizer([template.format(caption) for caption in captions], return_tensors="pt")
+        tokens = self.tokenizer([self.template.format(caption) for caption in captions], return_tensors="pt")
         hidden = self.qwen(**tokens, output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
         padded = self.clip_tokenizer(captions, padding="max_length", max_length=77, return_tensors="pt")
-        return Captions(hidden[:, template.crop :].clone(), self.clip(**padded).pooler_output)
+        return Captions(hidden[:, self.template.crop :].clone(), self.clip(**padded).pooler_output)
 
     def length(self, caption: str) -> int:
         """Number of tokens of a caption."""
@@ -136,24 +137,27 @@ def encode_pictures(vae: AutoencoderKL, pictures: np.ndarray) -> Tensor:
     return (posterior.sample().float() * vae.config.scaling_factor).permute(0, 2, 3, 1).unsqueeze(1).contiguous()
 
 
-def build_groups(checkpoint: Path, encoders: TextEncoders, count: int, seed: int) -> list[Group]:
-    """Draw and encode `count` random pictures with their captions, sorted into groups of equal caption length."""
+def draw_pairs(count: int, seed: int) -> list[tuple[np.ndarray, str]]:
+    """`count` random pictures, each with its caption."""
     random = np.random.default_rng(seed)
-    by_length: dict[int, list[tuple[np.ndarray, str]]] = {}
-    for _ in range(count):
-        picture = sample(random)
-        caption = picture.caption()
-        by_length.setdefault(encoders.length(caption), []).append((draw(picture, random), caption))
+    pictures = [sample(random) for _ in range(count)]
+    return [(draw(picture, random), picture.caption()) for picture in pictures]
 
-    vae = AutoencoderKL.from_pretrained(checkpoint, subfolder="vae", torch_dtype=torch.float32)
-    vae.to(memory_format=torch.channels_last)
+
+def build_groups(
+    pairs: list[tuple[np.ndarray, str]], encode_media: Callable[[np.ndarray], Tensor], encoders: TextEncoders
+) -> list[Group]:
+    """Encode pictures or clips with their captions, sorted into groups of equal caption length."""
+    by_length: dict[int, list[tuple[np.ndarray, str]]] = {}
+    for medium, caption in pairs:
+        by_length.setdefault(encoders.length(caption), []).append((medium, caption))
     groups = []
-    for _, pairs in sorted(by_length.items()):
+    for _, members in sorted(by_length.items()):
         latents, embeds, pooled = [], [], []
-        for start in range(0, len(pairs), 64):
-            pictures, captions = zip(*pairs[start : start + 64], strict=True)
+        for start in range(0, len(members), 64):
+            media, captions = zip(*members[start : start + 64], strict=True)
             encoded = encoders.encode(list(captions))
-            latents.append(encode_pictures(vae, np.stack(pictures)))
+            latents.append(encode_media(np.stack(media)))
             embeds.append(encoded.embeds)
             pooled.append(encoded.pooled)
         groups.append(Group(torch.cat(latents), Captions(torch.cat(embeds), torch.cat(pooled))))
@@ -161,23 +165,32 @@ def build_groups(checkpoint: Path, encoders: TextEncoders, count: int, seed: int
 
 
 def predict(transformer: Kandinsky5Transformer3DModel, noisy: Tensor, sigmas: Tensor, captions: Captions) -> Tensor:
-    """The predicted velocity for `noisy` (B 1 H W C) at `sigmas` (B), called as the image pipelines call it."""
-    _, _, height, width, _ = noisy.shape
+    """The predicted velocity for `noisy` (B F H W C) at `sigmas` (B), called as the pipelines call it.
+
+    Clips count their positions in steps of 1 / 3.16, as the video pipelines do below 480 px, and bring the empty
+    channels of a first frame that is not given.
+    """
+    _, frames, height, width, _ = noisy.shape
+    scale = (1.0, 1.0, 1.0)
+    if transformer.visual_cond:
+        noisy = torch.cat([noisy, torch.zeros_like(noisy), torch.zeros_like(noisy[..., :1])], dim=-1)
+        scale = (1.0, 3.16, 3.16)
     return transformer(
         hidden_states=noisy,
         encoder_hidden_states=captions.embeds,
         pooled_projections=captions.pooled,
         timestep=1000.0 * sigmas,
-        visual_rope_pos=[torch.arange(1), torch.arange(height // 2), torch.arange(width // 2)],
+        visual_rope_pos=[torch.arange(frames), torch.arange(height // 2), torch.arange(width // 2)],
         text_rope_pos=torch.arange(captions.embeds.shape[1]),
-        scale_factor=(1.0, 1.0, 1.0),
+        scale_factor=scale,
         return_dict=False,
     )
 
 
-def flow_loss(transformer: Kandinsky5Transformer3DModel, latents: Tensor, captions: Captions) -> Tensor:
-    """Mean squared error of the velocity at logit-normal noise levels, one per sample."""
+def flow_loss(transformer: Kandinsky5Transformer3DModel, latents: Tensor, captions: Captions, shift: float) -> Tensor:
+    """Mean squared error of the velocity at logit-normal noise levels, one per sample, moved up by `shift`."""
     sigmas = torch.sigmoid(torch.randn(latents.shape[0]))
+    sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     noise = torch.randn_like(latents)
     mix = sigmas.view(-1, 1, 1, 1, 1)
     return F.mse_loss(predict(transformer, (1 - mix) * latents + mix * noise, sigmas, captions), noise - latents)
@@ -206,29 +219,20 @@ def build_optimizers(transformer: Kandinsky5Transformer3DModel) -> list[tuple[to
     return [(Muon(matrices), 0.01), (adam, 2e-3)]
 
 
-def train_transformer(
-    checkpoint: Path, *, steps: int, batch_size: int, pictures: int, seed: int, resume: bool = False
+def fit(
+    transformer: Kandinsky5Transformer3DModel,
+    source: Iterator[tuple[Tensor, Captions]],
+    folder: Path,
+    *,
+    steps: int,
+    shift: float = 1.0,
 ) -> None:
-    """Train on the checkpoint's own latents and text embeddings; saves into `checkpoint` as it goes.
-
-    `resume` goes on from the weights that are there, with a schedule and pictures of its own.
-    """
-    torch.manual_seed(seed)
-    encoders = TextEncoders(checkpoint)
-    groups = build_groups(checkpoint, encoders, pictures, seed)
-    source = batches(groups, encoders.encode([""]), batch_size, np.random.default_rng(seed))
-    if resume:
-        transformer = Kandinsky5Transformer3DModel.from_pretrained(
-            checkpoint, subfolder="transformer", torch_dtype=torch.float32
-        )
-    else:
-        transformer = build_transformer()
+    """Train on the batches of `source`; saves into `folder` as it goes."""
     transformer.set_attn_processor(AttentionWithComplexRotation())
     optimizers = build_optimizers(transformer)
-
     start, running = time.monotonic(), 0.0
     for step in range(1, steps + 1):
-        loss = flow_loss(transformer, *next(source))
+        loss = flow_loss(transformer, *next(source), shift)
         loss.backward()
         for optimizer, rate in optimizers:
             optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 200, 1.25 * (1 - step / (steps + 1)))
@@ -239,7 +243,29 @@ def train_transformer(
             print(f"step {step} loss {running / 250:.4f} {(time.monotonic() - start) / step:.3f} s/step", flush=True)
             running = 0.0
         if step % SAVE_EVERY == 0 or step == steps:
-            save_bf16(transformer, checkpoint / "transformer")
+            save_bf16(transformer, folder)
+
+
+def load_transformer(checkpoint: Path) -> Kandinsky5Transformer3DModel:
+    """The transformer of a checkpoint, in float32."""
+    return Kandinsky5Transformer3DModel.from_pretrained(checkpoint, subfolder="transformer", torch_dtype=torch.float32)
+
+
+def train_transformer(
+    checkpoint: Path, *, steps: int, batch_size: int, pictures: int, seed: int, resume: bool = False
+) -> None:
+    """Train on the checkpoint's own latents and text embeddings; saves into `checkpoint` as it goes.
+
+    `resume` goes on from the weights that are there, with a schedule and pictures of its own.
+    """
+    torch.manual_seed(seed)
+    encoders = TextEncoders(checkpoint)
+    vae = AutoencoderKL.from_pretrained(checkpoint, subfolder="vae", torch_dtype=torch.float32)
+    vae.to(memory_format=torch.channels_last)
+    groups = build_groups(draw_pairs(pictures, seed), partial(encode_pictures, vae), encoders)
+    source = batches(groups, encoders.encode([""]), batch_size, np.random.default_rng(seed))
+    transformer = load_transformer(checkpoint) if resume else build_transformer()
+    fit(transformer, source, checkpoint / "transformer", steps=steps)
 
 
 def main() -> None:

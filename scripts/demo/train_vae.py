@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from muon import Muon, split_parameters
 from storage import save_bf16
 from torch import Tensor
@@ -64,24 +65,24 @@ def decibels(vae: AutoencoderKL, pictures: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def fold_statistics(vae: AutoencoderKL, pictures: np.ndarray) -> None:
-    """Rescale the latents so that `scaling_factor * z` has mean 0 and variance 1 in every channel.
+def fold_statistics(vae: AutoencoderKL | AutoencoderKLHunyuanVideo, posterior: DiagonalGaussianDistribution) -> None:
+    """Rescale the latents so that `scaling_factor * z` has mean 0 and variance 1 in every channel of `posterior`.
 
     With the posterior's moments m, log v and per-channel mean a and deviation b of z, the encoder's last 1x1
     convolution is changed to yield (m - a) / (b s) and log v - 2 log(b s), and the decoder's first one to undo it.
     """
-    posterior = vae.encode(to_pixels(pictures)).latent_dist
-    mean = posterior.mean.mean(dim=(0, 2, 3))
+    means, variances = (x.transpose(0, 1).flatten(1) for x in (posterior.mean, posterior.var))  # channel, sample
+    mean = means.mean(dim=1)
     # The variance of a sample is that of the means plus the posterior's own.
-    deviation = (posterior.mean.var(dim=(0, 2, 3)) + posterior.var.mean(dim=(0, 2, 3))).sqrt()
-    scale = deviation * SCALING_FACTOR
+    deviation = (means.var(dim=1) + variances.mean(dim=1)).sqrt()
+    scale = deviation * vae.config.scaling_factor
 
     last, first = vae.quant_conv, vae.post_quant_conv
     last.bias[:LATENT_CHANNELS].sub_(mean).div_(scale)
-    last.weight[:LATENT_CHANNELS].div_(scale.view(-1, 1, 1, 1))
+    last.weight[:LATENT_CHANNELS].transpose(0, -1).div_(scale)
     last.bias[LATENT_CHANNELS:].sub_(2 * scale.log())
-    first.bias.add_(first.weight[:, :, 0, 0] @ mean)
-    first.weight.mul_(scale.view(1, -1, 1, 1))
+    first.bias.add_(first.weight.flatten(1) @ mean)
+    first.weight.transpose(1, -1).mul_(scale)
 
 
 def train_vae(steps: int, *, seed: int = 0, batch_size: int = 16, pool_size: int = 16384) -> AutoencoderKL:
@@ -113,7 +114,8 @@ def train_vae(steps: int, *, seed: int = 0, batch_size: int = 16, pool_size: int
         if step % 200 == 0:
             print(f"step {step} loss {loss.item():.4f} kl {divergence.item():.2f} {decibels(vae, unseen):.1f} dB")
 
-    fold_statistics(vae, pool[:1024])
+    with torch.no_grad():
+        fold_statistics(vae, vae.encode(to_pixels(pool[:1024])).latent_dist)
     held_out = draw_pictures(64, seed + 2, held_out=True)
     print(f"{steps} steps: {decibels(vae, unseen):.1f} dB, purple stars {decibels(vae, held_out):.1f} dB")
     return vae

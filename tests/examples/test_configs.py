@@ -16,8 +16,8 @@ from tests.clips import write_clip
 from tests.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
-# The demo brings its own model and pictures.
-NAMES = [name for name in example_names() if name != "demo"]
+# The demos bring their own models, pictures and clips.
+NAMES = [name for name in example_names() if not name.startswith("demo")]
 MISSING = "error: instance_data_dir: these folders do not exist"
 
 

@@ -1,0 +1,45 @@
+"""The video demo, as a stranger runs it: a LoRA learns a motion that its base does not know.
+
+It does for clips what the picture demo does for pictures: were the frame order, the latents' scale, the channels of
+the first frame or the template wrong, no shape would hop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from simpletuner.cli.app import main
+from tests.motion import path_of, read_clip, rise
+
+RIGHTWARDS, LEFTWARDS = ("validation", "hop_diamond"), ("hop_star",)
+
+
+def paths(folder: Path, pattern: str, names: tuple[str, ...]) -> list[np.ndarray]:
+    """The way of the shape in each preview, 17 2."""
+    return [path_of(read_clip(folder / pattern.format(name))) for name in names]
+
+
+@pytest.mark.slow
+def test_the_demo_learns_its_motion(tmp_path: Path) -> None:
+    with contextlib.chdir(tmp_path):
+        assert main(["train", "--example", "demo-video"]) == 0
+    output = tmp_path / "output" / "demo-video"
+    first = output / "benchmarks" / "base_model", "{}_64x64@17_0.mp4"
+    last = output / "validation_images", "step_300_{}_0_64x64@17.mp4"
+    before = [rise(path) for path in paths(*first, RIGHTWARDS + LEFTWARDS)]
+    after = [rise(path) for path in paths(*last, RIGHTWARDS + LEFTWARDS)]
+    assert max(before) < 5, (before, after)
+    assert min(after) > 8, (before, after)
+    for sign, names in ((1, RIGHTWARDS), (-1, LEFTWARDS)):
+        assert all(sign * (path[-1, 0] - path[0, 0]) > 18 for path in paths(*last, names))
+    straight, up = paths(*last, ("still_straight", "still_up"))
+    assert abs(rise(straight)) < 5
+    assert straight[-1, 0] - straight[0, 0] > 18
+    assert up[0, 1] - up[-1, 1] > 18
+    assert load_file(output / "pytorch_lora_weights.safetensors")
+    assert (output / "training_report.html").stat().st_size > 50_000
