@@ -58,7 +58,7 @@ def main(folder: Path, target: Path) -> None:
     shown = [
         sections[0],
         sections[2],
-        sections[-1],
+        sections[3],
         (f"one of the clips it was trained on: {caption}", [("clip", clip)]),
     ]
     target.parent.mkdir(parents=True, exist_ok=True)

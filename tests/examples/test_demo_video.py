@@ -38,7 +38,7 @@ def test_the_demo_learns_its_motion(tmp_path: Path) -> None:
     for sign, names in ((1, RIGHTWARDS), (-1, LEFTWARDS)):
         assert all(sign * (path[-1, 0] - path[0, 0]) > 18 for path in paths(*last, names))
     straight, up = paths(*last, ("still_straight", "still_up"))
-    assert abs(rise(straight)) < 5
+    assert abs(rise(straight)) < 7
     assert straight[-1, 0] - straight[0, 0] > 18
     assert up[0, 1] - up[-1, 1] > 18
     assert load_file(output / "pytorch_lora_weights.safetensors")
