@@ -21,10 +21,6 @@ OWN_KEYS = (
     "gradient_checkpointing", "gradient_checkpointing_interval", "speed_keep_attention", "enable_group_offload",
     "group_offload_use_stream", "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
 )  # fmt: skip
-ENCODER_CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("encoding captions", {"group_offload_text_encoder": True}),
-    ("encoding pictures", {"vae_batch_size": 1}),
-)
 Way = tuple[Change, str]  # with its reason
 
 
@@ -54,8 +50,12 @@ def _first_that_fits(ladder: Sequence[Way], budget: Budget) -> Way | None:
 def _with_encoders(budget: Budget, built: Built) -> Budget:
     """What text encoders and VAE need before training; each is chosen only where its own phase lacks room."""
     lacking = {phase.name: shortage(phase, budget.device, headroom=HEADROOM) for phase in budget.phases}
-    for name, values in ENCODER_CHANGES if budget.device.is_gpu else ():
-        config, reason = budget.config, lacking.get(name)
+    encoders: dict[str, dict[str, Any]] = {
+        "captions": {"group_offload_text_encoder": True},
+        budget.parts.spec.samples: {"vae_batch_size": 1},
+    }
+    for subject, values in encoders.items() if budget.device.is_gpu else ():
+        config, reason = budget.config, lacking.get(f"encoding {subject}")
         free = all(not config.is_explicit(key) and built(key) for key in values)
         if reason and free and values.items() - config.flat().items():
             budget = _with(budget, Change(values), reason)

@@ -133,4 +133,4 @@ def amount(count: int, unit: str) -> str:
     """`1,204 captions`; the bare number when nothing is known about what it counts, `done` when nothing was counted."""
     if not unit:
         return f"{count:,}" if count else "done"
-    return f"{count:,} {unit}"
+    return f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
