@@ -103,7 +103,7 @@ class Pace:
             return f"No step was needed: step {self.start_step} of {self.total_steps} was reached before."
         mean = self._spent / max(1, self.steps_done)
         return (
-            f"Trained {self.steps_done} steps in {clock(self._spent)} ({pace_text(mean)}), "
+            f"Trained {amount(self.steps_done, 'steps')} in {clock(self._spent)} ({pace_text(mean)}), "
             f"step {self.last.step} of {self.total_steps}, smoothed loss {self.loss:.4f}."
         )
 
