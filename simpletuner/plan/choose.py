@@ -79,15 +79,12 @@ def _ladders(budget: Budget, built: Built) -> Iterator[Iterable[Way]]:
     kinds: list[tuple[dict[str, Any], str]] = [({}, "")]  # unset, every block is checkpointed
     if free["speed_keep_attention"] and keeps_attention(config.speed):
         kinds.append(({"speed_keep_attention": False}, ", attention is computed twice"))
-    yield [
-        (Change(values), f"the blocks are checkpointed{twice}, and everything stays on the device")
-        for values, twice in kinds
-    ]
-    if _may_stream(config) and free["enable_group_offload"] and budget.device.is_gpu:
-        streamed = {key: value for key, value in STREAMED.items() if free[key]}
-        for on_host in (False, True) if free["offload_block_inputs"] else (False,):
-            for values, twice in kinds:
-                yield _streamed(budget, {**values, **streamed}, free, on_host=on_host, twice=twice)
+    streams = _may_stream(config) and free["enable_group_offload"] and budget.device.is_gpu
+    streamed = {key: value for key, value in STREAMED.items() if free[key]}
+    for on_host in (False, True) if free["offload_block_inputs"] and budget.device.is_gpu else (False,):
+        yield [_resident(values, on_host=on_host, twice=twice) for values, twice in kinds]
+        for values, twice in kinds if streams else ():
+            yield _streamed(budget, {**values, **streamed}, free, on_host=on_host, twice=twice)
 
 
 def _in_8_bits(budget: Budget, built: Built, leanest: Way) -> Way:
@@ -112,6 +109,13 @@ def _depths() -> Iterator[Way]:
         else:
             values = {"gradient_checkpointing": True, "gradient_checkpointing_interval": depth}
             yield Change(values), f"memory holds the activations of all but every {depth}th block"
+
+
+def _resident(values: Mapping[str, Any], *, on_host: bool, twice: str) -> Way:
+    """All weights on the device, every block checkpointed."""
+    where = "their inputs wait in host memory" if on_host else "everything stays on the device"
+    inputs = {"offload_block_inputs": True} if on_host else {}
+    return Change({**values, **inputs}), f"the blocks are checkpointed{twice}, and {where}"
 
 
 def _streamed(
