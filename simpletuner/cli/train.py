@@ -108,10 +108,12 @@ def plan(context: typer.Context) -> None:
 
 
 def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
-    from simpletuner.plan.ready import ready_plan
+    from simpletuner.config.load import raise_if_fatal
+    from simpletuner.plan.ready import weigh_plan
     from simpletuner.plan.show import show_plan
 
-    show_plan(*ready_plan(arguments, problems), sys.stdout)
+    show_plan(*weigh_plan(arguments, problems), sys.stdout)
+    raise_if_fatal(problems)  # that it does not fit: the numbers above show why
 
 
 def parse_settings(tokens: list[str]) -> tuple[Arguments, list[Problem]]:

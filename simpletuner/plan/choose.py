@@ -21,10 +21,6 @@ OWN_KEYS = (
     "gradient_checkpointing", "gradient_checkpointing_interval", "speed_keep_attention", "enable_group_offload",
     "group_offload_use_stream", "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
 )  # fmt: skip
-ENCODER_CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("encoding captions", {"group_offload_text_encoder": True}),
-    ("encoding pictures", {"vae_batch_size": 1}),
-)
 Way = tuple[Change, str]  # with its reason
 
 
@@ -54,8 +50,12 @@ def _first_that_fits(ladder: Sequence[Way], budget: Budget) -> Way | None:
 def _with_encoders(budget: Budget, built: Built) -> Budget:
     """What text encoders and VAE need before training; each is chosen only where its own phase lacks room."""
     lacking = {phase.name: shortage(phase, budget.device, headroom=HEADROOM) for phase in budget.phases}
-    for name, values in ENCODER_CHANGES if budget.device.is_gpu else ():
-        config, reason = budget.config, lacking.get(name)
+    encoders: dict[str, dict[str, Any]] = {
+        "captions": {"group_offload_text_encoder": True},
+        budget.parts.spec.samples: {"vae_batch_size": 1},
+    }
+    for subject, values in encoders.items() if budget.device.is_gpu else ():
+        config, reason = budget.config, lacking.get(f"encoding {subject}")
         free = all(not config.is_explicit(key) and built(key) for key in values)
         if reason and free and values.items() - config.flat().items():
             budget = _with(budget, Change(values), reason)
@@ -81,15 +81,12 @@ def _ladders(budget: Budget, built: Built) -> Iterator[Iterable[Way]]:
     kinds: list[tuple[dict[str, Any], str]] = [({}, "")]  # unset, every block is checkpointed
     if free["speed_keep_attention"] and keeps_attention(config.speed):
         kinds.append(({"speed_keep_attention": False}, ", attention is computed twice"))
-    yield [
-        (Change(values), f"the blocks are checkpointed{twice}, and everything stays on the device")
-        for values, twice in kinds
-    ]
-    if _may_stream(config) and free["enable_group_offload"] and budget.device.is_gpu:
-        streamed = {key: value for key, value in STREAMED.items() if free[key]}
-        for on_host in (False, True) if free["offload_block_inputs"] else (False,):
-            for values, twice in kinds:
-                yield _streamed(budget, {**values, **streamed}, free, on_host=on_host, twice=twice)
+    streams = _may_stream(config) and free["enable_group_offload"] and budget.device.is_gpu
+    streamed = {key: value for key, value in STREAMED.items() if free[key]}
+    for on_host in (False, True) if free["offload_block_inputs"] and budget.device.is_gpu else (False,):
+        yield [_resident(values, on_host=on_host, twice=twice) for values, twice in kinds]
+        for values, twice in kinds if streams else ():
+            yield _streamed(budget, {**values, **streamed}, free, on_host=on_host, twice=twice)
 
 
 def _in_8_bits(budget: Budget, built: Built, leanest: Way) -> Way:
@@ -114,6 +111,13 @@ def _depths() -> Iterator[Way]:
         else:
             values = {"gradient_checkpointing": True, "gradient_checkpointing_interval": depth}
             yield Change(values), f"memory holds the activations of all but every {depth}th block"
+
+
+def _resident(values: Mapping[str, Any], *, on_host: bool, twice: str) -> Way:
+    """All weights on the device, every block checkpointed."""
+    where = "their inputs wait in host memory" if on_host else "everything stays on the device"
+    inputs = {"offload_block_inputs": True} if on_host else {}
+    return Change({**values, **inputs}), f"the blocks are checkpointed{twice}, and {where}"
 
 
 def _streamed(

@@ -21,6 +21,17 @@ def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
     Raises:
         ConfigError: with every problem at once; a run that does not fit is one.
     """
+    weighed = weigh_plan(arguments, problems)
+    raise_if_fatal(problems)
+    return weighed
+
+
+def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
+    """The same for a run that may not fit, which is then added to `problems`.
+
+    Raises:
+        ConfigError: something else is wrong, so that there is no plan.
+    """
     plan = make_plan(arguments, problems)
     device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
     budget = make_budget(plan, device)
@@ -29,5 +40,4 @@ def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
         plan = replace(plan, config=budget.config)
     found = [*check_fit(budget), *check_disk(plan, find_writings(plan, budget))]
     problems.extend(found)
-    raise_if_fatal(problems)
-    return replace(plan, warnings=[*plan.warnings, *found]), budget
+    return replace(plan, warnings=[*plan.warnings, *(each for each in found if not each.fatal)]), budget

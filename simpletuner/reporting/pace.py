@@ -103,7 +103,7 @@ class Pace:
             return f"No step was needed: step {self.start_step} of {self.total_steps} was reached before."
         mean = self._spent / max(1, self.steps_done)
         return (
-            f"Trained {self.steps_done} steps in {clock(self._spent)} ({pace_text(mean)}), "
+            f"Trained {amount(self.steps_done, 'steps')} in {clock(self._spent)} ({pace_text(mean)}), "
             f"step {self.last.step} of {self.total_steps}, smoothed loss {self.loss:.4f}."
         )
 
@@ -133,4 +133,4 @@ def amount(count: int, unit: str) -> str:
     """`1,204 captions`; the bare number when nothing is known about what it counts, `done` when nothing was counted."""
     if not unit:
         return f"{count:,}" if count else "done"
-    return f"{count:,} {unit}"
+    return f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"

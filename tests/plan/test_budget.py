@@ -58,6 +58,16 @@ def test_a_run_that_does_not_fit_is_refused(workspace: Workspace, capsys: Captur
     assert not workspace.path("output").exists()
 
 
+def test_the_numbers_of_a_run_that_does_not_fit_are_shown(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.run("plan", "--device-memory=0.57") == 2
+    told = capsys.readouterr()
+    assert "Estimate for a GPU with 0.57 GiB" in told.out
+    assert "error: memory: " in told.err
+    assert "Warnings" not in told.out
+    assert workspace.train("--plan_device_memory_gb=0.57") == 2
+    assert "Estimate" not in capsys.readouterr().out
+
+
 def test_it_can_be_told_to_go_on(workspace: Workspace, capsys: Capture) -> None:
     told = warnings(workspace, capsys, "--device_memory=0.57", "i_know_what_i_am_doing=true")
     assert "  memory: " in told

@@ -246,6 +246,16 @@ def test_auto_streams_rather_than_computing_attention_twice() -> None:
     assert chosen.step_seconds < 0.9 * twice.step_seconds
 
 
+def test_auto_moves_inputs_alone_where_weights_cannot_stream() -> None:
+    settings = {"model_type": "full", "gradient_checkpointing": True}
+    assert not fits(budget(gpu(27), **settings).phases, gpu(27), headroom=HEADROOM)
+    chosen = choose(budget(gpu(27), **settings), everything_built)
+    assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
+    assert chosen.decisions[0].startswith(
+        "offload_block_inputs true: the blocks are checkpointed, and their inputs wait"
+    )
+
+
 def test_auto_streams_a_text_encoder_that_does_not_fit() -> None:
     chosen = choose(budget(gpu(16), encodes_text=True), everything_built)
     assert fits(chosen.phases, chosen.device)

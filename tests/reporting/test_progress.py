@@ -132,7 +132,7 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(monkeypatch: p
     hide, show = "\x1b[?25l", "\x1b[?25h"
     assert hide in shown
     assert shown.rindex(show) > shown.rindex(hide)
-    assert "Trained 1 steps" in shown[shown.rindex(show) :]
+    assert "Trained 1 step in" in shown[shown.rindex(show) :]
 
 
 def test_log_lines_appear_above_the_live_display(monkeypatch: pytest.MonkeyPatch) -> None:

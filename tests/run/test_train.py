@@ -181,7 +181,7 @@ def test_only_what_is_new_is_encoded(workspace: Workspace, capsys: pytest.Captur
     capsys.readouterr()
     assert workspace.train("max_train_steps=6") == 0
     output = capsys.readouterr().out
-    assert "Encoding pictures: 1 pictures" in output or "Encoding pictures: 1 picture" in output
+    assert "Encoding pictures: 1 picture in" in output
     assert "Encoding captions: 2 captions" in output
 
 
