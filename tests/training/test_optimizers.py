@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from simpletuner.config.optimizer_table import OPTIMIZERS
 from simpletuner.config.optimizers import check_optimizer, keeps_bf16_weights, optimizer_name, optimizer_settings
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.training import optimizers
 from simpletuner.training.muon import MuonWithAdamW
 from simpletuner.training.optimizers import build_optimizer, sampling_weights
 
@@ -142,6 +144,27 @@ def test_a_plain_optimizer_would_lose_them() -> None:
         optimizer.step()
     assert not keeps_bf16_weights("adamw")
     assert torch.equal(param, torch.ones_like(param))
+
+
+def test_optimi_runs_triton_only_where_it_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu: list[Any] = [SimpleNamespace(is_cuda=True)]
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda name: name)
+    for able in (True, False):
+        monkeypatch.setattr(optimizers, "has_compiler", lambda able=able: able)
+        assert optimizers.runs_triton(on_gpu) is able
+        assert not optimizers.runs_triton(weights())
+
+
+def test_the_state_of_a_gpu_goes_on_without_one() -> None:
+    """Whoever saved it ran Triton's kernels, and optimi keeps that with its state."""
+    saved = build("adamw_bf16", weights(torch.bfloat16)).state_dict()
+    saved["param_groups"][0]["triton"] = True
+    params = weights(torch.bfloat16)
+    optimizer = build("adamw_bf16", params)
+    optimizers.load_state(optimizer, saved)
+    run(optimizer, params, 0, 1)
+    assert optimizer.param_groups[0]["triton"] is False
 
 
 def test_the_default_follows_the_precision() -> None:
