@@ -65,7 +65,7 @@ def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
         for place, param in enumerate(params):
-            noise = torch.randn(param.shape, generator=generator).to(param.dtype)
+            noise = torch.randn(param.shape, generator=generator).to(param)
             param.grad = None if place == step % 5 else (0.1 * noise + param.detach())
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (step + 1) / 10
@@ -92,6 +92,30 @@ def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: to
 
     for expected, found in zip(whole, again, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """optimi's come as Triton kernels there: about the same weights as on a CPU, and the same after a save."""
+    on_cpu, whole, halves = weights(dtype), weights(dtype), weights(dtype)
+    for params in (whole, halves):
+        for param in params:
+            param.data = param.data.cuda()
+    run(build(name, on_cpu), on_cpu, 0, 6)
+    run(build(name, whole), whole, 0, 6)
+    before = build(name, halves)
+    run(before, halves, 0, 3)
+    again = [nn.Parameter(param.detach().clone()) for param in halves]
+    after = build(name, again)
+    optimizers.load_state(after, before.state_dict())
+    run(after, again, 3, 6)
+    for expected, found, slow in zip(whole, again, on_cpu, strict=True):
+        assert torch.equal(found, expected)
+        if OPTIMIZERS[name].factory.startswith("optimi:"):
+            torch.testing.assert_close(found.detach().cpu(), slow.detach(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
