@@ -10,14 +10,20 @@ in operations and bytes per second; it replaces what is assumed when the device 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simpletuner.memory.device_rates import read_rates
 
 QUERY_SECONDS = 5
+# Lines of `nvidia-smi -L`, "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" and below it "MIG 3g.40gb  Device 0: (...)".
+WHOLE = re.compile(r"GPU (?P<index>\d+): (?P<name>.+?) \(UUID")
+SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
+SLICE_SHARE = 0.97  # of the memory that a part is named for
 # What the driver, the libraries and fragments between allocations take of a device.
 DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
 # Softmax attention reaches about this share of a device's matrix product rate, forward and backward together.
@@ -115,8 +121,13 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
 
 
 def rates_of(name: str) -> Rates:
-    """Assumed rates of a GPU by its name."""
-    return next((rates for known, rates in KNOWN if known in name), UNKNOWN_GPU)
+    """Assumed rates of a GPU by its name, or of that many sevenths of it."""
+    whole = next((rates for known, rates in KNOWN if known in name), UNKNOWN_GPU)
+    part = SLICE.search(name)
+    if part is None:
+        return whole
+    share = int(part["sevenths"]) / 7
+    return replace(whole, matmul=share * whole.matmul, attention=share * whole.attention, memory=share * whole.memory)
 
 
 def cpu_rates() -> Rates:
@@ -154,14 +165,44 @@ def query_gpu() -> tuple[str, float] | None:
     program = shutil.which("nvidia-smi")
     if program is None or (visible is not None and visible.strip() in ("", "-1")):
         return None
-    chosen = ["-i", visible.split(",")[0].strip()] if visible else []
-    command = [program, *chosen, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    chosen = visible.split(",")[0].strip() if visible else ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True)
-        name, _, mebibytes = done.stdout.strip().splitlines()[0].rpartition(",")
+        part = _slice(_ask(program, "-L"), chosen)
+        if part is not None:
+            return part
+        words = ["-i", chosen] if chosen else []
+        lines = _ask(program, *words, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+        name, _, mebibytes = lines[0].rpartition(",")
         return name.strip(), float(mebibytes) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None  # a driver that does not answer is as good as none; torch will say more
+
+
+def _ask(program: str, *words: str) -> list[str]:
+    """The lines of an answer of nvidia-smi."""
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True)
+    return done.stdout.strip().splitlines()
+
+
+def _slice(listed: Sequence[str], chosen: str) -> tuple[str, float] | None:
+    """Name and bytes of the part of a GPU (MIG) that CUDA would use, None where it uses a whole one.
+
+    nvidia-smi lists the parts below their GPU and answers questions about whole GPUs alone. CUDA sees one part: that
+    of the UUID in CUDA_VISIBLE_DEVICES, or else the first one of the GPU that is chosen.
+
+    Args:
+        listed: `nvidia-smi -L`.
+        chosen: an index or a UUID; empty for the first GPU.
+    """
+    gpu, is_meant = "", False
+    for line in listed:
+        whole, part = WHOLE.match(line), SLICE.search(line)
+        if whole is not None:
+            gpu = whole["name"]
+            is_meant = (chosen or "0") == whole["index"] or (chosen.startswith("GPU-") and chosen in line)
+        elif part is not None and (chosen in line if chosen.startswith("MIG-") else is_meant):
+            return f"{gpu} {part[0]}", float(part["gigabytes"]) * SLICE_SHARE * 2**30
+    return None
 
 
 def host_memory() -> float | None:

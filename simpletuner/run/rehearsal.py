@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from simpletuner.caching.shrink import is_out_of_memory
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import UserError
@@ -81,7 +82,9 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
         torch.cuda.reset_peak_memory_stats()
     try:
         act()
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):  # CUDA's libraries have errors of their own for it
+            raise
         room = "" if budget.device.memory is None else f" of {gigabytes(budget.device.memory)}"
         raise UserError(
             f"memory: {title} does not fit {budget.device.name}; the plan expected {gigabytes(expected)}{room}. "

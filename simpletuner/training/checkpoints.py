@@ -37,6 +37,7 @@ from simpletuner.training.manifest import (
     prune,
     write_manifest,
 )
+from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
 
@@ -109,7 +110,7 @@ def load_checkpoint(
     _load_trained(checkpoint.path, assembly)
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
     try:
-        assembly.optimizer.load_state_dict(content["optimizer"])
+        load_state(assembly.optimizer, content["optimizer"])
     except ValueError as error:
         raise UserError(f"{checkpoint.path} was made with another optimizer: {error}") from error
     assembly.scaler.load_state_dict(content["scaler"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from simpletuner.config.optimizer_table import OPTIMIZERS, Setting
 from simpletuner.config.optimizers import BETAS, check_optimizer, optimizer_name, optimizer_settings
 from simpletuner.config.schema import OptimizerConfig
+from simpletuner.config.speed import has_compiler
 from simpletuner.errors import ConfigError, Problem
 
 
@@ -35,14 +37,36 @@ def build_optimizer(
     spec = OPTIMIZERS[name]
     module, _, class_name = spec.factory.partition(":")
     factory = getattr(importlib.import_module(module), class_name)
+    trained = list(params)
     arguments = {**_arguments(optimizer_settings(config, mixed_precision)), **spec.constants}
+    if module == "optimi":
+        arguments["triton"] = runs_triton(trained)
     try:
-        optimizer: torch.optim.Optimizer = factory(list(params), lr=learning_rate, **arguments)
+        optimizer: torch.optim.Optimizer = factory(trained, lr=learning_rate, **arguments)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError([Problem("optimizer_config", f"{name} refuses it: {error}")]) from error
     if spec.schedule_free:
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def runs_triton(params: Sequence[nn.Parameter]) -> bool:
+    """Whether optimi updates these with its Triton kernels: it would also where they cannot be compiled."""
+    on_gpu = all(each.is_cuda for each in params) and torch.cuda.is_bf16_supported()
+    return on_gpu and has_compiler() and importlib.util.find_spec("triton") is not None
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Take up the state of an optimizer, with this machine's way to compute instead of the saved one's.
+
+    Raises:
+        ValueError: it belongs to other parameters.
+    """
+    ways = [group.get("triton") for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, way in zip(optimizer.param_groups, ways, strict=True):
+        if "triton" in group:
+            group["triton"] = way
 
 
 @contextmanager

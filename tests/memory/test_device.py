@@ -33,6 +33,35 @@ def test_the_gpu_that_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert query_gpu() is None
 
 
+LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bb)
+  MIG 3g.40gb     Device  0: (UUID: MIG-cc)
+  MIG 1g.10gb+me  Device  1: (UUID: MIG-dd)"""
+WHOLE, LARGE, SMALL = "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+
+
+@pytest.mark.parametrize(
+    ("visible", "name", "gigabytes"),
+    [(None, WHOLE, 80), ("0", WHOLE, 80), ("1", LARGE, 38.8), ("GPU-bb", LARGE, 38.8), ("MIG-dd,MIG-cc", SMALL, 9.7)],
+)
+def test_parts_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, name: str, gigabytes: float
+) -> None:
+    answer = 'case "$*" in *MIG*) exit 6;; esac; echo "NVIDIA H100 80GB HBM3, 81920"'
+    fake_smi(tmp_path, monkeypatch, f"if [ $1 = -L ]; then echo '{LISTED}'; else {answer}; fi")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = query_gpu()
+    assert found is not None
+    assert found[0] == name
+    assert found[1] == pytest.approx(gigabytes * 2**30)
+
+
+def test_a_part_is_slower() -> None:
+    assert rates_of(LARGE).matmul == pytest.approx(3 / 7 * rates_of(WHOLE).matmul)
+    assert rates_of(LARGE).transfer == rates_of(WHOLE).transfer
+
+
 @pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "true", "echo 'NVIDIA GB10, [N/A]'"])
 def test_a_driver_that_does_not_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     fake_smi(tmp_path, monkeypatch, script)

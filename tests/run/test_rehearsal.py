@@ -71,9 +71,15 @@ def test_it_changes_no_result(pair: list[Workspace], monkeypatch: pytest.MonkeyP
     assert [path.read_bytes() for path in previews[0]] == [path.read_bytes() for path in previews[1]]
 
 
-def test_too_small_a_device_is_told_before_step_1(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")],
+)
+def test_too_small_a_device_is_told_before_step_1(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
     def full(*arguments: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(steps, "micro_loss", full)
     with pytest.raises(UserError, match=r"the largest micro-step .* does not fit CPU; the plan expected .* MB of"):

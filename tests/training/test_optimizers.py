@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from simpletuner.config.optimizer_table import OPTIMIZERS
 from simpletuner.config.optimizers import check_optimizer, keeps_bf16_weights, optimizer_name, optimizer_settings
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.training import optimizers
 from simpletuner.training.muon import MuonWithAdamW
 from simpletuner.training.optimizers import build_optimizer, sampling_weights
 
@@ -63,7 +65,7 @@ def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
         for place, param in enumerate(params):
-            noise = torch.randn(param.shape, generator=generator).to(param.dtype)
+            noise = torch.randn(param.shape, generator=generator).to(param)
             param.grad = None if place == step % 5 else (0.1 * noise + param.detach())
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (step + 1) / 10
@@ -90,6 +92,30 @@ def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: to
 
     for expected, found in zip(whole, again, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """optimi's come as Triton kernels there: about the same weights as on a CPU, and the same after a save."""
+    on_cpu, whole, halves = weights(dtype), weights(dtype), weights(dtype)
+    for params in (whole, halves):
+        for param in params:
+            param.data = param.data.cuda()
+    run(build(name, on_cpu), on_cpu, 0, 6)
+    run(build(name, whole), whole, 0, 6)
+    before = build(name, halves)
+    run(before, halves, 0, 3)
+    again = [nn.Parameter(param.detach().clone()) for param in halves]
+    after = build(name, again)
+    optimizers.load_state(after, before.state_dict())
+    run(after, again, 3, 6)
+    for expected, found, slow in zip(whole, again, on_cpu, strict=True):
+        assert torch.equal(found, expected)
+        if OPTIMIZERS[name].factory.startswith("optimi:"):
+            torch.testing.assert_close(found.detach().cpu(), slow.detach(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
@@ -142,6 +168,27 @@ def test_a_plain_optimizer_would_lose_them() -> None:
         optimizer.step()
     assert not keeps_bf16_weights("adamw")
     assert torch.equal(param, torch.ones_like(param))
+
+
+def test_optimi_runs_triton_only_where_it_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu: list[Any] = [SimpleNamespace(is_cuda=True)]
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda name: name)
+    for able in (True, False):
+        monkeypatch.setattr(optimizers, "has_compiler", lambda able=able: able)
+        assert optimizers.runs_triton(on_gpu) is able
+        assert not optimizers.runs_triton(weights())
+
+
+def test_the_state_of_a_gpu_goes_on_without_one() -> None:
+    """Whoever saved it ran Triton's kernels, and optimi keeps that with its state."""
+    saved = build("adamw_bf16", weights(torch.bfloat16)).state_dict()
+    saved["param_groups"][0]["triton"] = True
+    params = weights(torch.bfloat16)
+    optimizer = build("adamw_bf16", params)
+    optimizers.load_state(optimizer, saved)
+    run(optimizer, params, 0, 1)
+    assert optimizer.param_groups[0]["triton"] is False
 
 
 def test_the_default_follows_the_precision() -> None:
