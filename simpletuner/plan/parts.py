@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
-from simpletuner.config.precision import text_encoder_dtype, transformer_dtype, vae_dtype
-from simpletuner.config.schema import PLAIN_PRECISIONS
+from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.speed import keeps_attention
 from simpletuner.memory.estimate import Setup, optimizer_state_bytes
 from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, FamilyCost, Load, TransformerCost
@@ -19,9 +18,6 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.models.weights import tensor_shapes
 from simpletuner.plan.build import Plan
 from simpletuner.plan.workload import Bucket
-
-# Bytes of a quantised weight, by how a precision's name begins.
-QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "uint8": 1.0, "int4": 0.5, "nf4": 0.5, "uint4": 0.5, "int2": 0.25}
 
 
 @dataclass(frozen=True)
@@ -122,6 +118,5 @@ def encoder_bytes(parts: Parts, config: RunConfig) -> tuple[float, float]:
 
 def quantised_bytes(precision: str) -> float:
     """Bytes per weight of a precision that quantises, else 0."""
-    if precision in PLAIN_PRECISIONS:
-        return 0.0
-    return next((size for start, size in QUANTISED_BYTES.items() if precision.startswith(start)), 1.0)
+    stored = quantisation(precision)
+    return 0.0 if stored is None else stored.bits / 8

@@ -17,17 +17,19 @@ from torch.optim import Optimizer
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import learning_rate, trained_precision
-from simpletuner.config.precision import transformer_dtype
-from simpletuner.config.schema import OffloadConfig
+from simpletuner.config.precision import quantisation, transformer_dtype
+from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import attach_offload, place_model, streamed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.memory.precision import DTYPES
+from simpletuner.memory.quantise import quantise
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.lora_targets import Targets
+from simpletuner.models.spec import FamilySpec
 from simpletuner.techniques.base import Technique
 from simpletuner.training.activation_checkpointing import enable_checkpointing
 from simpletuner.training.attention_kernel import kernel_chooser
@@ -75,6 +77,7 @@ def assemble(
     is_lora = config.model.model_type == "lora"
 
     transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
+    _quantise(transformer, config.precision, adapter.spec, device)
     transformer.requires_grad_(not is_lora)
     lora = _add_lora(transformer, config, intent, trained_dtype) if is_lora else None
     layout = adapter.block_layout(transformer)
@@ -116,6 +119,13 @@ def peak_learning_rate(config: RunConfig, processes: int = 1) -> float:
     rate = learning_rate(config.optimizer, config.model.model_type)
     samples = processes * config.schedule.gradient_accumulation_steps * config.schedule.train_batch_size
     return scaled_learning_rate(config.optimizer, rate, samples)
+
+
+def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec, device: torch.device) -> None:
+    """Store the family's linear layers in fewer bits, where `base_model_precision` says so."""
+    stored = quantisation(config.base_model_precision)
+    if stored is not None:
+        quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
 
 
 def _add_lora(transformer: nn.Module, config: RunConfig, intent: Intent, dtype: torch.dtype) -> LoraAdapter:

@@ -11,7 +11,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, PreviewRequest, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
@@ -72,12 +72,14 @@ class Kandinsky5ImageAdapter:
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
 
-    def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> Kandinsky5TextEncoder:
+    def load_text_encoder(
+        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+    ) -> Kandinsky5TextEncoder:
         # transformers' models come in here: with everything cached, a run never needs them.
         from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 
         template = select_template(self.text.text_template, "image_edit" if self.edits else "image")
-        return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype)
+        return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxLatentEncoder:
         vae = load_vae(AutoencoderKL, self.source["vae"], self.caching, device, dtype)

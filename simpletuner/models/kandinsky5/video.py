@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, PreviewRequest, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.frame_attention import attend_by_frame
 from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, sparse, tokens
@@ -76,9 +76,11 @@ class Kandinsky5VideoAdapter:
         self._tiles: sparse.TileAttention | None = None
         self._settings: dict[str, Any] = {}
 
-    def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> Kandinsky5TextEncoder:
+    def load_text_encoder(
+        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+    ) -> Kandinsky5TextEncoder:
         template = select_template(self.text.text_template, "video")
-        return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype)
+        return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, TokenStream
 from simpletuner.models.hollow import hollow_out
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, collate_text, token_timesteps
 from simpletuner.models.sanavideo.latents import WanLatentEncoder
@@ -34,8 +34,10 @@ class SanaVideoAdapter:
         self.source, self.text, self.caching = setup.source, setup.text, setup.caching
         self.dtype = torch.float32
 
-    def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> SanaTextEncoder:
-        return SanaTextEncoder(self.source, self.text, self.spec.text_length(self.text), device, dtype)
+    def load_text_encoder(
+        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+    ) -> SanaTextEncoder:
+        return SanaTextEncoder(self.source, self.text, self.spec.text_length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
         return WanLatentEncoder(self._load_vae(device, dtype), device, dtype)
