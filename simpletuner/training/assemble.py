@@ -77,7 +77,7 @@ def assemble(
     is_lora = config.model.model_type == "lora"
 
     transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
-    _quantise(transformer, config.precision, adapter.spec, accelerator.device)
+    _quantise(transformer, config.precision, adapter.spec, device)
     transformer.requires_grad_(not is_lora)
     lora = _add_lora(transformer, config, intent, trained_dtype) if is_lora else None
     layout = adapter.block_layout(transformer)

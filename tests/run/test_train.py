@@ -42,8 +42,8 @@ def test_previews_have_true_sizes_and_names(workspace: Workspace) -> None:
             for suffix in ("", "_ema"):
                 assert f"step_4_{name}_0_{size}{suffix}.png" in found
     for path in workspace.path("output/validation_images").iterdir():
-        width, height = Image.open(path).size
-        assert f"{width}x{height}" in path.name
+        with Image.open(path) as picture:
+            assert f"{picture.width}x{picture.height}" in path.name
     base = sorted(path.name for path in workspace.path("output/benchmarks/base_model").iterdir())
     assert "unconditional_144x144.png" in base
     assert "<script" in workspace.path("output/training_report.html").read_text()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -71,14 +73,19 @@ def test_a_step_says_what_it_waited_for_and_what_it_computed(assembly: Assembly,
     assert told.flops == 2 * (4 * 4000 + sum(lengths))
 
 
-def test_the_record_has_the_shares(tmp_path: Path, assembly: Assembly) -> None:
-    path = tmp_path / "m.jsonl"
+@pytest.fixture
+def metrics(tmp_path: Path) -> Iterator[MetricsFile]:
+    with closing(MetricsFile(tmp_path / "m.jsonl")) as file:
+        yield file
+
+
+def test_the_record_has_the_shares(tmp_path: Path, metrics: MetricsFile, assembly: Assembly) -> None:
     listener = Listener()
-    recorder = Recorder(MetricsFile(path), listener, [], None, 1, matmul_flops=1e12)
+    recorder = Recorder(metrics, listener, [], None, 1, matmul_flops=1e12)
     recorder.on_step_end(assembly, TrainState(), report(1))
     recorder.on_step_end(assembly, TrainState(), report(2, 2.0, weights_seconds=0.5, flops=8e11))
     recorder.on_train_end(assembly, TrainState())
-    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    first, second = (json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines())
     assert (first["compute_share"], first["data_share"]) == (0.99, 0.01)
     assert not {"weights_share", "weights_seconds", "mfu"} & first.keys()
     assert (second["compute_share"], second["weights_share"], second["data_share"]) == (0.745, 0.25, 0.005)
@@ -93,10 +100,10 @@ def test_there_is_no_utilisation_without_both_numbers() -> None:
     assert "mfu" not in timing_of(report(1), None)
 
 
-def test_slow_steps_are_told_by_the_display(tmp_path: Path, assembly: Assembly) -> None:
+def test_slow_steps_are_told_by_the_display(metrics: MetricsFile, assembly: Assembly) -> None:
     listener, clock = Listener(), [0.0]
     watcher = SlowSteps(lambda: clock[0])
-    recorder = Recorder(MetricsFile(tmp_path / "m.jsonl"), listener, [], None, 1, slow_steps=watcher)
+    recorder = Recorder(metrics, listener, [], None, 1, slow_steps=watcher)
     for step in range(1, 2 * ENOUGH + RECENT + 1):
         seconds = 1.0 if step <= 2 * ENOUGH else 2.0
         clock[0] += seconds
