@@ -49,7 +49,7 @@ class CompiledPiece:
         training = torch.is_grad_enabled()
         if not training and not self.sampling:
             return self.eager(block, hidden, *others)
-        allow_versions()
+        settle_compiler()
         hidden = with_gradient(hidden) if training else hidden
         for tensor in (hidden, *others):
             if tensor is not None and tensor.shape[1] > 1:
@@ -84,7 +84,7 @@ class CheckedForward:
         case = (type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
         if torch.is_grad_enabled():
             inputs = (with_gradient(inputs[0]), *inputs[1:])
-            allow_versions()
+            settle_compiler()
             if case not in self.verdicts:
                 self.verdicts[case] = self._is_right(inputs, named)
             is_right = self.verdicts[case]
@@ -130,11 +130,16 @@ def compile_blocks(
         block.forward = CheckedForward(block, compiler, verdicts, sampling)
 
 
-def allow_versions() -> None:
-    """In this thread. torch's settings belong to threads, and on a GPU a checkpoint recomputes in one of autograd's:
-    giving up there alone, it would not get what the forward pass saved."""
+def settle_compiler() -> None:
+    """For this thread: torch's settings belong to threads, and on a GPU a checkpoint recomputes in one of autograd's.
+
+    Giving up there alone, it would not get what the forward pass saved. And gradients are compiled together with the
+    forward pass, where a failure still finds the way back to the function as it was.
+    """
     if torch._dynamo.config.recompile_limit < VERSIONS:
         torch._dynamo.config.recompile_limit = VERSIONS
+    if not torch._functorch.config.force_non_lazy_backward_lowering:
+        torch._functorch.config.force_non_lazy_backward_lowering = True
 
 
 def with_gradient(hidden: Tensor) -> Tensor:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 
 from simpletuner.config.speed import has_compiler
 from simpletuner.diffusion.batch import Batch
@@ -91,6 +93,23 @@ def test_other_threads_may_compile_as_often() -> None:
     assert graphs() == 1, "what one thread has compiled serves all"
     in_a_thread(lambda: [piece(block, each) for each in shapes])
     assert graphs() == len(shapes) > 8
+
+
+def test_a_compiler_that_fails_on_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked for them together with the forward pass, not when it is too late."""
+
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no kernel for this")
+
+    def square(block: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden.sin() ** 2
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=fails)
+    piece = CompiledPiece(square, torch.compile(square, backend=lambda graph, inputs: backend(graph, inputs)))
+    hidden = torch.rand(2, 1, 4, requires_grad=True)
+    piece(nn.Identity(), hidden).sum().backward()
+    assert "square is not compiled" in caplog.text
+    torch.testing.assert_close(hidden.grad, torch.sin(2 * hidden.detach()))
 
 
 def test_previews_are_compiled_on_request(t2i_checkpoint: Path) -> None:
