@@ -381,8 +381,8 @@ class OffloadConfig(Group):
 
     offload: Literal["manual", "auto"] = option(
         "manual",
-        "auto chooses, by the plan's estimate, what the keys of this section and of checkpointing leave unset, so that "
-        "the run fits the device and wastes none of it.",
+        "auto chooses, by the plan's estimate, what is unset of offloading, checkpointing, speed_keep_attention and "
+        "vae_batch_size, so that the run fits the device and wastes none of it.",
     )
     plan_device_memory_gb: Number | None = option(
         None,
