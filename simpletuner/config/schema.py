@@ -230,21 +230,24 @@ class PrecisionConfig(Group):
     )
     base_model_precision: Precision = option(
         "no_change",
-        "Precision of the frozen transformer; no_change, bf16 and fp32 are plain dtypes, the others quantise.",
-        planned="switch",
-        off=PLAIN_PRECISIONS,
+        "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others store its linear "
+        "layers in fewer bits, for LoRA only. Names without a library mean optimum-quanto.",
     )
     text_encoder_1_precision: Precision = option(
-        "no_change", "Precision of the first text encoder.", planned="switch", off=PLAIN_PRECISIONS
+        "no_change", "Precision of the first text encoder, by the same names; part of the cache identity."
     )
     text_encoder_2_precision: Precision = option(
-        "no_change", "Precision of the second text encoder.", planned="switch", off=PLAIN_PRECISIONS
+        "no_change", "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."
     )
-    base_model_default_dtype: Literal["bf16", "fp32"] = option(
-        "bf16", "Dtype of what a quantised model leaves unquantised.", planned="detail"
+    base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
+        None,
+        "Dtype of what a quantised model leaves unquantised, and of its computation.",
+        default_note="as mixed_precision: bf16",
     )
     quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
-        "cpu", "Where to quantise; the result is the same.", planned="detail"
+        "cpu",
+        "Where weights are quantised; the result is the same. accelerator takes one block at a time there, pipeline "
+        "a single layer.",
     )
     gradient_checkpointing: Flag = option(
         True, "Recompute block activations in the backward pass; gradients equal the ones without it."

@@ -33,6 +33,17 @@ class TextRequest:
     negative: bool = False
 
 
+class EncoderQuantiser(Protocol):
+    """What `text_encoder_1_precision` and `text_encoder_2_precision` do to encoders that have just been loaded."""
+
+    def __call__(self, model: nn.Module, layers: str, *, encoder: int) -> None:
+        """Quantise, in place, the linear layers whose path matches a regular expression.
+
+        `encoder` is 1 or 2; nothing happens where its key says so.
+        """
+        ...
+
+
 class TextEncoder(Protocol):
     """Captions to embeddings, exactly as the family's pipeline makes them at inference.
 
@@ -161,8 +172,10 @@ class FamilyAdapter(Protocol):
         """`use_size` is the (width, height) that the result will be sampled at, None when it is not known."""
         ...
 
-    def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-        """Load text encoders and tokenizers onto a device."""
+    def load_text_encoder(
+        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+    ) -> TextEncoder:
+        """Load text encoders and tokenizers onto a device, quantised on the way."""
         ...
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:

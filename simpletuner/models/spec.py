@@ -69,6 +69,7 @@ class FamilySpec:
         text_length_cap: longest caption in tokens that the family takes.
         lora_targets: modules that get a LoRA by default.
         lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
+        quantised_layers: regular expression for the linear layers that a quantised base holds in few bits.
         license: of the published weights.
         in_comfyui: ComfyUI has the model, and calls its layers what diffusers calls them.
         token_blocks: entry of the transformer's config that counts the blocks of its `TokenStream`; None without one.
@@ -103,6 +104,7 @@ class FamilySpec:
     text_length_cap: int
     lora_targets: Sequence[str]
     lora_presets: Mapping[str, str]
+    quantised_layers: str
     license: str
     check: Callable[[RunConfig, Flavour], list[Problem]]
     check_checkpoint: Callable[[Flavour, ModelSource], list[Problem]]
@@ -132,6 +134,11 @@ class FamilySpec:
     def samples(self) -> str:
         """What is trained on and rendered, as people call it."""
         return "clips" if self.media == "video" else "pictures"
+
+    @property
+    def text_encoders(self) -> int:
+        """How many text encoders the family has."""
+        return sum(role.startswith("text_encoder") for role in self.components)
 
     def flavour(self, name: str | None) -> Flavour:
         """The flavour of that name, or the default one.

@@ -15,6 +15,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal, resolve, with_family
 from simpletuner.config.load_datasets import read_datasets
 from simpletuner.config.locate import dataset_file, locate
+from simpletuner.config.precision import check_packages
 from simpletuner.data.build import build_datasets
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
@@ -160,6 +161,7 @@ def _plan_family(
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     _check_datasets(config, datasets, trained, problems)
     problems.extend(check_datasets(config, spec, flavour, datasets))
+    problems.extend(check_packages(config.precision))
     raise_if_fatal(problems)
     if spec.check_sizes is not None:
         buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}

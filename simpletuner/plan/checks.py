@@ -9,6 +9,7 @@ from pathlib import Path
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer
+from simpletuner.config.precision import check_quantisations, text_encoder_dtype
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, PLAIN_PRECISIONS, all_options
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes, read_routes
@@ -93,20 +94,31 @@ def check_flow(config: RunConfig) -> Iterator[Problem]:
 def check_memory(config: RunConfig) -> Iterator[Problem]:
     """Precision that excludes something."""
     precision = config.precision
-    if config.model.model_type == "full" and precision.base_model_precision not in PLAIN_PRECISIONS:
+    is_quantised = precision.base_model_precision not in PLAIN_PRECISIONS
+    if config.model.model_type == "full" and is_quantised:
         message = (
-            f"{precision.base_model_precision!r}: a quantised model cannot be trained in full; use model_type lora."
+            f"{precision.base_model_precision!r} and model_type full exclude each other: a quantised model cannot be "
+            "trained in full; use model_type lora."
         )
         yield Problem("base_model_precision", message)
+    if config.launch.fsdp_enable and is_quantised:
+        message = f"and base_model_precision {precision.base_model_precision!r} exclude each other."
+        yield Problem("fsdp_enable", message)
+    yield from check_quantisations(precision)
     if precision.mixed_precision == "fp8":
         yield Problem("mixed_precision", "'fp8' is not available yet; use bf16.")
 
 
 def check_lora(config: RunConfig) -> Iterator[Problem]:
     """LoRA settings that need something else."""
-    lora = config.lora
+    lora, base = config.lora, config.precision.base_model_precision
     if lora.lora_init_type == "loftq":
-        yield Problem("lora_init_type", "'loftq' starts from a quantised base, which is not available yet.")
+        yield Problem(
+            "lora_init_type", "'loftq' is not supported: it replaces the base by a quantised one; use default."
+        )
+    if lora.lora_init_type in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
+        message = f"{lora.lora_init_type!r} changes the base, which base_model_precision {base!r} does not allow."
+        yield Problem("lora_init_type", f"{message} Use default or gaussian.")
     if lora.use_dora and lora.lora_init_type in ("olora", "pissa"):
         message = f"and lora_init_type {lora.lora_init_type} exclude each other: the saved difference has no DoRA form."
         yield Problem("use_dora", message)
@@ -183,9 +195,18 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
     if config.model.trust_remote_code:
         message = f"has no effect: every part of {spec.title} is a class of the installed libraries."
         yield Problem("trust_remote_code", message, fatal=False)
-    first, second = config.precision.text_encoder_1_precision, config.precision.text_encoder_2_precision
-    if second in ("bf16", "fp32") and second != first:
-        message = f"{second!r}: the text encoders share one precision; set text_encoder_1_precision to the same."
+    yield from check_text_encoders(config, spec)
+
+
+def check_text_encoders(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
+    """The second encoder: whether there is one, and that both compute in one dtype."""
+    second = config.precision.text_encoder_2_precision
+    if spec.text_encoders < 2:
+        if second != "no_change":
+            message = f"{second!r} has no effect: {spec.title} has one text encoder."
+            yield Problem("text_encoder_2_precision", message, fatal=False)
+    elif second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
+        message = f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to the same."
         yield Problem("text_encoder_2_precision", message)
 
 

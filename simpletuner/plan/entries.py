@@ -11,7 +11,7 @@ from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, Text
 from simpletuner.caching.checkpoint import checkpoint_identity
 from simpletuner.caching.keys import EncoderIdentity
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.precision import text_encoder_dtype, vae_dtype
+from simpletuner.config.precision import text_encoder_dtype, text_encoder_storage, vae_dtype
 from simpletuner.data.cache_folders import text_entry_of
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
@@ -36,7 +36,12 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
             vae_dtype(config.precision, config.caching),
             tiling=config.caching.vae_enable_tiling,
         ),
-        text=EncoderIdentity(family, checkpoint_identity(*text_folders), text_encoder_dtype(config.precision)),
+        text=EncoderIdentity(
+            family,
+            checkpoint_identity(*text_folders),
+            text_encoder_dtype(config.precision),
+            text_encoder_storage(config.precision, plan.spec.text_encoders),
+        ),
         template=plan.spec.text_fingerprint(config.text, plan.flavour),
         max_length=min(config.text.tokenizer_max_length or plan.spec.text_length_cap, plan.spec.text_length_cap),
         bare_template=plan.spec.bare_fingerprint(config.text) if plan.spec.bare_fingerprint else None,

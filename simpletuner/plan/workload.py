@@ -9,8 +9,7 @@ from typing import Any
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import keeps_bf16_weights, optimizer_name
-from simpletuner.config.precision import text_encoder_dtype, transformer_dtype, vae_dtype
-from simpletuner.config.schema import PLAIN_PRECISIONS
+from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.speed import keeps_attention
 from simpletuner.data.sample import Sample
 from simpletuner.memory.estimate import Setup, optimizer_state_bytes
@@ -20,9 +19,6 @@ from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
 from simpletuner.models.weights import tensor_shapes
 from simpletuner.plan.build import Plan
-
-# Bits of the quantised weights, by how a precision's name begins.
-QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "uint8": 1.0, "int4": 0.5, "nf4": 0.5, "uint4": 0.5, "int2": 0.25}
 
 
 @dataclass(frozen=True)
@@ -147,9 +143,8 @@ class Workload:
 
 def quantised_bytes(precision: str) -> float:
     """Bytes per weight of a precision that quantises, else 0."""
-    if precision in PLAIN_PRECISIONS:
-        return 0.0
-    return next((size for start, size in QUANTISED_BYTES.items() if precision.startswith(start)), 1.0)
+    stored = quantisation(precision)
+    return 0.0 if stored is None else stored.bits / 8
 
 
 def parts_of(plan: Plan) -> Parts:

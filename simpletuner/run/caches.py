@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry, missing
 from simpletuner.caching.entry import DamagedEntryError
 from simpletuner.caching.fill import fill_latents, fill_texts
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.load import raise_if_fatal
-from simpletuner.config.precision import text_encoder_dtype, vae_dtype
+from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.data.amounts import check_amount
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import without_damaged
@@ -22,6 +23,7 @@ from simpletuner.data.quarantine import quarantine, unwelcome
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES
+from simpletuner.memory.quantise import quantise
 from simpletuner.models.adapter import FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length
@@ -111,12 +113,20 @@ class CacheWorkshop:
         config = self.plan.config
         dtype = DTYPES[text_encoder_dtype(config.precision)]
         if not config.offload.group_offload_text_encoder:
-            return self.adapter.load_text_encoder(self.device, dtype)
-        encoder = self.adapter.load_text_encoder(torch.device("cpu"), dtype)  # it would not fit as a whole
+            return self.adapter.load_text_encoder(self.device, dtype, self._quantise_encoder)
+        # On the device it would not fit as a whole.
+        encoder = self.adapter.load_text_encoder(torch.device("cpu"), dtype, self._quantise_encoder)
         for model in encoder.models:
             offload_layers(model, config.offload, self.device)
         encoder.device = self.device
         return encoder
+
+    def _quantise_encoder(self, model: nn.Module, layers: str, *, encoder: int) -> None:
+        precision = self.plan.config.precision
+        name = precision.text_encoder_1_precision if encoder == 1 else precision.text_encoder_2_precision
+        stored = quantisation(name)
+        if stored is not None:
+            quantise(model, layers, stored, via=precision.quantize_via, accelerator=self.device)
 
     def _load_latent_encoder(self) -> LatentEncoder:
         config = self.plan.config

@@ -16,15 +16,18 @@ from torch import nn
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import keeps_bf16_weights, optimizer_name
-from simpletuner.config.precision import transformer_dtype
+from simpletuner.config.precision import quantisation, transformer_dtype
+from simpletuner.config.schema import PrecisionConfig
 from simpletuner.config.speed import compile_backend, keeps_attention, plain_math, uses
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import attach_offload, place_model, streamed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.precision import DTYPES
+from simpletuner.memory.quantise import quantise
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.lora_targets import Targets
+from simpletuner.models.spec import FamilySpec
 from simpletuner.techniques.base import Technique
 from simpletuner.training.activation_checkpointing import checkpoints_all, enable_checkpointing
 from simpletuner.training.attention_kernel import kernel_chooser
@@ -71,6 +74,7 @@ def assemble(
     is_lora = config.model.model_type == "lora"
 
     transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
+    _quantise(transformer, config.precision, adapter.spec, accelerator.device)
     transformer.requires_grad_(not is_lora)
     lora = _add_lora(transformer, config, intent, trained_dtype) if is_lora else None
     layout = adapter.block_layout(transformer)
@@ -157,6 +161,13 @@ def peak_learning_rate(config: RunConfig, processes: int = 1) -> float:
     rate = config.optimizer.learning_rate or (1e-4 if config.model.model_type == "lora" else 5e-5)
     samples = processes * config.schedule.gradient_accumulation_steps * config.schedule.train_batch_size
     return scaled_learning_rate(config.optimizer, rate, samples)
+
+
+def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec, device: torch.device) -> None:
+    """Store the family's linear layers in fewer bits, where `base_model_precision` says so."""
+    stored = quantisation(config.base_model_precision)
+    if stored is not None:
+        quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
 
 
 def _trained_dtype(config: RunConfig, base_dtype: torch.dtype) -> torch.dtype:

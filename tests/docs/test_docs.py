@@ -145,7 +145,7 @@ MISTAKES = {
     "num_train_epochs": ["num_train_epochs=3"],
     "conditioning_data": ["model_flavour=i2i-lite-sft"],
     "peft_lora_target_modules": ['peft_lora_target_modules=["to_q"]'],
-    "int8-quanto": ["base_model_precision=int8-quanto"],
+    "push_to_hub": ["push_to_hub=true"],
 }
 
 

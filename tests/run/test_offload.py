@@ -97,6 +97,19 @@ def test_a_run_equals_plain_training(
     assert previews(plain) == previews(offloaded)
 
 
+def test_quantised_weights_stream_like_others(
+    tmp_path: Path, deep_checkpoint: Path, lanes: list[AdversarialLane]
+) -> None:
+    settings = {**RUN, "base_model_precision": "int8", "text_encoder_1_precision": "int8"}
+    resident = Workspace.create(tmp_path / "resident", deep_checkpoint, **settings)
+    assert resident.train() == 0
+    offloaded = Workspace.create(tmp_path / "offloaded", deep_checkpoint, **settings, **EVERYTHING)
+    assert offloaded.train() == 0
+    assert len([lane for lane in lanes if lane.submitted]) == 4
+    assert_same_run(resident, offloaded)
+    assert previews(resident) == previews(offloaded)
+
+
 def test_offload_may_come_and_go_between_sessions(
     tmp_path: Path, plain: Workspace, deep_checkpoint: Path, lanes: list[AdversarialLane]
 ) -> None:

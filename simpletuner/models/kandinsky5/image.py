@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, PreviewRequest, TokenStream
+from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, tokens
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
@@ -83,13 +83,15 @@ class Kandinsky5ImageAdapter:
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
 
-    def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> Kandinsky5TextEncoder:
+    def load_text_encoder(
+        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+    ) -> Kandinsky5TextEncoder:
         # transformers' models come in here: with everything cached, a run never needs them.
         from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 
         template = select_template(self.text.text_template, "image_edit" if self.edits else "image")
         max_length = self.text.tokenizer_max_length or self.spec.defaults["tokenizer_max_length"]
-        return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype)
+        return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxLatentEncoder:
         vae = load_vae(AutoencoderKL, self.source["vae"], self.caching, device, dtype)

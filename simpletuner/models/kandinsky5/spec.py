@@ -136,6 +136,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     text_length_cap=512,
     lora_targets=LORA_TARGETS,
     lora_presets={"all-linear": ALL_LINEAR},
+    quantised_layers=ALL_LINEAR,
     license="mit",
     check=check_image,
     check_checkpoint=check_image_checkpoint,

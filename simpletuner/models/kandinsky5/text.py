@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.diffusion.batch import TextEmbeds
-from simpletuner.models.adapter import TextRequest
+from simpletuner.models.adapter import EncoderQuantiser, TextRequest
 from simpletuner.models.kandinsky5.processor import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
 from simpletuner.models.prompt_start import PromptStart
@@ -30,6 +30,9 @@ CLIP_LENGTH = 77
 POSITIONS = 1024  # text tokens, where the transformer's position table ends
 # Where Qwen's vision tower reads a picture at this share of its size, as the pipeline does.
 PROMPT_PICTURE_SCALE = 2
+# The linear layers that may be quantised. The vision tower, embeddings and the pooled projection keep their dtype.
+QWEN_LAYERS = r"model\.language_model\.layers\.\d+\..+"
+CLIP_LAYERS = r"(text_model\.)?encoder\.layers\.\d+\..+"
 
 
 def select_template(words: Literal["official", "diffusers"], name: TemplateName) -> TextTemplate:
@@ -53,10 +56,17 @@ class Kandinsky5TextEncoder:
         template: the words around a caption.
         max_length: tokens after the crop that a caption may take, its closing token included.
         device, dtype: where and in what precision the encoders run.
+        quantise: stores the encoders' weights in fewer bits.
     """
 
     def __init__(
-        self, source: ModelSource, template: TextTemplate, max_length: int, device: torch.device, dtype: torch.dtype
+        self,
+        source: ModelSource,
+        template: TextTemplate,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantise: EncoderQuantiser | None = None,
     ) -> None:
         self.template = template
         self.max_length = max_length
@@ -64,8 +74,13 @@ class Kandinsky5TextEncoder:
         self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
         self.start = PromptStart(self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"])
         self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
-        self.qwen = _load(Qwen2_5_VLForConditionalGeneration, source, "text_encoder", dtype).to(device)
-        self.clip = _load(CLIPTextModel, source, "text_encoder_2", dtype).to(device)
+        self.qwen = _load(Qwen2_5_VLForConditionalGeneration, source, "text_encoder", dtype)
+        self.clip = _load(CLIPTextModel, source, "text_encoder_2", dtype)
+        if quantise is not None:
+            quantise(self.qwen, QWEN_LAYERS, encoder=1)
+            quantise(self.clip, CLIP_LAYERS, encoder=2)
+        self.qwen.to(device)
+        self.clip.to(device)
 
     @property
     def models(self) -> Sequence[nn.Module]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, PreviewRequest, TokenStream
+from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.frame_attention import attend_by_frame
 from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, sparse, tokens
@@ -89,11 +89,13 @@ class Kandinsky5VideoAdapter:
         self._tiles: sparse.TileAttention | None = None
         self._settings: dict[str, Any] = {}
 
-    def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> Kandinsky5TextEncoder:
+    def load_text_encoder(
+        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+    ) -> Kandinsky5TextEncoder:
         template = select_template(self.text.text_template, "video")
         cap = self.spec.text_length_cap
         max_length = min(self.text.tokenizer_max_length or cap, cap)
-        return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype)
+        return Kandinsky5TextEncoder(self.source, template, max_length, device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)

@@ -160,6 +160,7 @@ KANDINSKY5_VIDEO = FamilySpec(
     text_length_cap=256,
     lora_targets=LORA_TARGETS,
     lora_presets={"all-linear": ALL_LINEAR},
+    quantised_layers=ALL_LINEAR,
     license="mit",
     check=check_video,
     check_sizes=check_sizes,

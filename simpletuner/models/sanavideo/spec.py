@@ -25,6 +25,7 @@ POSITIONS = 1024  # tokens a side, where the position table ends
 
 # The feed-forward has no linear layers; its two pointwise convolutions are what is linear in each position.
 ALL_LINEAR = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
+QUANTISED = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 
 # Width x height of the pipeline's own 480p sizes, moved to the grid of 32 pixels that the pipeline insists on.
 SIZES_480 = (
@@ -146,6 +147,7 @@ SANA_VIDEO = FamilySpec(
     text_length_cap=300,
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
     lora_presets={"all-linear": ALL_LINEAR},
+    quantised_layers=QUANTISED,
     license="other",
     check=check_video,
     check_checkpoint=check_checkpoint,

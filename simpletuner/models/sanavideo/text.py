@@ -17,10 +17,13 @@ from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 
 from simpletuner.config.schema import TextConfig
 from simpletuner.diffusion.batch import TextEmbeds
-from simpletuner.models.adapter import TextRequest
+from simpletuner.models.adapter import EncoderQuantiser, TextRequest
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.prompts import clean_caption, own_instruction, with_motion_score
 from simpletuner.models.source import ModelSource
+
+# The linear layers that may be quantised; embeddings and norms are none.
+GEMMA_LAYERS = r"layers\.\d+\..+"
 
 
 def pipeline_instruction() -> list[str]:
@@ -40,10 +43,17 @@ class SanaTextEncoder:
         config: instruction and motion score.
         max_length: tokens that the transformer gets.
         device, dtype: where and in what precision the encoder runs.
+        quantise: stores Gemma's weights in fewer bits.
     """
 
     def __init__(
-        self, source: ModelSource, config: TextConfig, max_length: int, device: torch.device, dtype: torch.dtype
+        self,
+        source: ModelSource,
+        config: TextConfig,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantise: EncoderQuantiser | None = None,
     ) -> None:
         self.max_length, self.device = max_length, device
         self.motion_score = config.sana_motion_score
@@ -54,6 +64,8 @@ class SanaTextEncoder:
         self.start = PromptStart(self.tokenizer.encode(self.instruction))
         part = source["text_encoder"]
         gemma: Any = Gemma2Model.from_pretrained(part.fetch(), dtype=dtype, variant=part.variant)
+        if quantise is not None:
+            quantise(gemma, GEMMA_LAYERS, encoder=1)
         self.gemma = gemma.requires_grad_(False).eval().to(device)
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, ModelConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.first_frame import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, TokenStream
+from simpletuner.models.adapter import BlockLayout, EncoderQuantiser, TokenStream
 from simpletuner.models.hollow import hollow_out
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, collate_text, token_timesteps
 from simpletuner.models.sanavideo.latents import WanLatentEncoder
@@ -45,10 +45,12 @@ class SanaVideoAdapter:
         self.flavour, self.source, self.model, self.text, self.caching = flavour, source, model, text, caching
         self.dtype = torch.float32
 
-    def load_text_encoder(self, device: torch.device, dtype: torch.dtype) -> SanaTextEncoder:
+    def load_text_encoder(
+        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+    ) -> SanaTextEncoder:
         cap = self.spec.text_length_cap
         max_length = min(self.text.tokenizer_max_length or cap, cap)
-        return SanaTextEncoder(self.source, self.text, max_length, device, dtype)
+        return SanaTextEncoder(self.source, self.text, max_length, device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
         return WanLatentEncoder(self._load_vae(device, dtype), device, dtype)

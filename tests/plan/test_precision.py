@@ -1,0 +1,150 @@
+"""What the precision keys mean before anything is loaded, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from simpletuner.config.precision import check_packages, quantisation, text_encoder_storage, transformer_dtype
+from simpletuner.config.schema import PrecisionConfig, all_options
+from tests.complaints import complaint, complaints, warnings
+from tests.workspace import Workspace
+
+KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
+PACKAGES = [("int8-torchao", "torchao", "torchao"), ("nf4-bnb", "bitsandbytes", "cuda")]
+
+
+def without(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """As if a package were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_name_is_understood_or_refused(key: str) -> None:
+    for name in all_options()[key].choices:
+        config = PrecisionConfig(**{key: name})
+        refused = name in ("int4-torchao", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq")
+        if not refused:
+            found = quantisation(name)
+            assert found is None or found.name.partition("-")[0] == name.partition("-")[0]
+        assert all(problem.where == key for problem in check_packages(config))
+
+
+def test_a_bare_name_means_quanto() -> None:
+    for name in ("int8", "int4", "int2", "fp8", "fp8uz"):
+        assert quantisation(name) is quantisation(f"{name}-quanto") is not None
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(("name", "instead"), [("int4-torchao", "int4-quanto"), ("uint8-sdnq", "int8-quanto")])
+def test_what_cannot_be_had(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], key: str, name: str, instead: str
+) -> None:
+    workspace.write_config(**{key: name})
+    problem = complaint(workspace, capsys)
+    assert problem.startswith(f"{key}: '{name}' cannot be used: ")
+    assert problem.endswith(f"; {instead} is the nearest that can.")
+
+
+@pytest.mark.parametrize(("name", "module", "extra"), PACKAGES)
+def test_an_absent_package_is_told_last(
+    workspace: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    module: str,
+    extra: str,
+) -> None:
+    without(monkeypatch, module)
+    workspace.write_config(base_model_precision=name, model_flavour="t2i-light", lora_rank=0)
+    *others, last = complaints(workspace, capsys)
+    install = f"pip install 'simpletuner[{extra}]'"
+    assert last == f"base_model_precision: '{name}' needs the package {module}, which is not installed: {install}"
+    assert len(others) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"model_type": "full"},
+            "base_model_precision: 'int8' and model_type full exclude each other: a quantised model cannot be trained "
+            "in full; use model_type lora.",
+        ),
+        *(
+            (
+                {"lora_init_type": init},
+                f"lora_init_type: '{init}' changes the base, which base_model_precision 'int8' does not allow. "
+                "Use default or gaussian.",
+            )
+            for init in ("pissa", "olora")
+        ),
+        (
+            {"lora_init_type": "loftq"},
+            "lora_init_type: 'loftq' is not supported: it replaces the base by a quantised one; use default.",
+        ),
+        ({"fsdp_enable": True}, "fsdp_enable: and base_model_precision 'int8' exclude each other."),
+    ],
+)
+def test_what_a_quantised_base_excludes(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], expected: str
+) -> None:
+    workspace.write_config(base_model_precision="int8", **settings)
+    assert expected in complaints(workspace, capsys)
+    workspace.write_config(base_model_precision="bf16")
+    if settings.get("lora_init_type") != "loftq" and "fsdp_enable" not in settings:
+        assert workspace.run("plan") == 0, "a plain dtype excludes none of it"
+
+
+def test_a_second_encoder_that_is_not_there(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], sana_checkpoint: Any
+) -> None:
+    workspace.write_config(text_encoder_2_precision="int8-quanto")
+    assert warnings(workspace, capsys) == ""
+    settings = {"model_family": "sanavideo", "model_flavour": None, "validation_resolution": None}
+    workspace.write_config(pretrained_model_name_or_path=str(sana_checkpoint), **settings)
+    told = warnings(workspace, capsys)
+    assert "text_encoder_2_precision: 'int8-quanto' has no effect: Sana Video has one text encoder." in told
+
+
+def test_both_encoders_compute_in_one_dtype(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.write_config(text_encoder_2_precision="bf16")  # in a float32 run
+    assert complaint(workspace, capsys).startswith("text_encoder_2_precision: 'bf16': the text encoders compute in one")
+    workspace.write_config(text_encoder_2_precision="fp32", text_encoder_1_precision="int8")
+    assert warnings(workspace, capsys) == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "encoders", "expected"),
+    [
+        ("no_change", "no_change", 2, "no_change"),
+        ("fp32", "fp32", 2, "no_change"),
+        ("int8", "int8-quanto", 2, "int8-quanto"),
+        ("int8", "no_change", 2, "int8-quanto+no_change"),
+        ("no_change", "int4", 2, "no_change+int4-quanto"),
+        ("fp8", "int4", 1, "fp8-quanto"),
+        ("no_change", "int4", 1, "no_change"),
+    ],
+)
+def test_storage_in_cache_keys(first: str, second: str, encoders: int, expected: str) -> None:
+    config = PrecisionConfig(text_encoder_1_precision=first, text_encoder_2_precision=second)
+    assert text_encoder_storage(config, encoders) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, "bf16"),
+        ({"base_model_default_dtype": "fp32"}, "bf16"),
+        ({"base_model_precision": "fp32", "base_model_default_dtype": "bf16"}, "fp32"),
+        ({"base_model_precision": "int8"}, "bf16"),
+        ({"base_model_precision": "int8", "mixed_precision": "no"}, "fp32"),
+        ({"base_model_precision": "int8", "mixed_precision": "fp16"}, "fp16"),
+        ({"base_model_precision": "int8", "base_model_default_dtype": "fp32"}, "fp32"),
+    ],
+)
+def test_dtype_of_the_computation(settings: dict[str, Any], dtype: str) -> None:
+    assert transformer_dtype(PrecisionConfig(**settings)) == dtype

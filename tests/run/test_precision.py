@@ -1,0 +1,114 @@
+"""Whole runs on quantised bases, and captions from quantised encoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Kandinsky5T2IPipeline, SanaVideoPipeline
+from PIL import Image
+from safetensors.torch import load_file
+
+from simpletuner.caching.store import CacheStore
+from simpletuner.config.precision import Quantisation
+from simpletuner.memory.weight_formats import Packed, pack
+from simpletuner.models.kandinsky5.processor import load_processor
+from tests.run.test_kandinsky5_video import make_workspace
+from tests.run.test_resume import SETTINGS, assert_same_run
+from tests.tiny import make_checkpoint
+from tests.workspace import Workspace
+
+INT8 = {"base_model_precision": "int8-quanto", "mixed_precision": "bf16", "validation_disable": False}
+
+
+def lora_of(workspace: Workspace) -> dict[str, torch.Tensor]:
+    return load_file(workspace.path("output/pytorch_lora_weights.safetensors"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"quantize_via": "accelerator", "lora_alpha": 4}])
+def test_pictures(tmp_path: Path, t2i_checkpoint: Path, settings: dict[str, Any]) -> None:
+    """Trains, previews with the stock pipeline, and writes a file that the stock pipeline loads."""
+    workspace = Workspace.create(tmp_path / "run", t2i_checkpoint, pictures=4, use_ema=True, **INT8, **settings)
+    assert workspace.train() == 0
+    assert "nan" not in str(workspace.metrics()).lower()
+    assert any(name.endswith("lora_B.weight") and tensor.any() for name, tensor in lora_of(workspace).items())
+    for name in ("step_4_validation_0_128x128.png", "step_4_validation_0_128x128_ema.png"):
+        assert len(Image.open(workspace.path(f"output/validation_images/{name}")).getcolors(2**14) or "many") > 1
+    pipeline = Kandinsky5T2IPipeline.from_pretrained(t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint))
+    pipeline.load_lora_weights(workspace.path("output"))
+    assert pipeline.get_active_adapters()
+
+
+def test_each_weight_is_packed_once(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again for previews, for the moving average or for the file."""
+    shapes: list[torch.Size] = []
+
+    def count(weight: torch.Tensor, quantisation: Quantisation) -> Packed:
+        shapes.append(weight.shape)
+        return pack(weight, quantisation)
+
+    monkeypatch.setattr("simpletuner.memory.quantise.pack", count)
+    workspace.write_config(**INT8, use_ema=True)
+    assert workspace.train() == 0
+    assert len(shapes) == 1 * 6 + 2 * 10, "a text block has 6 layers, a visual one 10"
+
+
+def test_clips(tmp_path: Path) -> None:
+    workspace = make_workspace(tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s")
+    workspace.write_config(**INT8 | {"validation_disable": True})
+    assert workspace.train() == 0
+    assert "nan" not in str(workspace.metrics()).lower()
+    assert lora_of(workspace)
+
+
+def test_sana(tmp_path: Path, sana_checkpoint: Path) -> None:
+    settings = {"model_family": "sanavideo", "model_flavour": "2b-480p", "validation_num_video_frames": 5}
+    settings |= {"base_model_precision": "fp8", "text_encoder_1_precision": "int8"}
+    workspace = Workspace.create(tmp_path / "run", sana_checkpoint, pictures=4, **INT8 | settings)
+    assert workspace.train() == 0
+    assert "nan" not in str(workspace.metrics()).lower()
+    pipeline = SanaVideoPipeline.from_pretrained(sana_checkpoint)
+    pipeline.load_lora_weights(workspace.path("output"))
+    assert pipeline.get_active_adapters()
+
+
+def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    settings = {**SETTINGS, "base_model_precision": "int4", "mixed_precision": "bf16"}
+    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **settings)
+    assert straight.train() == 0
+    broken = Workspace.create(tmp_path / "broken", t2i_checkpoint, **settings)
+    assert broken.train() == 0
+    for name in ("checkpoint-6", "pytorch_lora_weights.safetensors"):
+        broken.path(f"output/{name}").rename(broken.path(name))
+    assert broken.train("resume_from_checkpoint=latest") == 0
+    assert_same_run(straight, broken)
+
+
+def captions_of(workspace: Workspace) -> dict[str, dict[str, torch.Tensor]]:
+    """Cached embeddings by their key."""
+    store = CacheStore(workspace.path("cache/text"))
+    return {key: store.read(key) for key in [*store.keys()]}
+
+
+def test_a_quantised_encoder_makes_other_entries(workspace: Workspace) -> None:
+    """Near the plain ones, under other keys; a bare name means the same entries as the full one."""
+    assert workspace.run("cache", "fill") == 0
+    plain = captions_of(workspace)
+    assert plain
+    assert workspace.run("cache", "fill", "text_encoder_1_precision=int8") == 0
+    both = captions_of(workspace)
+    assert len(both) == 2 * len(plain)
+    assert workspace.run("cache", "fill", "text_encoder_1_precision=int8-quanto") == 0
+    assert captions_of(workspace).keys() == both.keys()
+    assert workspace.run("cache", "fill", "text_encoder_2_precision=int8") == 0
+    assert len(captions_of(workspace)) == 3 * len(plain)
+    quantised = [both[name] for name in both.keys() - plain.keys()]
+    for one in quantised:
+        distances = [
+            ((one["prompt_embeds"] - other["prompt_embeds"]).norm() / other["prompt_embeds"].norm()).item()
+            for other in plain.values()
+            if other["prompt_embeds"].shape == one["prompt_embeds"].shape
+        ]
+        assert 1e-4 < min(distances) < 0.2
