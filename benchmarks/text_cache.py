@@ -45,15 +45,16 @@ BAR, GPU_BAR = 0.45, 0.2
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else None, ("slice", "real"), rounds=5)
     parser.add_argument("--captions", type=int, default=48)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="Sana has no real size")
     options = parser.parse_args()
+    if options.size == "real" and "sana" in options.kinds:
+        parser.error("sana has no real size; choose --kinds clips pictures")
     torch.set_num_threads(1)
     ratios: list[Ratio] = []
     with tempfile.TemporaryDirectory() as name:
-        for kind, prepare in (("clips", _kandinsky("t2v")), ("pictures", _kandinsky("t2i")), ("Sana", _sana)):
-            if kind == "Sana" and options.size == "real":
-                continue
+        for kind in options.kinds:
             torch.manual_seed(0)
-            ratios += _compare(kind, Path(name) / kind, prepare, options)
+            ratios += _compare(kind, Path(name) / kind, options)
     show(f"Caching {options.captions} captions in units of the pipeline, one by one", ratios, options)
 
 
@@ -61,12 +62,12 @@ def main() -> None:
 Prepared = tuple[Any, Any, Any]
 
 
-def _compare(kind: str, folder: Path, prepare: Callable[[Path, str, bool], Prepared], options: Any) -> list[Ratio]:
-    """The lines of one family."""
-    pipeline, encoder, tokenizer = prepare(folder / "checkpoint", options.device, options.size == "real")
+def _compare(kind: str, folder: Path, options: Any) -> list[Ratio]:
+    """The lines of one kind."""
+    pipeline, encoder, tokenizer = KINDS[kind](folder / "checkpoint", options.device, options.size == "real")
     captions = make_captions(tokenizer, options.captions)
     targets = (folder / f"cache{number}" for number in count())
-    extra = {"complex_human_instruction": encoder.instruction.split("\n")} if kind == "Sana" else {}
+    extra = {"complex_human_instruction": encoder.instruction.split("\n")} if kind == "sana" else {}
 
     @torch.no_grad()
     def stock() -> None:
@@ -142,6 +143,9 @@ def _encoder(config: RunConfig, device: str, dtype: torch.dtype) -> Any:
     source = ModelSource.from_config(spec, flavour, config.model)
     adapter = load_adapter(spec)(flavour, source, config.model, config.text, config.caching)
     return adapter.load_text_encoder(torch.device(device), dtype)
+
+
+KINDS = {"clips": _kandinsky("t2v"), "pictures": _kandinsky("t2i"), "sana": _sana}
 
 
 if __name__ == "__main__":

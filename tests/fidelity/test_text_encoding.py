@@ -11,10 +11,12 @@ import pytest
 import torch
 from PIL.Image import Image
 
+from simpletuner.config.precision import quantisation
+from simpletuner.memory.quantise import quantise
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.processor import load_processor
 from simpletuner.models.kandinsky5.templates import TextTemplate
-from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
+from simpletuner.models.kandinsky5.text import QWEN_LAYERS, Kandinsky5TextEncoder
 from simpletuner.models.prompt_start import PromptStart
 from tests.fidelity.family import CPU, make_adapter, picture
 from tests.fidelity.sana import make_sana_adapter
@@ -112,6 +114,20 @@ def test_in_bf16_no_error_is_added(checkpoints: dict[str, Path], task: str) -> N
     assert 1e-3 < errors["pipeline"] < 0.1
     assert errors["alone"] < 1.1 * errors["pipeline"]
     assert errors["together"] < 1.1 * errors["pipeline"]
+
+
+def test_quantised_too(t2i_checkpoint: Path) -> None:
+    encoder = encoder_of(t2i_checkpoint, "t2i")
+    int8 = quantisation("int8")
+    assert int8 is not None
+    pipeline = stock_pipeline(t2i_checkpoint, "t2i", encoder)
+    full, _ = stock_embeds(pipeline, "t2i", CAPTIONS[2], 0)
+    quantise(encoder.qwen, QWEN_LAYERS, int8, accelerator=CPU)
+    pipeline.text_encoder = encoder.qwen
+    hidden, _ = stock_embeds(pipeline, "t2i", CAPTIONS[2], 0)
+    found = encoder.encode([TextRequest(caption) for caption in CAPTIONS])[2]["prompt_embeds"]
+    torch.testing.assert_close(found, hidden, rtol=1e-6, atol=1e-5)
+    assert (full - hidden).abs().max() > 1e-3
 
 
 def test_the_template_is_read_once_and_the_head_never(t2i_checkpoint: Path) -> None:
