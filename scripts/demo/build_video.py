@@ -2,8 +2,9 @@
 
     python scripts/demo/build_video.py [CHECKPOINT_FOLDER] [--clips-only]
 
-This takes about three quarters of an hour on three cores. The shipped transformer was trained in two legs of 2000
-steps, the second with --resume and --seed 1, the shipped decoder with another seed; here either is done in one go.
+This takes about three quarters of an hour on three cores, added up from its parts. The shipped transformer was trained
+in two legs of 2000 steps, the second with --resume and --seed 1, the decoder with another seed; here either is done in
+one go.
 
 Tokenizers and text encoders are the picture demo's, copied; VAE and transformer start from its weights. Every random
 choice is seeded; floating-point sums differ between machines, so a rebuilt checkpoint shows the same world as the
