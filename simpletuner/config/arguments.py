@@ -34,8 +34,9 @@ class Arguments:
         return Arguments([*self.settings, *more.settings], self.selectors)
 
     def layer(self) -> Layer:
-        """The settings as the strongest layer of the configuration."""
-        return Layer("command line", self.settings, last_wins=True)
+        """The settings as the strongest layer of the configuration; `null` unsets a key, as in JSON."""
+        values = [(key, None if value == "null" else value) for key, value in self.settings]
+        return Layer("command line", values, last_wins=True)
 
 
 def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str | None = None) -> Arguments:

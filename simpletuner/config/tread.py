@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,27 @@ def check_routes(routes: list[Route], blocks: int | None) -> Iterator[Problem]:
         if other.first <= one.last:
             shared = f"block {other.first}" if other.first == one.last else f"blocks {other.first} and on"
             yield _problem(f"the routes from {first.written} and {second.written} overlap ({shared}).")
+
+
+def count_kept(ratio: float, units: int) -> int:
+    """How many of the units of a sample a route keeps: `(1 - ratio) * units`, rounded, at least 1."""
+    return max(1, round((1 - ratio) * units))
+
+
+def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int) -> tuple[int, ...]:
+    """How many tokens of a sample each block computes on, empty where every block has all of them.
+
+    Protected tokens beyond a route's share are not counted. An edge that the model does not have is passed over.
+
+    Args:
+        unit: how many tokens are kept or left out together.
+    """
+    counts = [tokens] * blocks
+    for route in (each.among(blocks) for each in routes):
+        kept = count_kept(route.ratio, tokens // unit)
+        if kept < tokens // unit:
+            counts = [kept * unit if route.first <= block <= route.last else n for block, n in enumerate(counts)]
+    return tuple(counts) if min(counts) < tokens else ()
 
 
 def _read_route(route: object, name: str, problems: list[Problem]) -> Route | None:

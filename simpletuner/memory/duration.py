@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletuner.memory.device import Device
-from simpletuner.memory.estimate import SLOTS, Setup, split_blocks
+from simpletuner.memory.estimate import SLOTS, Setup, activations_of, split_blocks
 from simpletuner.models.cost import ATTENTION_BACKWARD, BYTES, FLASH_BACKWARD, Load, TransformerCost, Work
 
 # Operations of a block, forward and backward, and the time to launch one.
@@ -40,14 +40,14 @@ class StepCost:
 
 def step_cost(cost: TransformerCost, setup: Setup, load: Load, device: Device) -> StepCost:
     """FLOPs and seconds of one micro-batch on a device."""
+    load = cost.routed(load, setup.routes)
     forward = cost.forward(load, setup.adapters)
     backward = cost.backward(load, setup.adapters, full=setup.is_full)
     share = recomputed_share(cost, setup)
     again = cost.forward(load, setup.adapters, blocks_only=True).times(share, 0.0 if setup.keep_attention else share)
     flash = Work(0.0, (FLASH_BACKWARD - ATTENTION_BACKWARD) * forward.attention)
     executed = forward + backward + again + flash
-    per_block = cost.activations(load, BYTES[setup.dtype], setup.adapters).traffic
-    traffic = cost.large * per_block * (3 + share)
+    traffic = sum(block.traffic for block in activations_of(cost, setup, load)) * (3 + share)
     computing = max(_seconds(executed, traffic, setup, device), _launches(cost, device) * (1 + share / 3))
     copying = copy_seconds(cost, setup, device)
     seconds = max(computing, copying) if setup.overlapped else computing + copying

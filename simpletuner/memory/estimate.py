@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 
 from simpletuner.config.optimizer_table import OPTIMIZERS
 from simpletuner.config.schema import OptimizerName
-from simpletuner.models.cost import BYTES, Adapters, Load, TransformerCost
+from simpletuner.config.tread import Route
+from simpletuner.models.cost import BYTES, Activations, Adapters, Load, TransformerCost
 
 SLOTS = 2  # of the ring that streamed blocks go through, in groups of blocks
 
@@ -37,6 +38,7 @@ class Setup:
         inputs_on_host: block inputs wait in host memory.
         quantised: bytes per weight of the blocks' linear layers, 0 where they are not quantised.
         averaged_on_device: a moving average of the trained weights is kept there.
+        routes: windows of blocks that some tokens pass by; in training alone.
     """
 
     dtype: str
@@ -52,6 +54,7 @@ class Setup:
     inputs_on_host: bool = False
     quantised: float = 0.0
     averaged_on_device: bool = False
+    routes: tuple[Route, ...] = ()
 
     @property
     def is_full(self) -> bool:
@@ -122,30 +125,38 @@ def streamed_bytes(cost: TransformerCost, setup: Setup) -> float:
 
 def step_memory(cost: TransformerCost, setup: Setup, load: Load) -> StepMemory:
     """The worst moment of a step with one micro-batch."""
-    size = BYTES[setup.dtype]
-    bytes_of = cost.activations(load, size, setup.adapters)
-    checkpointed, plain = split_blocks(cost, setup)
-    kept = bytes_of.held + (bytes_of.attention if setup.keep_attention else 0.0)
-    inputs = checkpointed * kept
-    if setup.inputs_on_host:
-        on_device = min(checkpointed, SLOTS)
-        inputs = on_device * bytes_of.held + checkpointed * (kept - bytes_of.held)
-    working = bytes_of.transient + (bytes_of.saved if checkpointed else 0.0)
+    blocks = activations_of(cost, setup, load)
+    chosen = are_checkpointed(cost, setup)
+    checkpointed = [block for block, is_one in zip(blocks, chosen, strict=True) if is_one]
+    plain = [block for block, is_one in zip(blocks, chosen, strict=True) if not is_one]
+    held = sorted(block.held for block in checkpointed)
+    inputs = sum(held[-SLOTS:] if setup.inputs_on_host else held)
+    if setup.keep_attention:
+        inputs += sum(block.attention for block in checkpointed)
+    recomputed = any(chosen)
     return StepMemory(
         weights=frozen_bytes(cost, setup),
         trained=trained_bytes(cost, setup),
-        inputs=inputs + plain * (bytes_of.held + bytes_of.saved),
-        block=working,
-        outside=bytes_of.outside,
+        inputs=inputs + sum(block.held + block.saved for block in plain),
+        block=max(block.transient + (block.saved if recomputed else 0.0) for block in blocks),
+        outside=cost.activations(load, BYTES[setup.dtype], setup.adapters).outside,
     )
+
+
+def activations_of(cost: TransformerCost, setup: Setup, load: Load) -> list[Activations]:
+    """Of each large block in a training step, with the tokens that routes leave it."""
+    return cost.activations_by_block(cost.routed(load, setup.routes), BYTES[setup.dtype], setup.adapters)
+
+
+def are_checkpointed(cost: TransformerCost, setup: Setup) -> list[bool]:
+    """Whether it is, of each large block."""
+    interval, first = setup.checkpoint_interval, len(cost.blocks) - cost.large
+    return [interval is not None and index % interval == 0 for index in range(first, len(cost.blocks))]
 
 
 def split_blocks(cost: TransformerCost, setup: Setup) -> tuple[int, int]:
     """How many of the large blocks are checkpointed, and how many are not."""
-    if setup.checkpoint_interval is None:
-        return 0, cost.large
-    first = len(cost.blocks) - cost.large
-    chosen = sum(index % setup.checkpoint_interval == 0 for index in range(first, len(cost.blocks)))
+    chosen = sum(are_checkpointed(cost, setup))
     return chosen, cost.large - chosen
 
 
@@ -153,9 +164,8 @@ def inputs_on_host_bytes(cost: TransformerCost, setup: Setup, load: Load) -> flo
     """Block inputs in host memory at the end of a forward pass."""
     if not setup.inputs_on_host:
         return 0.0
-    checkpointed, _ = split_blocks(cost, setup)
-    held = cost.activations(load, BYTES[setup.dtype], setup.adapters).held
-    return max(checkpointed - SLOTS, 0) * held
+    blocks = zip(activations_of(cost, setup, load), are_checkpointed(cost, setup), strict=True)
+    return sum(sorted(block.held for block, is_one in blocks if is_one)[:-SLOTS])
 
 
 def sampling_bytes(cost: TransformerCost, setup: Setup, load: Load) -> float:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from simpletuner.config.tread import Route, tokens_by_block
 
 Shape = tuple[int, ...]
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -29,6 +31,7 @@ class Load:
         frames, height, width: tokens of one sample along each axis.
         text: text tokens of one sample.
         timed_tokens: each token has a timestep of its own (a given first frame in Sana Video).
+        kept: tokens of one sample in each large block, where some are left out; empty where all blocks have all.
     """
 
     samples: int
@@ -37,11 +40,20 @@ class Load:
     width: int
     text: int
     timed_tokens: bool = False
+    kept: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
         """Of one sample."""
         return self.frames * self.height * self.width
+
+    def in_blocks(self, blocks: int) -> list[Load]:
+        """What each of so many large blocks sees of it."""
+        if not self.kept:
+            return [self] * blocks
+        whole = replace(self, kept=())
+        parts = {kept: replace(whole, frames=1, height=1, width=kept) for kept in self.kept}
+        return [whole if kept == self.tokens else parts[kept] for kept in self.kept]
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,7 @@ class TransformerCost:
         activations: bytes of a micro-batch, by bytes of the compute dtype and adapters.
         starts: modules whose input no trained weight has touched, so that no gradient flows into it; in a full
             fine-tune (the second argument) only the embeddings.
+        unit: how many tokens a route keeps or leaves out together.
     """
 
     shapes: Mapping[str, Shape]
@@ -126,6 +139,33 @@ class TransformerCost:
     attention: Callable[[Load], Work]
     activations: Callable[[Load, int, Adapters], Activations]
     starts: Callable[[str, bool], bool]
+    unit: int = 1
+
+    def routed(self, load: Load, routes: Sequence[Route]) -> Load:
+        """The load with the tokens that routes leave to each block."""
+        return replace(load, kept=tokens_by_block(routes, self.large, load.tokens, self.unit)) if routes else load
+
+    def activations_by_block(self, load: Load, size: int, adapters: Adapters) -> list[Activations]:
+        """Of each large block. One that has fewer tokens than the one before it picks them out of all of them."""
+        blocks = load.in_blocks(self.large)
+        whole = replace(load, kept=())
+        bytes_of = {each: self.activations(each, size, adapters) for each in {whole, *blocks}}
+        before = [whole, *blocks]
+        return [
+            bytes_of[own] if own == last else replace(bytes_of[own], held=bytes_of[whole].held)
+            for last, own in zip(before, blocks, strict=False)
+        ]
+
+    @cached_property
+    def _large_block(self) -> dict[str, int]:
+        """Names of parameters in large blocks, with the number of the block among these."""
+        large = enumerate(self.blocks[len(self.blocks) - self.large :])
+        return {name: number for number, prefix in large for name in self._by_block[prefix]}
+
+    def _applied(self, load: Load) -> Callable[[str], int]:
+        """To how many positions of a micro-batch each weight is applied."""
+        blocks, number_of = load.in_blocks(self.large), self._large_block
+        return lambda name: self.rows(name, blocks[number_of[name]] if name in number_of else load)
 
     @cached_property
     def parameters(self) -> int:
@@ -189,8 +229,9 @@ class TransformerCost:
     def forward(self, load: Load, adapters: Adapters = NO_ADAPTERS, *, blocks_only: bool = False) -> Work:
         """FLOPs of a forward pass: 2 x positions x weights, and the attentions."""
         names = self.shapes if not blocks_only else [n for prefix in self.blocks for n in self._by_block[prefix]]
-        frozen = sum(self._product(name, load) for name in names)
-        lora = sum(self._adapter_product(name, load, adapters) for name in adapters.modules)
+        rows = self._applied(load)
+        frozen = sum(self._product(name, rows) for name in names)
+        lora = sum(sum(self._adapter_products(f"{name}.weight", rows, adapters)) for name in adapters.modules)
         return Work(frozen + lora) + self.attention(load)
 
     def backward(self, load: Load, adapters: Adapters, *, full: bool) -> Work:
@@ -198,27 +239,24 @@ class TransformerCost:
 
         A frozen layer costs its forward pass once more (the gradient of its input), a trained one twice.
         """
-        linear = 0.0
+        linear, rows = 0.0, self._applied(load)
         for name in self.shapes:
             module = name.removesuffix(".weight")
-            product, flows = self._product(name, load), not self.starts(module, full)
+            product, flows = self._product(name, rows), not self.starts(module, full)
             linear += product * (flows + full)
             if module in adapters:
-                down, up = self._adapter_products(name, load, adapters)
+                down, up = self._adapter_products(name, rows, adapters)
                 linear += down * (1 + flows) + up * 2
         return Work(linear) + self.attention(load).times(ATTENTION_BACKWARD)
 
-    def _product(self, name: str, load: Load) -> float:
+    def _product(self, name: str, rows: Callable[[str], int]) -> float:
         shape = self.shapes[name]
-        return 2.0 * self.rows(name, load) * math.prod(shape) if len(shape) > 1 else 0.0
+        return 2.0 * rows(name) * math.prod(shape) if len(shape) > 1 else 0.0
 
-    def _adapter_product(self, module: str, load: Load, adapters: Adapters) -> float:
-        return sum(self._adapter_products(f"{module}.weight", load, adapters))
-
-    def _adapter_products(self, name: str, load: Load, adapters: Adapters) -> tuple[float, float]:
+    def _adapter_products(self, name: str, rows: Callable[[str], int], adapters: Adapters) -> tuple[float, float]:
         """FLOPs of the two factors of one module's LoRA."""
-        shape, rows = self.shapes[name], self.rows(name, load)
-        return 2.0 * rows * adapters.rank * math.prod(shape[1:]), 2.0 * rows * adapters.rank * shape[0]
+        shape, each = self.shapes[name], 2.0 * rows(name) * adapters.rank
+        return each * math.prod(shape[1:]), each * shape[0]
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import torch
 
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.precision import transformer_dtype
-from simpletuner.config.tread import read_routes
 from simpletuner.data.loader import BatchLoader
 from simpletuner.memory.device import usable_cores
 from simpletuner.memory.measure import device_rates
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.budget import Budget
 from simpletuner.plan.build import Plan
+from simpletuner.plan.parts import routes_of
 from simpletuner.reporting.progress import Progress
 from simpletuner.run.caches import build_adapter, open_workshop
 from simpletuner.run.publish import publish, weight_note
@@ -86,8 +86,9 @@ def choose_techniques(plan: Plan) -> list[Technique]:
     regularised = frozenset(each.id for each in plan.trained if each.config.is_regularisation_data)
     if regularised:
         techniques.append(Regularisation(regularised))
-    if plan.config.tread.tread_config is not None:
-        techniques.append(Tread(read_routes(plan.config.tread.tread_config, [])))  # the plan told its problems
+    routes = routes_of(plan.config)
+    if routes:
+        techniques.append(Tread(routes))
     return techniques
 
 

@@ -5,11 +5,12 @@ Whoever only watches is a callback (`training.callbacks`). At its neutral settin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import FamilyAdapter
 
@@ -23,9 +24,9 @@ class Technique:
         return type(self).__name__
 
     @property
-    def skips_work(self) -> bool:
-        """Whether blocks see fewer tokens than there are, so that a step takes less than the model's own arithmetic."""
-        return False
+    def routes(self) -> Sequence[Route]:
+        """Windows of blocks that see fewer tokens than there are, so that a step takes less arithmetic."""
+        return ()
 
     def attach(self, adapter: FamilyAdapter, transformer: nn.Module) -> None:
         """Put forward hooks on the transformer. They must do nothing under `no_grad`, and draw no random numbers

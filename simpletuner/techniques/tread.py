@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.tread import Route
+from simpletuner.config.tread import Route, count_kept
 from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.models.adapter import FamilyAdapter, TokenStream
 from simpletuner.techniques.base import Technique
@@ -28,11 +28,11 @@ class Tread(Technique):
     """Leaves tokens out of the windows of blocks that the routes name."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        self.routes = routes
+        self._routes = tuple(routes)
 
     @property
-    def skips_work(self) -> bool:
-        return True
+    def routes(self) -> Sequence[Route]:
+        return self._routes
 
     def attach(self, adapter: FamilyAdapter, transformer: nn.Module) -> None:
         stream = adapter.token_stream(transformer)
@@ -130,7 +130,7 @@ def draw_kept(samples: int, units: int, ratio: float, protected: Tensor | None, 
         protected: bool, `B units`, on the CPU, or None.
         generator: on the CPU.
     """
-    count = max(1, round((1 - ratio) * units))
+    count = count_kept(ratio, units)
     chances = torch.rand(samples, units, generator=generator)
     if protected is not None:
         count = max(count, int(protected.sum(1).max()))

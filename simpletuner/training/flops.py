@@ -17,20 +17,19 @@ from simpletuner.training.state import SampleFlops
 REMEMBERED = 4096
 
 
-def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[Technique]) -> SampleFlops | None:
+def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[Technique]) -> SampleFlops:
     """FLOPs of a sample, forward and backward, from its tokens and text tokens; what is computed twice counts once.
 
-    None where tokens pass by blocks: the model's own arithmetic says nothing about such a step.
+    Tokens that pass by blocks count in the others alone.
     """
-    if any(technique.skips_work for technique in techniques):
-        return None
     model: Any = transformer
     costs, adapters = cost.transformer(model.config), adapters_of(transformer)
     is_full = adapters is NO_ADAPTERS
+    routes = [route for technique in techniques for route in technique.routes]
 
     @lru_cache(REMEMBERED)
     def flops(tokens: int, text_tokens: int) -> float:
-        load = Load(samples=1, frames=1, height=1, width=tokens, text=text_tokens)
+        load = costs.routed(Load(samples=1, frames=1, height=1, width=tokens, text=text_tokens), routes)
         return (costs.forward(load, adapters) + costs.backward(load, adapters, full=is_full)).total
 
     return flops

@@ -84,7 +84,7 @@ class Assembly:
         lora: the adapter when a LoRA is trained, None for a full fine-tune.
         scaler: keeps small float16 gradients from vanishing; inert in other precisions.
         streamer: brings weights to the device while it computes; None when all of them stay there.
-        sample_flops: what a sample costs, where the family's cost is known.
+        sample_flops: what a sample costs; None in an assembly that is not metered.
     """
 
     adapter: FamilyAdapter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simpletuner.config.arguments import EXTRA_ARGUMENTS, Arguments, parse_arguments
+from simpletuner.config.load import Layer, resolve
 from simpletuner.errors import Problem
 
 
@@ -66,3 +67,13 @@ def test_a_selector_needs_a_name() -> None:
 def test_more_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXTRA_ARGUMENTS, "--seed=2  --use_ema\n--lora_rank 8")
     assert parse("--seed=1").settings == [("--seed", "1"), ("--seed", "2"), ("--use_ema", True), ("--lora_rank", "8")]
+
+
+@pytest.mark.parametrize("tokens", [["tread_config=null"], ["--tread-config", "null"], ["--tread_config="]])
+def test_null_takes_back_what_the_file_says(tokens: list[str]) -> None:
+    problems: list[Problem] = []
+    file = Layer(
+        "config.json", [("model_type", "lora"), ("model_family", "sanavideo"), ("tread_config", {"routes": []})]
+    )
+    config = resolve([file, parse(*tokens).layer()], problems)
+    assert (config.tread.tread_config, problems) == (None, [])

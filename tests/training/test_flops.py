@@ -19,9 +19,19 @@ from simpletuner.training.flops import adapters_of, count_flops
 from simpletuner.training.meter import batch_flops
 
 
-@pytest.mark.parametrize("size", ["tiny", "tiny-video", "tiny-sana"])
-def test_a_meter_counts_the_same(size: str) -> None:
-    variant = Variant(size, "cpu", {"gradient_checkpointing": False, "speed": "reference"})
+@pytest.mark.parametrize(
+    ("size", "routes"),
+    [
+        ("tiny", []),
+        ("tiny-video", []),
+        ("tiny-sana", []),
+        ("tiny", [Route(0.5, 1, -1)]),
+        ("tiny-video", [Route(0.7, 0, 0)]),
+    ],
+)
+def test_a_meter_counts_the_same(size: str, routes: list[Route]) -> None:
+    techniques = [Tread(routes)] if routes else []
+    variant = Variant(size, "cpu", {"gradient_checkpointing": False, "speed": "reference"}, techniques)
     assembly = variant.assembly
     assert assembly.sample_flops is not None
     batch = variant.loader.batch
@@ -48,7 +58,9 @@ def test_real_models(size: str, teraflops: float) -> None:
     assert adapters_of(model).rank == 16
 
 
-def test_routed_tokens_have_no_utilisation() -> None:
-    variant = Variant("tiny", "cpu", {}, [Tread([Route(0.5, 0, -1)])])
-    assert variant.assembly.sample_flops is None
-    assert variant.step().flops is None
+def test_tokens_that_pass_by_are_not_counted() -> None:
+    told = {ratio: Variant("tiny", "cpu", {}, [Tread([Route(ratio, 0, -1)])]).step().flops for ratio in (0.0, 0.5)}
+    assert told[0.0] == Variant("tiny", "cpu", {}).step().flops
+    assert told[0.0] is not None
+    assert told[0.5] is not None
+    assert told[0.5] < 0.7 * told[0.0]

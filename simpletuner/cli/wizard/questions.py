@@ -162,7 +162,6 @@ STEPS = (
                 when=lambda draft: _is_lora(draft) and _by_hand(draft),
                 implied=lambda value: {"group_offload_use_stream": True if value else None},
             ),
-            Question("offload_during_startup", "While preparing, keep only one helper model on the GPU?"),
             Question("gradient_checkpointing", "Save memory by computing some things twice (slower)?", when=_by_hand),
         ),
     ),

@@ -73,6 +73,7 @@ def transformer_cost(settings: Mapping[str, object]) -> TransformerCost:
         attention=attention,
         activations=activations,
         starts=starts,
+        unit=TILE if is_sparse(settings) else 1,
     )
 
 
@@ -136,8 +137,8 @@ def starts(module: str, full: bool) -> bool:
 
 def attention_work(load: Load, d: int, text_blocks: int, visual_blocks: int) -> Work:
     """4 n m d for n queries and m keys: scores and their product with the values. NABLA's masks are not counted off."""
-    visual = load.tokens**2 + load.tokens * load.text
-    return Work(0.0, 4.0 * load.samples * d * (visual_blocks * visual + text_blocks * load.text**2))
+    visual = sum(each.tokens * (each.tokens + load.text) for each in load.in_blocks(visual_blocks))
+    return Work(0.0, 4.0 * load.samples * d * (visual + text_blocks * load.text**2))
 
 
 def activation_bytes(settings: Mapping[str, object], load: Load, size: int, adapters: Adapters) -> Activations:

@@ -1,0 +1,99 @@
+"""Token routes in the estimate: fewer FLOPs, less time, fewer bytes, in training alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.models import SHAPES
+from benchmarks.tread import share_of_arithmetic
+from simpletuner.config.tread import Route, tokens_by_block
+from simpletuner.memory.device import Device, rates_of
+from simpletuner.memory.duration import forward_seconds, step_cost
+from simpletuner.memory.estimate import Setup, inputs_on_host_bytes, step_memory
+from simpletuner.models.cost import Load, TransformerCost
+from simpletuner.models.kandinsky5.cost import VIDEO_COST, transformer_cost
+from tests.memory.test_estimate import KANDINSKY, lora
+
+GUIDES = (Route(0.5, 2, -2),)
+H100 = Device("H100", None, None, True, rates_of("NVIDIA H100"), "")
+
+
+def load_of(size: str) -> Load:
+    """A sample of a benchmark."""
+    frames, height, width = SHAPES[size].latents
+    return Load(1, frames, height // 2, width // 2, SHAPES[size].caption)
+
+
+@pytest.fixture
+def lite() -> TransformerCost:
+    return transformer_cost(SHAPES["lite"].settings)
+
+
+@pytest.fixture
+def setup(lite: TransformerCost) -> Setup:
+    return lora(lite, KANDINSKY)
+
+
+def test_tokens_of_each_block() -> None:
+    assert tokens_by_block([], 4, 100, 1) == ()
+    assert tokens_by_block([Route(0.0, 0, -1)], 4, 100, 1) == ()
+    assert tokens_by_block([Route(0.5, 1, -2), Route(0.25, 3, 3)], 5, 101, 1) == (101, 50, 50, 76, 101)
+    assert tokens_by_block([Route(0.7, 0, 0)], 2, 4 * 64, 64) == (64, 256), "whole tiles"
+    assert tokens_by_block([Route(0.99, 0, 0)], 2, 128, 64) == (64, 128), "at least one"
+    assert tokens_by_block([Route(0.5, 1, 9)], 2, 10, 1) == (10, 5), "of a checkpoint that is not here yet"
+
+
+@pytest.mark.parametrize(("size", "limit"), [("image", 2.12), ("lite", 2.64), ("pro", 2.81)])
+def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
+    """As benchmarks/tread.py has it: that neither counts text blocks nor the LoRA."""
+    cost = transformer_cost(SHAPES[size].settings)
+    setup = lora(cost, KANDINSKY)
+    plain = step_cost(cost, setup, load_of(size), H100)
+    routed = step_cost(cost, replace(setup, routes=GUIDES), load_of(size), H100)
+    saved = plain.executed.total / routed.executed.total
+    assert saved == pytest.approx(1 / share_of_arithmetic(size, GUIDES), rel=0.01)
+    assert saved == pytest.approx(limit, rel=0.01)
+    assert plain.seconds / routed.seconds == pytest.approx(limit, rel=0.1)
+    assert plain.model / routed.model == pytest.approx(limit, rel=0.02)
+    assert routed.traffic < 0.6 * plain.traffic
+
+
+def test_no_share_left_out_changes_nothing(lite: TransformerCost, setup: Setup) -> None:
+    neutral, load = replace(setup, routes=(Route(0.0, 2, -2),)), load_of("lite")
+    assert step_cost(lite, neutral, load, H100) == step_cost(lite, setup, load, H100)
+    assert step_memory(lite, neutral, load) == step_memory(lite, setup, load)
+
+
+def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: Setup) -> None:
+    routed = replace(setup, routes=GUIDES)
+    assert forward_seconds(lite, routed, load_of("lite"), H100) == forward_seconds(lite, setup, load_of("lite"), H100)
+
+
+def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: Setup) -> None:
+    """Of 32 blocks 29 lie in the route; its first one keeps all tokens, to pick from. The last block is whole."""
+    load, routed = load_of("lite"), replace(setup, routes=GUIDES)
+    one = lite.activations(load, 2, setup.adapters)
+    plain, fewer = step_memory(lite, setup, load), step_memory(lite, routed, load)
+    assert plain.inputs == 32 * one.held
+    assert fewer.inputs == pytest.approx((32 - 28 / 2) * one.held)
+    assert fewer.block == plain.block
+    everywhere = step_memory(lite, replace(setup, routes=(Route(0.5, 0, -1),)), load)
+    assert everywhere.block < 0.6 * plain.block, "no block has all tokens"
+
+    plain, fewer = (step_memory(lite, replace(each, checkpoint_interval=None), load) for each in (setup, routed))
+    assert plain.inputs == 32 * (one.held + one.saved)
+    half = lite.activations(replace(load, frames=load.frames // 2), 2, setup.adapters)
+    inputs = 3 * (one.held + one.saved) + one.held + 28 * half.held + 29 * half.saved
+    assert fewer.inputs == pytest.approx(inputs)
+
+    on_host, hosted = replace(setup, inputs_on_host=True), replace(routed, inputs_on_host=True)
+    assert inputs_on_host_bytes(lite, on_host, load) == 30 * one.held
+    assert inputs_on_host_bytes(lite, hosted, load) == pytest.approx((2 + 28 / 2) * one.held)
+
+
+def test_tiles_stay_together() -> None:
+    cost = VIDEO_COST.transformer(VIDEO_COST.published("t2v-pro-sft-5s-hd"))
+    load = cost.routed(Load(1, 3, 8, 8, 256), [Route(0.5, 1, 1)])
+    assert load.kept[:3] == (192, 128, 192)
