@@ -46,12 +46,14 @@ class Phase:
 
     Attributes:
         passing: of what `device` says, bytes that a GPU gets by way of host memory, where they lie for a moment.
+        trains: it is the steps themselves.
     """
 
     name: str
     device: float
     host: float
     passing: float = 0.0
+    trains: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setu
     for bucket in workload.buckets:
         load = parts.load(bucket)
         host = waiting + inputs_on_host_bytes(cost, setup, load)
-        yield Phase(f"training at {bucket.label}", step_memory(cost, setup, load).total, host)
+        yield Phase(f"training at {bucket.label}", step_memory(cost, setup, load).total, host, trains=True)
     trained = trained_bytes(cost, setup)
     if workload.previews:
         rendering = _preview_peak(config, parts, workload, setup, vae)

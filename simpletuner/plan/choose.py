@@ -32,19 +32,31 @@ def choose(budget: Budget, built: Built = is_built) -> Budget:
     """
     budget = _with_encoders(budget, built)
     ladders = [list(ladder) for ladder in _ladders(budget, built)]
-    fitting = [way for ladder in ladders if (way := _first_that_fits(ladder, budget)) is not None]
+    leanest = _in_8_bits(budget, built, ladders[-1][-1])
+    beyond = _beyond(budget, leanest)
+    fitting = [way for ladder in ladders if (way := _first_that_fits(ladder, budget, beyond)) is not None]
     if fitting:  # the earlier one, where two are equally fast
         return min((_with(budget, *way) for way in fitting), key=lambda chosen: chosen.step_seconds)
-    lean, reason = _in_8_bits(budget, built, ladders[-1][-1])
-    return _with(budget, lean, reason)
+    return _with(budget, *leanest)
 
 
-def _first_that_fits(ladder: Sequence[Way], budget: Budget) -> Way | None:
+def _beyond(budget: Budget, leanest: Way) -> frozenset[str]:
+    """Phases beside the steps that lack room whatever is chosen here: no reason to make the steps slower.
+
+    `check_fit` says what would help them, tiles of the VAE for instance.
+    """
+    phases = phases_after((budget.config, budget.workload), [leanest[0]], budget)
+    lacking = [phase for phase in phases if shortage(phase, budget.device, headroom=HEADROOM)]
+    return frozenset(phase.name for phase in lacking if not phase.trains)
+
+
+def _first_that_fits(ladder: Sequence[Way], budget: Budget, beyond: frozenset[str]) -> Way | None:
     start: Choice = budget.config, budget.workload
-    fitting = (
-        each for each in ladder if fits(phases_after(start, [each[0]], budget), budget.device, headroom=HEADROOM)
-    )
-    return next(fitting, None)
+    for change, reason in ladder:
+        phases = [phase for phase in phases_after(start, [change], budget) if phase.name not in beyond]
+        if fits(phases, budget.device, headroom=HEADROOM):
+            return change, reason
+    return None
 
 
 def _with_encoders(budget: Budget, built: Built) -> Budget:

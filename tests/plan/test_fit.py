@@ -168,6 +168,17 @@ def test_auto_turns_to_8_bits_last() -> None:
     assert lean.config.precision.base_model_precision == "int8-quanto"
 
 
+def test_auto_slows_no_step_down_for_previews_that_fit_in_no_way() -> None:
+    training = budget(gpu(12))
+    clip = Bucket(1024, 1024, 241, 1, 1.0, 256)
+    workload = replace(training.workload, previews=[clip])
+    rendering = estimate(training.config, training.parts, workload, training.device, None)
+    alone, both = choose(training, everything_built), choose(rendering, everything_built)
+    assert list(check_fit(both, everything_built)), "the previews are too large for every choice"
+    assert (both.config, both.decisions) == (alone.config, alone.decisions)
+    assert both.config.precision.base_model_precision == "no_change"
+
+
 def test_auto_touches_nothing_that_the_user_set() -> None:
     mine = {"gradient_checkpointing": True, "enable_group_offload": False, "base_model_precision": "bf16"}
     for gigabytes in (4, 141):
