@@ -50,6 +50,19 @@ def test_a_checkpoint_that_is_not_here_is_assumed(workspace: Workspace, capsys: 
     assert "  transformer, VAE, text encoders: not on this machine, sizes assumed from t2i-lite-sft" in lines
 
 
+def test_token_routes_are_counted(workspace: Workspace, capsys: Capture) -> None:
+    """In a micro-step of 16 tokens a sample, where captions, which no route cuts, are most of the work."""
+    workspace.write_config(pretrained_model_name_or_path=None)
+    route = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
+    teraflops = []
+    for value in ("null", route, route.replace("0.5", "0")):
+        lines = estimate(workspace, capsys, "--device-memory", "80", f"--tread_config={value}")
+        teraflops.append(next(float(line.split()[4]) for line in lines if line.startswith("  64x64, batch 2 ")))
+    plain, routed, neutral = teraflops
+    assert neutral == plain
+    assert routed < 0.9 * plain
+
+
 def test_a_run_that_does_not_fit_is_refused(workspace: Workspace, capsys: Capture) -> None:
     for command in (("plan",), ("train",), ("train", "--dry-run")):
         told = complaint(workspace, capsys, *command, "--plan_device_memory_gb=0.57")
