@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from simpletuner.caching.keys import digest
+from simpletuner.config.json_files import read_json
 from simpletuner.config.load import RunConfig
+from simpletuner.config.precision import quantisation
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -48,7 +50,18 @@ def check_resume(config: RunConfig, spec: FamilySpec, flavour: Flavour, problems
         message = f"{checkpoint.path} was trained with train_batch_size {identity.train_batch_size}, not {size}."
         hint = "" if allowed else " i_know_what_i_am_doing allows it; data order then starts anew."
         problems.append(Problem(key, message + hint, fatal=not allowed))
+    problems.extend(_check_base(config, checkpoint))
     return checkpoint
+
+
+def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
+    """A LoRA makes up for the errors of the base it was trained on, so another precision of it is worth a word."""
+    settings = read_json(checkpoint.path / "config.json", [])
+    old = settings.get("base_model_precision", "no_change") if isinstance(settings, dict) else "no_change"
+    new = config.precision.base_model_precision
+    if quantisation(old) != quantisation(new):
+        message = f"{new!r}: {checkpoint.path.name} was trained with {old!r}, so the base is no longer quite the same."
+        yield Problem("base_model_precision", message, fatal=False)
 
 
 def fingerprint(datasets: Sequence[Dataset]) -> str:

@@ -55,6 +55,16 @@ def test_each_weight_is_packed_once(workspace: Workspace, monkeypatch: pytest.Mo
     assert len(shapes) == 1 * 6 + 2 * 10, "a text block has 6 layers, a visual one 10"
 
 
+def test_continuing_on_another_base_is_said(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.write_config(**INT8 | {"validation_disable": True})
+    assert workspace.train() == 0
+    capsys.readouterr()
+    assert workspace.run("plan", "base_model_precision=int8") == 0
+    assert "no longer quite the same" not in capsys.readouterr().out, "int8 means int8-quanto"
+    assert workspace.run("plan", "base_model_precision=no_change") == 0
+    assert "'no_change': checkpoint-4 was trained with 'int8-quanto'" in capsys.readouterr().out
+
+
 def test_clips(tmp_path: Path) -> None:
     workspace = make_workspace(tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s")
     workspace.write_config(**INT8 | {"validation_disable": True})
