@@ -79,14 +79,20 @@ def right(verdict: Verdict | None, picture: Picture) -> dict[str, bool]:
     return {**answer, "colour and shape": answer["shape"] and answer["colour"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def sampling_parser(description: str | None, count: int) -> argparse.ArgumentParser:
+    """The arguments of a judgement: the checkpoint, how many prompts and how they are sampled."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--grid", type=Path)
-    parser.add_argument("--count", type=int, default=48)
+    parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--guidance", type=float, default=4.0)
     parser.add_argument("--threads", type=int, default=3)
+    return parser
+
+
+def main() -> None:
+    parser = sampling_parser(__doc__, count=48)
+    parser.add_argument("--grid", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     pipe = load_pipeline(arguments.checkpoint)

@@ -5,12 +5,12 @@ python scripts/demo/evaluate_video.py CHECKPOINT_FOLDER [--sheet FILE.png]
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import Kandinsky5T2VPipeline
+from evaluate import sampling_parser
 from judge import judge
 from PIL import Image
 from video_judge import rise, trace
@@ -78,13 +78,8 @@ def right(pixels: np.ndarray, clip: Clip) -> dict[str, bool]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
+    parser = sampling_parser(__doc__, count=16)
     parser.add_argument("--sheet", type=Path)
-    parser.add_argument("--count", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--guidance", type=float, default=4.0)
-    parser.add_argument("--threads", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     pipe = load_pipeline(arguments.checkpoint)
