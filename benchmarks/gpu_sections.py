@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.models import SHAPES, build_clip_vae, make_config
 from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
+from simpletuner.budget.measure import fastest, host_to_device_bytes, matmul_flops
 from simpletuner.config.tread import Route
-from simpletuner.memory.measure import fastest, host_to_device_bytes, matmul_flops
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.step import add_noise

@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.models import SHAPES, SIZES, hollow_transformer, lora_targets, make_config
 from benchmarks.timing import Ratio, arguments, show
 from benchmarks.variants import COMMON, Settings, Variant, measure
-from simpletuner.memory.estimate import step_memory
+from simpletuner.budget.estimate import step_memory
+from simpletuner.budget.parts import Parts
 from simpletuner.models.cost import Load
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.parts import Parts
 
 BAR = 1.10
 KINDS: dict[str, Settings] = {

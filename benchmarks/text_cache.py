@@ -28,7 +28,7 @@ from simpletuner.caching.fill import fill_texts
 from simpletuner.caching.keys import EncoderIdentity, TextKey
 from simpletuner.config.load import RunConfig
 from simpletuner.models.adapter import TextEncoder
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
 from simpletuner.reporting.progress import SilentProgress

@@ -28,8 +28,8 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of tests are judged by their settings and not by the memory of whoever runs them."""
-    monkeypatch.setattr("simpletuner.memory.device.host_memory", lambda: 1e12)
-    monkeypatch.setattr("simpletuner.memory.device.query_gpu", lambda: None)
+    monkeypatch.setattr("simpletuner.budget.device.host_memory", lambda: 1e12)
+    monkeypatch.setattr("simpletuner.budget.device.query_gpu", lambda: None)
 
 
 @pytest.fixture(scope="session")

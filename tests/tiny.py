@@ -30,7 +30,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 
 TOKENIZERS = Path(__file__).parents[1] / "simpletuner" / "examples" / "demo" / "checkpoint"
 WIDTH = 32

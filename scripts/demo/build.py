@@ -25,7 +25,7 @@ from transformers import CLIPTokenizer
 from vocabulary import save_tokenizers
 from world import BACKGROUNDS, COLOURS, PLACES, SIZE, SIZES, draw_shape
 
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 
 DEMO = Path(__file__).parents[2] / "simpletuner" / "examples" / "demo"
 PARTS = {

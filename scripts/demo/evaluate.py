@@ -15,7 +15,7 @@ from judge import Verdict, judge
 from PIL import Image
 from world import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIZE, SIZES, Picture
 
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 
 PARTS = ("shape", "colour", "rim", "background")

@@ -16,7 +16,7 @@ from PIL import Image
 from video_judge import rise, trace
 from video_world import FRAMES, HOP, SIZE, Clip, place, sample
 
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 
 NEAR = 4.0

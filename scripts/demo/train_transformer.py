@@ -30,7 +30,7 @@ from train_vae import to_pixels
 from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 from world import draw, sample
 
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName
 
 CAPTION_DROPOUT = 0.1

@@ -18,7 +18,7 @@ from transformers import CLIPTokenizer, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from world import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIZES
 
-from simpletuner.models.kandinsky5.processor import build_processor
+from simpletuner.models.kandinsky5.loading import build_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 
 QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]

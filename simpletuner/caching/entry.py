@@ -15,10 +15,9 @@ from typing import Any
 
 import zstandard
 
+from simpletuner.caching.keys import canonical_json
 from simpletuner.errors import SimpleTunerError
 from simpletuner.headers import METADATA, header_end, join_header, split_header
-
-from .keys import canonical_json
 
 PLAIN = ".safetensors"
 COMPRESSED = ".safetensors.zst"

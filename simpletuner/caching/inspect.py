@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.atomic import TEMPORARY_SUFFIX
-
-from .entry import DamagedEntryError, entry_path, find_entry, list_keys, read_entry, read_provenance
-from .keys import CacheKey, Ingredients
+from simpletuner.caching.entry import DamagedEntryError, entry_path, find_entry, list_keys, read_entry, read_provenance
+from simpletuner.caching.keys import CacheKey, Ingredients
 
 # A temporary file this old belongs to no writer that is still alive.
 LEFTOVER_AGE_SECONDS = 3600.0

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from simpletuner.atomic import write_atomically
-
-from .entry import Entry, compress, entry_path, find_entry, list_keys, read_entry, read_provenance, seal
+from simpletuner.caching.entry import (
+    Entry,
+    compress,
+    entry_path,
+    find_entry,
+    list_keys,
+    read_entry,
+    read_provenance,
+    seal,
+)
 
 
 class CacheStore:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +17,24 @@ from simpletuner.errors import Problem, UserError
 if TYPE_CHECKING:
     from simpletuner.config.arguments import Arguments
     from simpletuner.plan.build import Plan
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import without the collector, and take what was imported out of its sight for good.
+
+    Does nothing in a process that has torch already: what lives there is not ours to set aside.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
 
 # Unknown options are settings; the option schema, and not click, decides what they mean.
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -64,11 +84,11 @@ def train(
     if dry_run:
         _show_plan(arguments, problems)
         return
+    from simpletuner.budget.ready import ready_plan
+    from simpletuner.cli.train import quick_imports
     from simpletuner.models.registry import load_adapter
-    from simpletuner.plan.ready import ready_plan
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import make_progress
-    from simpletuner.run.heavy import quick_imports
 
     plan, budget = ready_plan(arguments, problems)
     prepare_output(plan)
@@ -108,9 +128,9 @@ def plan(context: typer.Context) -> None:
 
 
 def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
+    from simpletuner.budget.ready import weigh_plan
+    from simpletuner.budget.show import show_plan
     from simpletuner.config.load import raise_if_fatal
-    from simpletuner.plan.ready import weigh_plan
-    from simpletuner.plan.show import show_plan
 
     show_plan(*weigh_plan(arguments, problems), sys.stdout)
     raise_if_fatal(problems)  # that it does not fit: the numbers above show why

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from simpletuner.config.load import Layer
+from simpletuner.config.schema import option_names
 from simpletuner.errors import Problem
-
-from .load import Layer
-from .schema import option_names
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
 # Words that choose the config and are no settings themselves, by the name they are kept under.

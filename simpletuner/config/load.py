@@ -15,12 +15,11 @@ from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
+from simpletuner.config import schema
+from simpletuner.config.json_files import json_kind, read_json, same_value
+from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
+from simpletuner.config.option import Group
 from simpletuner.errors import ConfigError, Problem
-
-from . import schema
-from .json_files import json_kind, read_json, same_value
-from .messages import problems_of, unknown_key, with_stand_ins
-from .option import Group
 
 GroupType = TypeVar("GroupType", bound=Group)
 FAMILY_DEFAULT = "family default"

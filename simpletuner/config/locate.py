@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simpletuner.config.arguments import EXTRA_ARGUMENTS
+from simpletuner.config.load import Layer, read_json_layer
+from simpletuner.config.schema import option_names
 from simpletuner.errors import ConfigError, Problem, did_you_mean
-
-from .arguments import EXTRA_ARGUMENTS
-from .load import Layer, read_json_layer
-from .schema import option_names
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Paths in packaged examples are written as if they lay here, and are led into the package.

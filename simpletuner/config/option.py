@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from .json_files import UnusableJsonError, parse_json
+from simpletuner.config.json_files import UnusableJsonError, parse_json
 
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
@@ -238,3 +238,19 @@ def _strip_optional(annotation: Any) -> Any:
 def _literal_args(annotation: Any) -> tuple[Any, ...]:
     base = _strip_optional(annotation)
     return get_args(base) if get_origin(base) is Literal else ()
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional dependency: the module to look for, its name for pip, and our extra that installs it."""
+
+    module: str
+    name: str
+    extra: str
+
+
+BITSANDBYTES = Package("bitsandbytes", "bitsandbytes", "cuda")
+TORCHAO = Package("torchao", "torchao", "torchao")
+PRODIGY = Package("prodigyopt", "prodigyopt", "optimizers")
+SCHEDULE_FREE = Package("schedulefree", "schedulefree", "optimizers")
+PYTORCH_OPTIMIZER = Package("pytorch_optimizer", "pytorch-optimizer", "optimizers")

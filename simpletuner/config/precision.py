@@ -1,6 +1,6 @@
 """What the precision keys mean: dtypes by name, and ways to store weights in fewer bits.
 
-The dtype and storage of an encoder are part of the identity of what it encodes. No torch here: `memory.quantise` does
+The dtype and storage of an encoder are part of the identity of what it encodes. No torch here: `memory.precision` does
 what these tables say.
 """
 
@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from simpletuner.config.option import BITSANDBYTES, TORCHAO, Package
+from simpletuner.config.schema import PLAIN_PRECISIONS, CachingConfig, PrecisionConfig
 from simpletuner.errors import Problem
-
-from .optimizer_table import BITSANDBYTES, TORCHAO, Package
-from .schema import PLAIN_PRECISIONS, CachingConfig, PrecisionConfig
 
 Library = Literal["quanto", "torchao", "bnb"]
 PRECISION_KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")

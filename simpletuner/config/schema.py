@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from .option import (
+from simpletuner.config.option import (
     Flag,
     Group,
     Integer,
@@ -374,6 +374,9 @@ class LoraConfig(Group):
     )
     init_lora: PathText | None = option(None, "File or folder of a LoRA to start from.")
     init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
+
+
+SLOTS = 2  # of the ring that streamed blocks go through, in groups of blocks
 
 
 class OffloadConfig(Group):

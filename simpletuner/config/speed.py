@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from simpletuner.config.schema import LaunchConfig, PrecisionConfig, SpeedConfig
 from simpletuner.errors import Problem, did_you_mean
-
-from .schema import LaunchConfig, PrecisionConfig, SpeedConfig
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those with CUDA graphs

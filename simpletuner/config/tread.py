@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from simpletuner.config.option import parse_integer, parse_number
 from simpletuner.errors import Problem, did_you_mean
-
-from .option import parse_integer, parse_number
 
 KEY = "tread_config"
 RATIO, FIRST, LAST = "selection_ratio", "start_layer_idx", "end_layer_idx"

@@ -24,9 +24,8 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from .media import NOT_THE_FILES_FAULT
-from .structure import MediaError
-from .timing import MISSING_SECONDS, TOLERANCE, ClipFacts
+from simpletuner.data.media import NOT_THE_FILES_FAULT, MediaError
+from simpletuner.data.timing import MISSING_SECONDS, TOLERANCE, ClipFacts
 
 # What a decoder says of brightness and colours that an 8-bit sRGB picture cannot hold (ITU-T H.273, tables 2 and 3).
 HDR_CURVES = {16: "PQ", 18: "HLG"}

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .chance import fraction
+from simpletuner.data.chance import fraction
 
 Size = tuple[int, int]  # width, height in pixels
 ResolutionType = Literal["pixel", "area", "pixel_area"]

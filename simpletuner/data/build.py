@@ -1,4 +1,7 @@
-"""From dataset entries to datasets, with every problem of every file gathered on the way."""
+"""Datasets from the entries of the dataset file: every file becomes a sample or gets a reason why not.
+
+All problems are collected; nothing is decoded and nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,91 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from simpletuner.config.datasets import DatasetConfig
+from simpletuner.data.buckets import OutsideLimitsError
+from simpletuner.data.captions import (
+    CaptionError,
+    CaptionSource,
+    Edit,
+    captions_for,
+    match_rows,
+    read_filters,
+    read_shuffle,
+    read_table,
+)
+from simpletuner.data.chance import order_key
+from simpletuner.data.checks import (
+    check_amount,
+    check_caches,
+    check_default_text_cache,
+    check_entry,
+    check_folders,
+    check_start,
+    link_partners,
+    summarise_rejected,
+)
+from simpletuner.data.clip_rules import ClipLengthError, build_clip_rules, check_speed
+from simpletuner.data.context import DataContext, latent_dir_of, text_entry_of
+from simpletuner.data.dataset import Dataset, Partners, names_by_key, stretched
+from simpletuner.data.discovery import FileFacts, Folder, read_folder
+from simpletuner.data.rules import build_rules
+from simpletuner.data.sample import Rejected, Sample, shorten
 from simpletuner.errors import Problem
 
-from .amounts import check_amount, summarise_rejected
-from .cache_folders import latent_dir_of, text_entry_of
-from .caption_edits import read_filters, read_shuffle
-from .captions import CaptionSource, Edit
-from .chance import order_key
-from .checks import check_caches, check_default_text_cache, check_entry, check_folders, check_start, link_partners
-from .clip_rules import build_clip_rules, check_speed
-from .context import DataContext
-from .dataset import Dataset
-from .folder import Folder, read_folder
-from .outcome import outcome_of
-from .pairing import Partners, names_by_key, stretched
-from .rules import build_rules
-from .sample import Rejected, Sample, shorten
-from .table import match_rows, read_table
+
+def outcome_of(
+    name: str, facts: FileFacts, dataset: Dataset, folder: Folder, captions: CaptionSource
+) -> Sample | Rejected:
+    """The sample of a picture or clip, or why it is left out.
+
+    Args:
+        name: path below the dataset's folder.
+        dataset: with its rules; its samples are not looked at.
+        captions: where its captions come from.
+    """
+    rejected = _without_partner(name, dataset)
+    if rejected is not None:
+        return rejected
+    if dataset.config.metadata_backend == "parquet" and name not in captions.table:
+        return Rejected(dataset.id, name, "not in the table", "is not in the table")
+    try:
+        return _sample(name, facts, dataset, folder, captions)
+    except OutsideLimitsError as error:
+        return Rejected(dataset.id, name, "outside the limits", str(error))
+    except ClipLengthError as error:
+        return Rejected(dataset.id, name, error.reason, str(error))
+    except CaptionError as error:
+        return Rejected(dataset.id, name, "no caption", str(error))
+
+
+def _without_partner(name: str, dataset: Dataset) -> Rejected | None:
+    for partners in dataset.partners:
+        partner = partners.facts_of(name)
+        if partner is None:
+            return Rejected(dataset.id, name, "partner unusable", f"has no partner in {partners.dataset_id}")
+        if partner.problem is not None:
+            detail = f"its partner {partners.name_of(name)} {partner.problem}"
+            return Rejected(dataset.id, name, "partner unusable", detail)
+    return None
+
+
+def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, captions: CaptionSource) -> Sample:
+    clips = dataset.clips
+    frames = clips.frames_of(facts.clip) if clips and facts.clip else 1
+    geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
+    return Sample(
+        dataset_id=dataset.id,
+        name=name,
+        path=folder.root / name,
+        content=facts.content,
+        original_size=facts.picture_size,
+        geometry=geometry,
+        captions=folder.gone.get(name) or captions_for(name, captions),
+        partner=partner,
+        frames=frames,
+        frame_rate=clips.rate if clips else None,
+        is_i2v=clips is not None and clips.is_i2v,
+    )
+
 
 USES_CAPTION_FILES = "textfile"
 

@@ -6,14 +6,24 @@ A picture may have several alternatives; one of them is drawn each time it is us
 from __future__ import annotations
 
 import codecs
+import importlib
+import json
+import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any, Literal
 
-from simpletuner.config.datasets import DatasetConfig
+from pydantic import ValidationError
 
-from .discovery import pair_key
+from simpletuner.config.datasets import DatasetConfig, ParquetConfig
+from simpletuner.config.messages import problems_of
+from simpletuner.config.option import Flag, Group, Integer, option
+from simpletuner.data.chance import generator
+from simpletuner.data.discovery import pair_key
+from simpletuner.errors import Problem, did_you_mean
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -116,3 +126,183 @@ def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
     if not captions:
         raise CaptionError("has an empty caption file")
     return captions
+
+
+SEPARATORS = {"comma": (",", ", "), "space": (" ", " "), "period": (".", ". ")}  # how to split, how to join
+REPLACEMENT = re.compile(r"s/((?:[^/\\]|\\.)*)/((?:[^/\\]|\\.)*)/?")
+
+
+class CaptionShuffle(Group):
+    """caption_shuffle"""
+
+    enable: Flag = option(False, "Whether to shuffle at all.")
+    count: Integer = option(1, "Shuffled alternatives per caption.", ge=1)
+    seed: Integer = option(0, "Another seed, other orders.")
+    split_on: Literal["comma", "space", "period"] = option("comma", "What separates the parts.")
+    position_start: Integer = option(0, "Parts before this one stay where they are.", ge=0)
+    include_original: Flag = option(True, "Keep the caption as it was written as an alternative.")
+
+
+def read_shuffle(value: Any, where: str, problems: list[Problem]) -> Edit | None:
+    """The edit that a dataset's `caption_shuffle` asks for, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        problems.append(Problem(where, f"{value!r} is not an object with enable, count, split_on and so on."))
+        return None
+    try:
+        settings = CaptionShuffle.model_validate(value)
+    except ValidationError as error:
+        problems.extend(problems_of(error, CaptionShuffle, prefix=f"{where}."))
+        return None
+    return partial(_shuffle, settings) if settings.enable else None
+
+
+def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
+    """The caption and its shuffled forms, each once; the order depends on the text and the seed alone."""
+    splitter, joiner = SEPARATORS[settings.split_on]
+    parts = [part.strip() for part in caption.split(splitter) if part.strip()]
+    fixed, movable = parts[: settings.position_start], parts[settings.position_start :]
+    forms = [caption] if settings.include_original else []
+    for number in range(settings.count):
+        order = list(movable)
+        generator("caption shuffle", settings.seed, caption, number).shuffle(order)
+        text = joiner.join(fixed + order)
+        forms.append(text + "." if settings.split_on == "period" and caption.endswith(".") else text)
+    return list(dict.fromkeys(forms))
+
+
+def read_filters(value: Any, where: str, problems: list[Problem]) -> Edit | None:
+    """The edit that a text_embeds entry's `caption_filter_list` asks for, or None.
+
+    Args:
+        value: a list of texts, or a file with one on each line or a JSON list of them.
+        where: names the key in problems.
+        problems: receives what is wrong.
+    """
+    if value is None:
+        return None
+    entries = _read_list(Path(value), where, problems) if isinstance(value, str) else value
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        problems.append(Problem(where, f"{value!r} is neither a list of texts nor a file that holds one."))
+        return None
+    filters = [_read_filter(entry, where, problems) for entry in entries if entry]
+    return partial(_filter, filters)
+
+
+def _read_list(path: Path, where: str, problems: list[Problem]) -> list[Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix.lower() == ".json":
+            content = json.loads(text)
+            return content if isinstance(content, list) else [content]
+        return [line for line in text.splitlines() if line.strip()]
+    except OSError as error:
+        problems.append(Problem(where, f"{str(path)!r} cannot be read: {error.strerror}."))
+    except ValueError as error:
+        problems.append(Problem(where, f"{str(path)!r} is not a list of texts: {error}."))
+    return []
+
+
+def _read_filter(entry: str, where: str, problems: list[Problem]) -> tuple[str | None, re.Pattern[str] | None, str]:
+    """Literal text, expression and replacement; one of the first two may be missing."""
+    replacement = REPLACEMENT.fullmatch(entry)
+    pattern, new = (replacement.group(1), replacement.group(2).replace(r"\/", "/")) if replacement else (entry, "")
+    try:
+        expression = re.compile(pattern)
+        expression.sub(new, "")  # finds a replacement that refers to a group that is not there
+    except (re.error, IndexError) as error:
+        if replacement:
+            problems.append(Problem(where, f"{entry!r} is not a regular expression: {error}."))
+        return entry, None, ""
+    return None if replacement else entry, expression, new
+
+
+def _filter(filters: Sequence[tuple[str | None, re.Pattern[str] | None, str]], caption: str) -> Sequence[str]:
+    """Each entry is taken as plain text where the caption contains it, else as a regular expression."""
+    for literal, expression, new in filters:
+        if literal is not None and literal in caption:
+            caption = caption.replace(literal, "")
+        elif expression is not None:
+            caption = expression.sub(new, caption)
+    return [re.sub(r"[ \t]{2,}", " ", caption).strip()]
+
+
+def read_table(config: ParquetConfig, where: str, problems: list[Problem]) -> dict[str, tuple[str, ...]]:
+    """Captions by file name (composed Unicode, path with `/`); an empty tuple where the table has none.
+
+    Args:
+        config: path and columns.
+        where: names the dataset in problems.
+        problems: receives a missing package, file or column.
+    """
+    parquet = _pyarrow(where, problems)
+    path = Path(config.path)
+    if not path.is_file():
+        problems.append(Problem(f"{where}.parquet.path", f"the file {config.path!r} does not exist."))
+        return {}
+    if parquet is None or not _has_columns(parquet, path, config, where, problems):
+        return {}
+    columns = [config.filename_column, config.caption_column]
+    if config.fallback_caption_column:
+        columns.append(config.fallback_caption_column)
+    rows = parquet.read_table(path, columns=list(dict.fromkeys(columns))).to_pylist()
+    return {_name(row, config): _captions(row, config) for row in rows if row[config.filename_column]}
+
+
+def match_rows(
+    table: Mapping[str, tuple[str, ...]], pictures: Iterable[str]
+) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Captions by picture, and the names in the table that no picture has.
+
+    A table names a picture by its path below the dataset's folder or, where that is not found, by its bare name.
+    """
+    matched, unused = {}, set(table)
+    for picture in pictures:
+        path = unicodedata.normalize("NFC", picture)
+        name = path if path in table else PurePosixPath(path).name
+        if name in table:
+            matched[picture] = table[name]
+            unused.discard(name)
+    return matched, sorted(unused)
+
+
+def _pyarrow(where: str, problems: list[Problem]) -> Any:
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        message = "parquet needs the package pyarrow: pip install 'simpletuner[parquet]'."
+        problems.append(Problem(f"{where}.metadata_backend", message))
+        return None
+
+
+def _has_columns(parquet: Any, path: Path, config: ParquetConfig, where: str, problems: list[Problem]) -> bool:
+    """Check every column that the entry names, also those of sizes, which pictures themselves decide."""
+    try:
+        known = list(parquet.read_schema(path).names)
+    except (OSError, ValueError) as error:  # pyarrow's own errors are both
+        problems.append(Problem(f"{where}.parquet.path", f"{str(path)!r} is not a parquet file: {error}."))
+        return False
+    named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}
+    missing = {key: value for key, value in named.items() if value not in known}
+    for key, value in missing.items():
+        message = f"there is no column {value!r}; the table has: {', '.join(known)}.{did_you_mean(value, known)}"
+        problems.append(Problem(f"{where}.parquet.{key}", message))
+    return not missing
+
+
+def _name(row: dict[str, Any], config: ParquetConfig) -> str:
+    name = str(row[config.filename_column]).replace("\\", "/")
+    if not config.identifier_includes_extension:
+        name += ".png"
+    return unicodedata.normalize("NFC", str(PurePosixPath(name)))
+
+
+def _captions(row: dict[str, Any], config: ParquetConfig) -> tuple[str, ...]:
+    for column in (config.caption_column, config.fallback_caption_column):
+        value = row[column] if column else None
+        texts = value if isinstance(value, list) else [value]
+        captions = tuple(str(text).strip() for text in texts if text is not None and str(text).strip())
+        if captions:
+            return captions
+    return ()

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.context import DataContext
+from simpletuner.data.timing import ClipFacts
 from simpletuner.errors import Problem
-
-from .buckets import Geometry
-from .context import DataContext
-from .timing import ClipFacts
 
 DEFAULT_SECONDS = 5
 # 23.976 and 24 are the same speed to a viewer.

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .buckets import Geometry
-from .media import fit
-from .structure import MediaError
-from .timing import ClipFacts, moments_of
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.media import MediaError, fit
+from simpletuner.data.timing import ClipFacts, moments_of
 
 __all__ = ["CLIP_SUFFIXES", "ClipFacts", "MediaError", "fit_clip", "frames_of", "is_clip", "probe_clip", "read_clip"]
 
@@ -41,7 +40,7 @@ def probe_clip(path: Path) -> ClipFacts:
     Raises:
         MediaError: empty, no clip, without frames, damaged or cut off.
     """
-    from . import av_reader
+    from simpletuner.data import av_reader
 
     return av_reader.probe(path)
 
@@ -52,7 +51,7 @@ def frames_of(path: Path, frames: int, rate: float) -> Iterator[NDArray[np.uint8
     Raises:
         MediaError: it cannot be decoded that far.
     """
-    from . import av_reader, decord_reader
+    from simpletuner.data import av_reader, decord_reader
 
     moments = moments_of(frames, rate)
     done = 0

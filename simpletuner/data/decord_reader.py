@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .timing import MISSING_SECONDS, shown_at
+from simpletuner.data.timing import MISSING_SECONDS, shown_at
 
 # Frames that are decoded at once; 200 of them at 1280x720 would be half a gigabyte.
 SLICE = 8

@@ -1,16 +1,29 @@
-"""Which files a dataset folder holds, and which of them are pictures or clips, and captions."""
+"""What a dataset folder holds: its files, what is known of each, and which captions belong to it.
+
+Facts about a file (content hash, size, problem) are kept in an index beside the latent cache, so that an unchanged
+file is read only once. The index can always be made again; a damaged or foreign one is ignored.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from .clips import CLIP_SUFFIXES
-from .media import PICTURE_SUFFIXES
-from .sample import Reason
+from pydantic import TypeAdapter, ValidationError
+
+from simpletuner.atomic import write_atomically
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.data.buckets import Size
+from simpletuner.data.clips import CLIP_SUFFIXES, is_clip, probe_clip
+from simpletuner.data.context import DataContext
+from simpletuner.data.media import PICTURE_SUFFIXES, MediaError, probe
+from simpletuner.data.sample import Reason, Rejected
+from simpletuner.data.timing import ClipFacts
 
 CAPTION_SUFFIX = ".txt"
 
@@ -133,3 +146,162 @@ def _printable(name: str) -> str:
 
 def _suffix(name: str) -> str:
     return PurePosixPath(name).suffix.lower()
+
+
+INDEX_NAME = "index.json"
+# 2: clips with HDR or a mirroring matrix are refused.
+INDEX_VERSION = 2
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What reading a file once has told.
+
+    Attributes:
+        size, mtime_ns: bytes and time of the last change; when both are as before, the file was not changed.
+        content: sha256 of the bytes in hex; empty when the file could not be read.
+        width, height: pixels as shown, after any rotation; 0 with a problem.
+        problem: why it cannot be used, or None.
+        captions: the captions it was last used with, for when the files themselves are gone.
+        clip: length and rate; None for pictures.
+    """
+
+    size: int
+    mtime_ns: int
+    content: str
+    width: int = 0
+    height: int = 0
+    problem: str | None = None
+    captions: tuple[str, ...] = ()
+    clip: ClipFacts | None = None
+
+    @property
+    def picture_size(self) -> Size:
+        return self.width, self.height
+
+
+@dataclass(frozen=True)
+class _Index:
+    version: int
+    root: str
+    files: dict[str, FileFacts]
+
+
+_INDEX = TypeAdapter(_Index)
+
+
+def inspect_files(
+    root: Path, names: Iterable[str], known: Mapping[str, FileFacts], *, workers: int = 4
+) -> dict[str, FileFacts]:
+    """Facts of each file, read from the disk only where they are not known or the file has changed.
+
+    Args:
+        root: the dataset's folder.
+        names: paths below it.
+        known: the index of the last run.
+        workers: threads, at most the machine's cores.
+    """
+    names = list(names)
+    with ThreadPoolExecutor(max(1, min(workers, os.cpu_count() or 1))) as pool:
+        facts = pool.map(lambda name: _inspect(root / name, known.get(name)), names)
+        return dict(zip(names, facts, strict=True))
+
+
+def _inspect(path: Path, known: FileFacts | None) -> FileFacts:
+    try:
+        status = path.stat()
+        if known is not None and (known.size, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
+            return known
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return FileFacts(0, 0, "", problem=f"cannot be read: {error.strerror}")
+    facts = FileFacts(status.st_size, status.st_mtime_ns, content)
+    try:
+        clip = probe_clip(path) if is_clip(path) else None
+        width, height = (clip.width, clip.height) if clip else probe(path)
+    except MediaError as error:
+        return replace(facts, problem=str(error))
+    return replace(facts, width=width, height=height, clip=clip)
+
+
+def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
+    """The index in a latent cache folder; empty when there is none, it is damaged or of another dataset folder."""
+    try:
+        index = _INDEX.validate_json((folder / INDEX_NAME).read_bytes())
+    except (OSError, ValidationError):
+        return {}
+    return index.files if (index.version, index.root) == (INDEX_VERSION, str(root.absolute())) else {}
+
+
+def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None:
+    """Write the index atomically; files that could not be read are left out, so that they are tried again.
+
+    Raises:
+        DiskFullError: no space left; the index that was there is kept.
+    """
+    files = {name: fact for name, fact in facts.items() if fact.content}
+    index = _Index(INDEX_VERSION, str(root.absolute()), files)
+    write_atomically(folder / INDEX_NAME, _INDEX.dump_json(index), durable=False)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A dataset folder after every file was looked at.
+
+    Attributes:
+        root: the folder.
+        facts: of each whole picture or clip, by name, sorted.
+        damaged: facts of those with a problem.
+        captions: caption file by `pair_key`.
+        gone: captions of those that are used although their files are gone.
+        rejected: every other file.
+    """
+
+    root: Path
+    facts: Mapping[str, FileFacts]
+    damaged: Mapping[str, FileFacts]
+    captions: Mapping[str, str]
+    gone: Mapping[str, tuple[str, ...]]
+    rejected: tuple[Rejected, ...]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a folder, or an index to use in its place."""
+        return is_readable(self.root) or bool(self.facts)
+
+
+def read_folder(config: DatasetConfig, context: DataContext) -> Folder:
+    """Look at every file of an entry; one that did not change since the last run is not read again."""
+    root = Path(config.instance_data_dir or "")
+    known = load_index(Path(config.cache_dir_vae or ""), root)
+    listing = scan(root, clips=config.holds_clips and context.spec.media == "video") if is_readable(root) else Scan()
+    rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
+    names = list(listing.files)
+    if known and _keeps_list(config):
+        detail = "was added after the list of files was made, which is kept as it is"
+        rejected += [Rejected(config.id, name, "not chosen", detail) for name in names if name not in known]
+        names = [name for name in names if name in known]
+    facts = inspect_files(root, names, known, workers=context.max_workers)
+    # A damaged file may have been moved to quarantine; only a picture that was good is missed.
+    lost = {name: fact for name, fact in known.items() if name not in listing.files and fact.problem is None}
+    if context.defaults.ignore_missing_files:
+        facts |= lost
+    else:
+        rejected += [Rejected(config.id, name, "gone", "was here in the last run and is gone") for name in lost]
+    for name, fact in facts.items():
+        if fact.problem is not None:
+            rejected.append(Rejected(config.id, name, "damaged" if fact.content else "unreadable", fact.problem))
+    return Folder(
+        root=root,
+        facts={name: facts[name] for name in sorted(facts) if facts[name].problem is None},
+        damaged={name: fact for name, fact in facts.items() if fact.problem is not None},
+        captions=listing.captions,
+        gone={name: fact.captions for name, fact in lost.items() if name in facts},
+        rejected=tuple(rejected),
+    )
+
+
+def _keeps_list(config: DatasetConfig) -> bool:
+    skipped = config.skip_file_discovery or []
+    return bool(config.preserve_data_backend_cache) or "metadata" in skipped or "aspect" in skipped

@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from .clips import CLIP_SUFFIXES
-from .dataset import Dataset
-from .discovery import CAPTION_SUFFIX, pair_key
-from .media import PICTURE_SUFFIXES
-from .sample import Reason, Rejected
+from simpletuner.data.clips import CLIP_SUFFIXES
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.discovery import CAPTION_SUFFIX, pair_key
+from simpletuner.data.media import PICTURE_SUFFIXES
+from simpletuner.data.sample import Reason, Rejected
 
 FOLDER_NAME = "quarantine"
 REASONS_NAME = "reasons.jsonl"

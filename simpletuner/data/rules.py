@@ -9,10 +9,9 @@ from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import FALSE_WORDS, parse_number
+from simpletuner.data.buckets import Aspect, BucketRules, Grid, listed_aspects, native_aspects
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
-
-from .buckets import Aspect, BucketRules, Grid, listed_aspects, native_aspects
 
 UNIT_CHECK_OVERRIDE = "SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE"
 # A maximum this large in megapixels, or this small as an edge, is the other unit by mistake.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .buckets import Geometry, Size
+from simpletuner.data.buckets import Geometry, Size
 
 # Why a file is not trained on; the words of the log, which counts them.
 Reason = Literal[

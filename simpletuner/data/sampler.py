@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
+from simpletuner.data.buckets import Size
+from simpletuner.data.chance import fraction, generator
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
-
-from .buckets import Size
-from .chance import fraction, generator
-from .dataset import Dataset
-from .sample import Sample
 
 Sampling = Literal["auto-weighting", "uniform"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .seeds import Place
+from simpletuner.diffusion.seeds import Place
 
 # The cached embeddings of one caption, by name, without a batch dimension and without padding.
 TextEmbeds = dict[str, Tensor]

@@ -8,15 +8,14 @@ Random numbers are drawn on the CPU and then moved, so that a seed means the sam
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from simpletuner.config.schema import FlowConfig
-
-from .batch import Batch, NoisyBatch, upload
-from .beta import beta_quantile
-from .seeds import Place
+from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
+from simpletuner.diffusion.seeds import Place
 
 # Below this a float32 mix no longer contains the noise.
 SMALLEST_SIGMA = 1e-6
@@ -135,3 +134,81 @@ def _given(generator: torch.Generator | None) -> torch.Generator:
     if generator is None:
         raise ValueError("noise_offset and input_perturbation draw random numbers: pass a generator")
     return generator
+
+
+TINY = 1e-300
+BISECTIONS = 60  # halvings of [0, 1]: to the end of double precision
+
+
+def beta_quantile(share: float, alpha: float, beta: float) -> float:
+    """The x in [0, 1] below which `share` of a Beta(alpha, beta) lies, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if beta_cdf(middle, alpha, beta) < share:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def beta_cdf(x: float, alpha: float, beta: float) -> float:
+    """The regularised incomplete beta function I_x(alpha, beta), for alpha and beta > 0.
+
+    Source: NIST Digital Library of Mathematical Functions, 8.17.22 (continued fraction) and 8.17.4 (symmetry).
+    """
+    if x <= 0 or x >= 1:
+        return 0.0 if x <= 0 else 1.0
+    # The fraction converges quickly on this side of the mean only.
+    if x > (alpha + 1) / (alpha + beta + 2):
+        return 1 - beta_cdf(1 - x, beta, alpha)
+    log_front = alpha * math.log(x) + beta * math.log1p(-x)
+    log_front += math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
+    return math.exp(log_front) / (alpha * _continued_fraction(x, alpha, beta))
+
+
+def _continued_fraction(x: float, a: float, b: float, limit: int = 1000, tolerance: float = 1e-15) -> float:
+    """1 + d1/(1 + d2/(1 + ...)) of DLMF 8.17.22, evaluated from the front by Lentz's method."""
+    value = numerators = 1.0
+    denominators = 0.0
+    for n in range(1, limit):
+        m = n // 2
+        if n % 2:
+            d = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        else:
+            d = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        denominators = 1 / ((1 + d * denominators) or TINY)
+        numerators = (1 + d / numerators) or TINY
+        value *= numerators * denominators
+        if abs(numerators * denominators - 1) < tolerance:
+            break
+    return value
+
+
+def hold_first_frame(noisy: NoisyBatch) -> NoisyBatch:
+    """Put the condition in place of frame 0, leave that frame out of the loss and protect it.
+
+    The loss stays a mean over what is left: the weight of the other frames is F / (F - 1), times the batch's own mask.
+    A clip of one frame has nothing to continue with and is trained as it is; so is a batch without a condition.
+    """
+    condition, frames = noisy.batch.condition, noisy.noisy_latents.shape[2]
+    if condition is None or frames == 1:
+        return noisy
+    noisy_latents = torch.cat([condition.to(noisy.noisy_latents), noisy.noisy_latents[:, :, 1:]], dim=2)
+    mask = _later_frames(noisy_latents)
+    if noisy.batch.loss_mask is not None:
+        mask = mask * noisy.batch.loss_mask
+    # The other frames continue this one: whoever leaves out tokens must leave it whole.
+    protected = (torch.arange(frames) == 0).view(1, 1, -1, 1, 1)
+    if noisy.protected is not None:
+        protected = protected.to(noisy.protected.device) | noisy.protected
+    batch = replace(noisy.batch, loss_mask=mask)
+    return replace(noisy, noisy_latents=noisy_latents, batch=batch, protected=protected)
+
+
+def _later_frames(latents: Tensor) -> Tensor:
+    """0 on frame 0, F / (F - 1) on the others; `B 1 F H W`."""
+    frames = latents.shape[2]
+    mask = torch.full_like(latents[:, :1], frames / (frames - 1))
+    mask[:, :, 0] = 0
+    return mask

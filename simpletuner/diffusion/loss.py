@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.config.schema import LossConfig
-
-from .batch import NoisyBatch
+from simpletuner.diffusion.batch import NoisyBatch
 
 
 def diffusion_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:

@@ -13,8 +13,8 @@ from typing import Any
 
 from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem, did_you_mean
+from simpletuner.models.source import tensor_shapes
 from simpletuner.models.spec import FamilySpec
-from simpletuner.models.weights import tensor_shapes
 
 KEY = "peft_lora_target_modules"
 Targets = list[str] | str

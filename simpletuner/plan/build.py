@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simpletuner.config.arguments import Arguments
-from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal, resolve, with_family
-from simpletuner.config.load_datasets import read_datasets
 from simpletuner.config.locate import dataset_file, locate
 from simpletuner.config.precision import check_packages
 from simpletuner.data.build import build_datasets
@@ -28,10 +27,28 @@ from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.checks import check_config, check_datasets, check_family, check_flavour, check_total, check_tread
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
-from simpletuner.plan.tasks import settle_task
-from simpletuner.training.manifest import Checkpoint
-from simpletuner.training.results import LORA_FILE, PIPELINE_FOLDER
+from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, Checkpoint
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, parse_resolutions
+
+
+def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Flavour, list[DatasetConfig]]:
+    """The flavour with the task that the datasets ask for, and the datasets with that question answered.
+
+    A flavour without a choice is left as it is. One with a choice has its other task as soon as one trained dataset
+    sets `video.is_i2v`; datasets beside it that do not are trained as before, from noise alone.
+    """
+    if flavour.dataset_task is None:
+        return flavour, list(entries)
+    if any(entry.is_trained and entry.video.is_i2v for entry in entries):
+        flavour = replace(flavour, task=flavour.dataset_task)
+    return flavour, [_answered(entry) for entry in entries]
+
+
+def _answered(entry: DatasetConfig) -> DatasetConfig:
+    if not entry.holds_clips:
+        return entry
+    video = entry.video.model_copy(update={"is_i2v": bool(entry.video.is_i2v)})
+    return entry.model_copy(update={"video": video})
 
 
 @dataclass(frozen=True)

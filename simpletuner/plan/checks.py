@@ -16,7 +16,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.folders import why_not_writable
+from simpletuner.plan.environment import why_not_writable
 from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
 

@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, TextEntry
-from simpletuner.caching.checkpoint import checkpoint_identity
-from simpletuner.caching.keys import EncoderIdentity
+from simpletuner.caching.keys import EncoderIdentity, checkpoint_identity
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.precision import text_encoder_dtype, text_encoder_storage, vae_dtype
-from simpletuner.data.cache_folders import text_entry_of
-from simpletuner.data.context import DataContext
+from simpletuner.data.context import DataContext, text_entry_of
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.plan.build import Plan

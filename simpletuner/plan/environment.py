@@ -1,9 +1,10 @@
-"""Environment variables that say something about a run and are no settings."""
+"""What the machine says about a run: environment variables that are no settings, folders that can be written to."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from simpletuner.config.option import parse_flag
 from simpletuner.errors import Problem, UserError
@@ -36,3 +37,20 @@ def allows_other_batch_size() -> bool:
         return bool(parse_flag(os.environ.get(ALLOW_OTHER_BATCH_SIZE) or "0"))
     except ValueError:
         return False
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def why_not_writable(key: str, folder: Path) -> Problem | None:
+    """Why a folder that a key names cannot be made or written to; None where it can."""
+    parent = existing(folder)
+    if not parent.is_dir():
+        return Problem(key, f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
+    return None

@@ -9,7 +9,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problem
-from simpletuner.plan.folders import why_not_writable
+from simpletuner.plan.environment import why_not_writable
 
 
 def check_offload(config: RunConfig) -> Iterator[Problem]:

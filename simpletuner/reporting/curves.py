@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from .pace import RunningMean
+from simpletuner.reporting.pace import RunningMean
 
 Point = tuple[int, float]
 

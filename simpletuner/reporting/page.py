@@ -10,12 +10,10 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from .curves import Chart, charts_of, points_of
-from .ledger import ledger_section
-from .pace import clock, pace_text
-from .previews import Cell, Grid, Row, build_grid
-from .report import ReportData, Setting
-from .speed import shares, shares_text
+from simpletuner.reporting.curves import Chart, charts_of, points_of
+from simpletuner.reporting.pace import clock, pace_text, shares, shares_text
+from simpletuner.reporting.previews import Cell, Grid, Row, build_grid
+from simpletuner.reporting.report import ReportData, Setting, ledger_section
 
 # The page may show what is inside it (and videos beside it) and must not ask anybody for anything else.
 POLICY = (

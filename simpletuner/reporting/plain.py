@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TextIO
 
-from .pace import Pace, amount, clock, pace_text, size_text
-from .progress import Phase, StepNumbers
+from simpletuner.reporting.pace import Pace, amount, clock, pace_text, size_text
+from simpletuner.reporting.progress import Phase, StepNumbers
 
 # A log should stay readable: about this many lines a run, and a sign of life at least this often.
 TRAINING_LINES = 30

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from PIL import Image
 
-from .metrics import MediaRecord
+from simpletuner.reporting.metrics import MediaRecord
 
 ROWS = 24
 CELLS = 96

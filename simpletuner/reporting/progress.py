@@ -83,10 +83,10 @@ def make_progress(stream: TextIO | None = None) -> Progress:
     stream = stream or sys.stdout
     if stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
         # rich takes a tenth of a second to import, which `--dry-run | less` need not spend.
-        from .terminal import LiveProgress
+        from simpletuner.reporting.terminal import LiveProgress
 
         return LiveProgress(stream)
-    from .plain import PlainProgress
+    from simpletuner.reporting.plain import PlainProgress
 
     return PlainProgress(stream)
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from .pace import pace_text
-from .speed import COMPUTE, DATA, WEIGHTS
+from simpletuner.reporting.pace import COMPUTE, DATA, WEIGHTS, pace_text
 
 SLOWER = 1.5
 # An episode is over when its steps are nearly as fast again; a pace around the limit must not be told twice.

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
-from .metrics import MediaRecord
+from simpletuner.reporting.metrics import MediaRecord
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 

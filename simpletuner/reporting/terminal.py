@@ -27,8 +27,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .pace import Pace, amount, clock, pace_text, size_text
-from .progress import Phase, StepNumbers
+from simpletuner.reporting.pace import Pace, amount, clock, pace_text, size_text
+from simpletuner.reporting.progress import Phase, StepNumbers
 
 REFRESHES_PER_SECOND = 4
 SPARKS = "▁▂▃▄▅▆▇█"

@@ -2,22 +2,73 @@
 
 A tracker never decides over a run: one that fails is named once in the log and left out from then on. The local
 files (`simpletuner` in `report_to`) are no tracker: they are always written.
+
+wandb asks for a key at a prompt when it finds none, and a run on a rented machine must never wait there: whether it
+would work is found out first, without importing it.
 """
 
 from __future__ import annotations
 
+import configparser
 import logging
+import netrc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from simpletuner.config.schema import TrackingConfig
 from simpletuner.errors import Problem, did_you_mean
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.redaction import redact, redact_settings
 
-from .metrics import MediaRecord
-from .redaction import redact, redact_settings
-from .wandb_login import has_wandb_login
+DEFAULT_ADDRESS = "https://api.wandb.ai"
+MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
+
+
+def has_wandb_login() -> bool:
+    """A key is stored, or the chosen mode (`WANDB_MODE=offline`, `wandb offline`) needs none."""
+    settings = _settings_files()
+    if wandb_mode() in MODES_WITHOUT_LOGIN:
+        return True
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or settings.get("api_key"):
+        return True
+    address = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_ADDRESS
+    return _netrc_knows(urlsplit(address).hostname or "")
+
+
+def wandb_mode() -> str:
+    """`online`, `offline` or `disabled`, as the environment or a settings file says."""
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
+        return "disabled"
+    return os.environ.get("WANDB_MODE") or _settings_files().get("mode") or "online"
+
+
+def _settings_files() -> dict[str, str]:
+    """The system's settings with those of the working directory laid over them."""
+    home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+    local = Path(os.environ.get("WANDB_DIR") or ".")
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read([home / "settings", local / "wandb" / "settings", local / ".wandb" / "settings"], encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):
+        return {}
+    return dict(parser["default"]) if parser.has_section("default") else {}
+
+
+def _netrc_knows(host: str) -> bool:
+    named = os.environ.get("NETRC")
+    for path in [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            entry = netrc.netrc(path).hosts.get(host)
+        except (OSError, netrc.NetrcParseError):
+            continue
+        if entry and entry[2]:
+            return True
+    return False
+
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +212,7 @@ def _missing(name: str) -> str | None:
 
 def _wandb(config: TrackingConfig, output_dir: Path, logging_dir: Path, start_step: int) -> Tracker:
     # Trackers take a second to import, which only those who use them should wait.
-    from .wandb_tracker import WandbTracker
+    from simpletuner.reporting.wandb_tracker import WandbTracker
 
     return WandbTracker(
         config.tracker_project_name, config.tracker_run_name, Path(output_dir), Path(logging_dir), start_step
@@ -169,7 +220,7 @@ def _wandb(config: TrackingConfig, output_dir: Path, logging_dir: Path, start_st
 
 
 def _tensorboard(config: TrackingConfig, output_dir: Path, logging_dir: Path, start_step: int) -> Tracker:
-    from .tensorboard_tracker import TensorboardTracker
+    from simpletuner.reporting.tensorboard_tracker import TensorboardTracker
 
     folder = Path(logging_dir) / config.tracker_project_name / config.tracker_run_name
     return TensorboardTracker(folder, Path(output_dir), start_step)

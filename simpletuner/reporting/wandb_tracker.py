@@ -10,8 +10,8 @@ from typing import Any
 
 import wandb
 
-from .metrics import MediaRecord
-from .wandb_login import wandb_mode
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.trackers import wandb_mode
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,13 @@ from simpletuner.caching.fill import fill_latents, fill_texts
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
-from simpletuner.data.amounts import check_amount
+from simpletuner.data.checks import check_amount
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import without_damaged
 from simpletuner.data.quarantine import quarantine, unwelcome
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.offload.attach import offload_layers
-from simpletuner.memory.precision import DTYPES
-from simpletuner.memory.quantise import quantise
+from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length

@@ -17,7 +17,7 @@ from simpletuner.plan.build import Plan
 from simpletuner.training.checkpoints import lora_names
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import verify_file
-from simpletuner.training.results import LORA_FILE, PIPELINE_FOLDER
+from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
 from simpletuner.training.state import Assembly, TrainState
 
 INDEX_FILE = "model_index.json"

@@ -10,15 +10,15 @@ from contextlib import closing
 
 import torch
 
+from simpletuner.budget.budget import Budget
+from simpletuner.budget.device import usable_cores
+from simpletuner.budget.measure import device_rates
+from simpletuner.budget.parts import routes_of
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.data.loader import BatchLoader
-from simpletuner.memory.device import usable_cores
-from simpletuner.memory.measure import device_rates
 from simpletuner.memory.precision import DTYPES
-from simpletuner.plan.budget import Budget
 from simpletuner.plan.build import Plan
-from simpletuner.plan.parts import routes_of
 from simpletuner.reporting.progress import Progress
 from simpletuner.run.caches import build_adapter, open_workshop
 from simpletuner.run.publish import publish, weight_note

@@ -1,29 +1,57 @@
-"""Who watches a run: the callbacks, from what a session consists of."""
+"""Who watches a run: the callbacks, and the prompts and pictures that previews show."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+from simpletuner.budget.device import DeviceRates
 from simpletuner.caching.catalogue import Catalogue
+from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
 from simpletuner.data.loader import BatchLoader
-from simpletuner.memory.device_rates import DeviceRates
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import evaluated
+from simpletuner.plan.entries import evaluated, preview_sources
 from simpletuner.plan.resume import fingerprint
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.progress import Progress
 from simpletuner.reporting.redaction import redact_settings
-from simpletuner.run.previews import build_subjects, preview_rate
 from simpletuner.run.publish import weight_note
 from simpletuner.run.records import Records
-from simpletuner.training.callbacks import Callback
 from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema
+from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import Identity
 from simpletuner.training.recorder import EmaUpdater, Recorder, ReportWriter
 from simpletuner.validation.eval_loss import EvaluationLoss
-from simpletuner.validation.runner import ValidationRunner
+from simpletuner.validation.prompts import ValidationPrompt
+from simpletuner.validation.runner import Subject, ValidationRunner
+
+
+def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> list[Subject]:
+    """One subject per prompt, or per prompt and source picture."""
+    negative_text = plan.config.validation.validation_negative_prompt or ""
+    subjects = []
+    pictures = preview_sources(plan)
+    for prompt in plan.prompts:
+        for index, picture in enumerate(pictures):
+            positive = catalogue.text(None, prompt.prompt, picture)
+            negative = catalogue.text(None, negative_text, picture, negative=True)
+            name = prompt.short_name if len(pictures) == 1 else f"{prompt.short_name}-{index}"
+            subjects.append(
+                Subject(
+                    prompt=ValidationPrompt(name, prompt.nickname, prompt.prompt),
+                    embeds=partial(reader.read_text, positive),
+                    negative=partial(reader.read_text, negative),
+                    source=None if picture is None else partial(prepared_picture, picture),
+                )
+            )
+    return subjects
+
+
+def preview_rate(plan: Plan) -> float | None:
+    """Frames per second of preview clips; None for families of pictures."""
+    return None if plan.spec.frame_rate is None else plan.config.validation.framerate or plan.spec.frame_rate
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The doors through which a technique may change the mathematics of a step.
 
-Whoever only watches is a callback (`training.callbacks`). At its neutral setting a technique equals plain training.
+Whoever only watches is a callback (`training.loop`). At its neutral setting a technique equals plain training.
 """
 
 from __future__ import annotations

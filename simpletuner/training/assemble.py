@@ -24,20 +24,18 @@ from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import attach_offload, place_model, streamed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Streamer
-from simpletuner.memory.precision import DTYPES
-from simpletuner.memory.quantise import quantise
+from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.lora_targets import Targets
 from simpletuner.models.spec import FamilySpec
+from simpletuner.speed.attention import kernel_chooser
+from simpletuner.speed.compile import compile_blocks
+from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import Technique
-from simpletuner.training.activation_checkpointing import enable_checkpointing
-from simpletuner.training.attention_kernel import kernel_chooser
-from simpletuner.training.compile import compile_blocks
-from simpletuner.training.flops import count_flops
 from simpletuner.training.lora import LoraAdapter, add_lora, start_from
-from simpletuner.training.optimizers import build_optimizer
-from simpletuner.training.schedules import scaled_learning_rate
+from simpletuner.training.meter import count_flops
+from simpletuner.training.optimizers import build_optimizer, scaled_learning_rate
 from simpletuner.training.state import Assembly, StepSettings
 
 

@@ -11,12 +11,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol
 
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import Interrupted
-from simpletuner.training.callbacks import Callback
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.training.step import optimizer_step
+from simpletuner.training.step import StepReport, optimizer_step
+
+
+class Callback(Protocol):
+    """Called in a fixed order: EMA, checkpoints, evaluation, record, previews, report."""
+
+    def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
+        """Before the first step of this process, at `state.global_step` steps done."""
+        ...
+
+    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        """After the update; `state.global_step` counts the step just done, `state.epochs_done` is from before it."""
+        ...
+
+    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
+        """After the last step, also when the run was asked to stop early."""
+        ...
 
 
 @dataclass

@@ -36,7 +36,7 @@ from simpletuner.training.lora_files import (
     read_lora_file,
     trained_magnitude,
 )
-from simpletuner.training.results import LORA_FILE
+from simpletuner.training.manifest import LORA_FILE
 
 ADAPTER = "default"
 # These take part of the base weight into the adapter, so the base changes and the file must hold the difference.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.training.results import LORA_FILE
+from simpletuner.training.manifest import LORA_FILE
 
 LoraForm = Literal["diffusers", "comfyui"]
 

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and which of them are whole. Free of torch, so that a plan can look.
+"""Which checkpoints there are, which of them are whole, and what a finished run is called. Free of torch.
 
 A checkpoint folder is whole when its manifest is there: the manifest is written last, and the folder gets its name
 after that.
@@ -16,6 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 from simpletuner.atomic import write_json
 from simpletuner.caching.keys import hash_file
 from simpletuner.errors import Problem
+
+LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
+PIPELINE_FOLDER = "pipeline"  # of a full fine-tune, for `from_pretrained`
+
 
 FILE_NAME = "manifest.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(-rolling)?")

@@ -1,18 +1,26 @@
-"""Building the optimizer that a config names."""
+"""Building the optimizer that a config names, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from simpletuner.config.optimizer_table import OPTIMIZERS, Setting
-from simpletuner.config.optimizers import BETAS, check_optimizer, optimizer_name, optimizer_settings
+from simpletuner.config.optimizers import (
+    BETAS,
+    OPTIMIZERS,
+    Setting,
+    check_optimizer,
+    is_schedule_free,
+    optimizer_name,
+    optimizer_settings,
+)
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.config.speed import has_compiler
 from simpletuner.errors import ConfigError, Problem
@@ -97,3 +105,125 @@ def _arguments(settings: dict[str, Setting]) -> dict[str, Any]:
     betas = tuple(settings[name] for name in BETAS if name in settings)
     others = {name: value for name, value in settings.items() if name not in BETAS}
     return {**others, "betas": betas} if betas else others
+
+
+# A key that only Muon's parameter groups have.
+MUON_MARK = "ns_steps"
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Matrices move by orthogonalised momentum (Muon), vectors and convolutions by AdamW.
+
+    Muon's steps are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so that one learning
+    rate and one weight decay fit both. Parameter groups and state have the usual form, in one list and one mapping.
+
+    Args:
+        params: trained parameters.
+        lr: of both.
+        betas, eps: of AdamW.
+        weight_decay: decoupled, of both.
+        momentum, nesterov, ns_steps: of Muon; `ns_steps` are the steps of its Newton-Schulz iteration.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        weights = list(params)
+        matrices = [weight for weight in weights if weight.ndim == 2]
+        others = [weight for weight in weights if weight.ndim != 2]
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(
+                matrices, lr, weight_decay, momentum, nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
+            )
+            self._parts.append(muon)
+        if others:
+            self._parts.append(torch.optim.AdamW(others, lr, betas, eps, weight_decay))
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            # Loading a state replaces groups and mapping, so the parts are pointed at the current ones every time.
+            is_muon = isinstance(part, torch.optim.Muon)
+            part.param_groups = [group for group in self.param_groups if (MUON_MARK in group) == is_muon]
+            part.state = self.state
+            part.step()
+        return loss
+
+
+def learning_rate_at(step: int, config: OptimizerConfig, base_lr: float, total_steps: int) -> float:
+    """The rate of one optimizer step.
+
+    The ramp of w warm-up steps is a straight line through 0 before the first step and `base_lr` in step w, so that
+    step 1 of w trains with base_lr / w and no step is wasted at 0. From there the scheduler runs over the remaining
+    steps and arrives in the last one. Without a warm-up the first step has the full rate. When the warm-up is as
+    long as the run or longer, the ramp is all there is.
+
+    Args:
+        step: 0 for the first step, that is, the global step before the update. Steps past the end keep the end's rate.
+        base_lr: the peak.
+        total_steps: of the run.
+    """
+    warmup = config.lr_warmup_steps
+    number = step + 1
+    if number < warmup:
+        return base_lr * number / warmup
+    peak = max(warmup, 1)  # the step that has the full rate
+    remaining = total_steps - peak
+    progress = min((number - peak) / remaining, 1.0) if remaining > 0 else 0.0
+    return config.lr_end + (base_lr - config.lr_end) * decay_share(progress, config)
+
+
+def decay_share(progress: float, config: OptimizerConfig) -> float:
+    """Where the rate is between lr_end (0) and the peak (1), after that share of the steps behind the warm-up.
+
+    Args:
+        progress: 0 at the peak, 1 in the last step.
+    """
+    if is_schedule_free(config.optimizer):
+        return 1.0
+    match config.lr_scheduler:
+        case "linear":
+            return 1 - progress
+        case "cosine" | "cosine_with_warmup":
+            return _half_cosine(progress)
+        case "cosine_with_restarts":
+            # Each cycle starts at the peak; the run ends at the bottom of the last one.
+            return 0.0 if progress >= 1 else _half_cosine(config.lr_num_cycles * progress % 1)
+        case "polynomial":
+            return float((1 - progress) ** config.lr_power)
+        case "sine":
+            return _half_cosine(2 * config.lr_num_cycles * progress)
+        case "constant" | "constant_with_warmup":
+            return 1.0
+
+
+def scaled_learning_rate(config: OptimizerConfig, base_lr: float, samples_per_step: int) -> float:
+    """The peak after `lr_scale` (in proportion to the samples) or `lr_scale_sqrt` (to their square root).
+
+    Args:
+        samples_per_step: processes x accumulation x batch size.
+    """
+    if config.lr_scale:
+        return base_lr * samples_per_step
+    return base_lr * math.sqrt(samples_per_step) if config.lr_scale_sqrt else base_lr
+
+
+def _half_cosine(progress: float) -> float:
+    """1 at 0, 0 at 1, and back to 1 at 2."""
+    return (1 + math.cos(math.pi * progress)) / 2

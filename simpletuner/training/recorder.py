@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from simpletuner.reporting.metrics import MetricsFile
+from simpletuner.reporting.pace import shares
 from simpletuner.reporting.progress import Progress, StepNumbers
 from simpletuner.reporting.slowness import SlowSteps
-from simpletuner.reporting.speed import shares
 from simpletuner.reporting.trackers import GuardedTracker
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState

@@ -9,22 +9,45 @@ a step can change it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from simpletuner.config.schema import OptimizerConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.errors import NonFiniteLossError
-from simpletuner.training.clipping import clip_gradients
 from simpletuner.training.meter import StepMeter, tokens_of
-from simpletuner.training.schedules import learning_rate_at
+from simpletuner.training.optimizers import learning_rate_at
 from simpletuner.training.state import Assembly
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, float]:
+    """Clip in place as `grad_clip_method` says; a `max_grad_norm` of 0 clips nothing.
+
+    Returns:
+        the size before clipping: `grad_absmax` (value) or `grad_norm` (norm).
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return {}
+    limit = config.max_grad_norm
+    if config.grad_clip_method == "value":
+        largest = torch.stack(torch._foreach_norm(gradients, float("inf"))).max().item()
+        if limit > 0 and largest > limit:
+            torch._foreach_clamp_min_(gradients, -limit)
+            torch._foreach_clamp_max_(gradients, limit)
+        return {"grad_absmax": largest}
+    norm = torch.stack([part.float() for part in torch._foreach_norm(gradients, 2.0)]).norm(2).item()
+    if limit > 0 and norm > limit:
+        torch._foreach_mul_(gradients, limit / norm)
+    return {"grad_norm": norm}
 
 
 @dataclass(frozen=True)

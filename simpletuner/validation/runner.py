@@ -1,11 +1,13 @@
 """Previews: what the model draws now, with the family's stock pipeline and cached embeddings.
 
 Rendering happens between steps, without gradients, and leaves no trace in training: each step seeds its own random
-numbers, and the weights that the moving average replaces come back bit for bit.
+numbers, and the weights that the moving average replaces come back bit for bit. The VAE and the transformer take turns
+on the device where both together would not fit.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,20 +17,53 @@ from typing import Any
 
 import torch
 from PIL.Image import Image
+from torch import nn
 
 from simpletuner.atomic import open_atomically
 from simpletuner.config.load import RunConfig
-from simpletuner.data.clip_writer import write_mp4
+from simpletuner.config.schema import OffloadConfig
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed
+from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.progress import Phase
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
-from simpletuner.validation.placement import place_vae
+from simpletuner.validation.clip_writer import write_mp4
 from simpletuner.validation.prompts import ValidationPrompt
+
+
+def place_vae(vae: nn.Module, transformer: nn.Module, config: OffloadConfig, device: torch.device) -> None:
+    """Put a loaded VAE where the configuration wants it; by default it stays whole on the device."""
+    if config.group_offload_vae:
+        offload_layers(vae, config, device)
+    elif config.enable_model_cpu_offload:
+        take_turns(transformer, vae, device)
+
+
+def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> None:
+    """Let the VAE come to the device for encoding and decoding only, and the transformer leave meanwhile.
+
+    Parameters stay the same objects, so training goes on behind a preview as if nothing had moved.
+    """
+    vae.to("cpu")
+    for name in ("encode", "decode"):
+        inner = getattr(vae, name)
+
+        @functools.wraps(inner)
+        def alone(*inputs: Any, inner: Any = inner, **settings: Any) -> Any:
+            transformer.to("cpu")
+            vae.to(device)
+            try:
+                return inner(*inputs, **settings)
+            finally:
+                vae.to("cpu")
+                transformer.to(device)
+
+        setattr(vae, name, alone)
+
 
 REHEARSED_STEPS = 2
 FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from simpletuner.caching.checkpoint import checkpoint_identity
+from simpletuner.caching.keys import checkpoint_identity
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from simpletuner.cli.app import app, main
-from simpletuner.cli.wizard.next_steps import example_datasets
+from simpletuner.cli.wizard.config_file import example_datasets
 from simpletuner.cli.wizard.questions import STEPS
 from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.models.registry import FAMILIES

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load_datasets import read_datasets
+from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.errors import Problem
 
 PICTURES: dict[str, Any] = {"id": "pictures", "instance_data_dir": "datasets/pictures"}

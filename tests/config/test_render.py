@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.config.render import render_options
+from simpletuner.config.render import VARIABLES, render_options
 from simpletuner.config.schema import all_options
-from simpletuner.config.variables import VARIABLES
 from simpletuner.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +63,7 @@ def test_every_listed_variable_is_read() -> None:
     own = [name for variable in VARIABLES if not variable.reader for name in variable.names]
     assert own
     for name in own:
-        assert f'"{name}"' in SOURCES.replace((ROOT / "simpletuner/config/variables.py").read_text("utf-8"), "")
+        assert f'"{name}"' in SOURCES.replace((ROOT / "simpletuner/config/render.py").read_text("utf-8"), "")
 
 
 def test_every_read_variable_is_listed() -> None:

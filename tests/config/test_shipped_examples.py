@@ -12,7 +12,7 @@ import pytest
 from simpletuner.cli.app import main
 from simpletuner.config.load import read_json_layer, resolve
 from simpletuner.config.schema import all_options
-from simpletuner.data.caption_edits import read_filters
+from simpletuner.data.captions import read_filters
 from simpletuner.errors import Problem
 from simpletuner.validation.prompts import read_library
 from tests.workspace import Workspace

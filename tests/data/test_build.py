@@ -18,7 +18,7 @@ from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.inventory import INDEX_NAME
+from simpletuner.data.discovery import INDEX_NAME
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.spec import Task

@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 
 from simpletuner.config.datasets import DatasetConfig, ParquetConfig
-from simpletuner.data.caption_edits import read_filters, read_shuffle
-from simpletuner.data.captions import CaptionError, CaptionSource, captions_for, read_caption_file
-from simpletuner.data.table import match_rows, read_table
+from simpletuner.data.captions import (
+    CaptionError,
+    CaptionSource,
+    captions_for,
+    match_rows,
+    read_caption_file,
+    read_filters,
+    read_shuffle,
+    read_table,
+)
 from simpletuner.errors import Problem
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.datasets import DatasetConfig, VideoConfig
-from simpletuner.config.load_datasets import read_datasets
+from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_datasets
 from simpletuner.config.schema import DatasetDefaults
-from simpletuner.data import inventory
+from simpletuner.data import discovery
 from simpletuner.data.build import build_datasets
 from simpletuner.data.clip_rules import ClipLengthError, ClipRules, build_clip_rules, fitting_frames
 from simpletuner.data.context import DataContext
@@ -286,7 +285,7 @@ def test_an_unchanged_clip_is_not_read_again(
     root = films(tmp_path / "films", [17])
     first, _ = build(context, root, {"num_frames": 17})
     first.save_index()
-    monkeypatch.setattr(inventory, "probe_clip", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(discovery, "probe_clip", lambda path: pytest.fail("read again"))
     second, _ = build(context, root, {"num_frames": 13})
     assert second.facts["film_017.mp4"].clip == first.facts["film_017.mp4"].clip
     assert lengths_of(second.samples) == [13]

@@ -18,7 +18,7 @@ from PIL import Image
 from simpletuner.data import av_reader, clips, decord_reader
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clips import fit_clip, frames_of, probe_clip, read_clip
-from simpletuner.data.structure import MediaError
+from simpletuner.data.media import MediaError
 from simpletuner.data.timing import moments_of, shown_at
 from tests.clips import (
     BROKEN,
@@ -249,5 +249,7 @@ def test_suffixes_are_those_of_the_specification() -> None:
 def test_planning_needs_no_torch_and_pictures_need_no_readers() -> None:
     code = "import simpletuner.data.build, sys; assert not {'torch', 'av', 'decord'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    code = "import simpletuner.data.av_reader, simpletuner.data.clip_writer, sys; assert 'torch' not in sys.modules"
+    code = (
+        "import simpletuner.data.av_reader, simpletuner.validation.clip_writer, sys; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

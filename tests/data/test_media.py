@@ -10,8 +10,7 @@ from PIL import Image, ImageFile
 
 from simpletuner.data import media
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.media import decode, fit, probe
-from simpletuner.data.structure import MediaError
+from simpletuner.data.media import MediaError, decode, fit, probe
 from tests import pictures
 from tests.pictures import BLUE, BROKEN, DAMAGED_INSIDE, GREEN, GREY, HEIGHT, RED, WHITE, WHOLE, WIDTH, corners, scene
 

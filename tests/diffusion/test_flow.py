@@ -10,9 +10,10 @@ from torch import Tensor
 
 from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch
-from simpletuner.diffusion.beta import beta_cdf, beta_quantile
 from simpletuner.diffusion.flow import (
     auto_shift,
+    beta_cdf,
+    beta_quantile,
     choose_shift,
     make_noisy,
     sample_noise,

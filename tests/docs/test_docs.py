@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.config.datasets import DatasetConfig, VideoConfig
+from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_datasets
 from simpletuner.config.load import Layer, RunConfig, read_json_layer, resolve
-from simpletuner.config.load_datasets import read_datasets
 from simpletuner.config.schema import all_options
 from simpletuner.data.buckets import Grid
 from simpletuner.errors import Problem

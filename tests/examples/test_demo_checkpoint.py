@@ -11,7 +11,7 @@ import torch
 from diffusers import Kandinsky5T2IPipeline
 from PIL import Image
 
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 from tests.colours import PURPLE, YELLOW, colour_share
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import Kandinsky5T2VPipeline
 
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 from tests.motion import path_of, read_clip, rise
 

@@ -15,7 +15,7 @@ from PIL import Image
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.source import ModelSource
 

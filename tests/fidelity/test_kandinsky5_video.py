@@ -16,9 +16,9 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.models.adapter import CheckpointSetup, PreviewRequest, TextRequest
-from simpletuner.models.kandinsky5 import sparse
-from simpletuner.models.kandinsky5.processor import load_processor
-from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
+from simpletuner.models.kandinsky5 import nabla
+from simpletuner.models.kandinsky5.geometry import parse_rope_scale, rope_scale_of_size
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 from simpletuner.models.kandinsky5.video import Kandinsky5VideoAdapter
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
@@ -183,7 +183,7 @@ class TestNabla:
             ("vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
         ))  # fmt: skip
         theirs = pipeline.get_sparse_params(torch.zeros(self.shape), CPU)
-        ours = sparse.sparse_params(self.shape, dict(transformer.config), CPU)
+        ours = nabla.sparse_params(self.shape, dict(transformer.config), CPU)
         assert torch.equal(ours.pop("sta_mask"), theirs.pop("sta_mask").bool())
         assert ours == theirs
 
@@ -193,7 +193,7 @@ class TestNabla:
         generator = torch.Generator().manual_seed(0)
         query, key = (torch.randn(1, 12 * 64, 2, 16, generator=generator) * 2 for _ in range(2))
         window = torch.eye(12, dtype=torch.bool)[None, None]
-        ours = sparse.tile_mask(query, key, window, 0.8)
+        ours = nabla.tile_mask(query, key, window, 0.8)
         block_mask = nablaT_v2(query, key, window, thr=0.8)
         assert torch.equal(block_mask.to_dense().bool(), ours)
         assert 0.1 < ours.float().mean() < 0.9

@@ -14,7 +14,7 @@ from simpletuner.diffusion.flow import make_noisy, sample_noise
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import PreviewRequest, TextRequest
-from simpletuner.models.sanavideo.latents import WanLatentEncoder
+from simpletuner.models.sanavideo.denoiser import WanLatentEncoder
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import (
     FRAMES,

@@ -13,7 +13,7 @@ from simpletuner.diffusion.flow import make_noisy, shift_sigmas
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.lora_targets import matching_modules
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
-from simpletuner.training.activation_checkpointing import enable_checkpointing
+from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.assemble import Intent, assemble, make_accelerator
 from simpletuner.training.lora import verify_file
 from simpletuner.training.state import Assembly

@@ -12,9 +12,9 @@ import torch
 from PIL.Image import Image
 
 from simpletuner.config.precision import quantisation
-from simpletuner.memory.quantise import quantise
+from simpletuner.memory.precision import quantise
 from simpletuner.models.adapter import TextRequest
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import TextTemplate
 from simpletuner.models.kandinsky5.text import QWEN_LAYERS, Kandinsky5TextEncoder
 from simpletuner.models.prompt_start import PromptStart

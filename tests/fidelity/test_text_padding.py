@@ -13,7 +13,7 @@ from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5 import attention
 from simpletuner.models.kandinsky5.denoiser import channels_last, collate_text
-from simpletuner.training.activation_checkpointing import enable_checkpointing
+from simpletuner.speed.recomputation import enable_checkpointing
 from tests.fidelity.family import CPU, make_adapter, make_config
 
 CAPTIONS = ("a star", "two blue circles on a white ground, seen from far away", "तारा 你好")

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from simpletuner.budget.device import read_rates
+from simpletuner.budget.measure import device_rates
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
-from simpletuner.memory.device_rates import read_rates
-from simpletuner.memory.measure import device_rates
-from simpletuner.training import attention_kernel, step
+from simpletuner.speed import attention
+from simpletuner.training import step
 from simpletuner.training.assemble import Intent, assemble
 from simpletuner.training.state import Assembly
 from tests.fidelity.family import make_adapter, make_config
@@ -117,7 +118,7 @@ def test_streamed_weights_train_bit_for_bit_like_resident_ones(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, use_stream: bool, checkpointing: bool
 ) -> None:
     # Which kernel is faster may come out otherwise the second time, and they round differently.
-    monkeypatch.setattr(attention_kernel, "measure", lambda *call: 1.0)
+    monkeypatch.setattr(attention, "measure", lambda *call: 1.0)
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     settings = {"mixed_precision": "bf16", "gradient_checkpointing": checkpointing, "dynamo_backend": "no"}
     offload = {"enable_group_offload": True, "group_offload_use_stream": use_stream}

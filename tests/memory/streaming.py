@@ -16,12 +16,12 @@ from simpletuner.config.schema import LoraConfig, OffloadConfig, PrecisionConfig
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Streamer
-from simpletuner.memory.quantise import quantise
+from simpletuner.memory.precision import quantise
 from simpletuner.models.kandinsky5 import attention
 from simpletuner.models.kandinsky5.denoiser import predict_velocity
 from simpletuner.models.kandinsky5.loading import block_layout
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR
-from simpletuner.training.activation_checkpointing import enable_checkpointing
+from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.lora import add_lora
 from tests.tiny import WIDTH, build_kandinsky, fill_zeros
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from simpletuner.config.schema import OffloadConfig
-from simpletuner.memory.offload import attach, host
+from simpletuner.memory.offload import attach, image
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.offload.image import ALIGNMENT, WeightImage
 from simpletuner.memory.offload.lane import CudaLane, DiskLane, InlineLane, choose_lane
@@ -71,7 +71,7 @@ def test_an_image_is_aligned_and_keeps_layouts() -> None:
 
 def test_an_image_on_disk_is_no_memory_and_no_file(tmp_path: Path) -> None:
     flat = torch.arange(2 * ALIGNMENT, dtype=torch.int64).view(torch.uint8)
-    mapped = host.on_disk(flat, tmp_path)
+    mapped = image.on_disk(flat, tmp_path)
     assert torch.equal(mapped, flat)
     assert list(tmp_path.iterdir()) == []
 
@@ -139,11 +139,11 @@ def test_quantised_weights_on_a_gpu() -> None:
 def test_images_share_no_page() -> None:
     """CUDA refuses to lock a page a second time, and small buffers of the heap lie on one."""
     images = [WeightImage([nn.Linear(8, 8).requires_grad_(False)]) for _ in range(20)]
-    pages = [image.flat.data_ptr() // host.PAGE for image in images]
+    pages = [each.flat.data_ptr() // image.PAGE for each in images]
     assert len(set(pages)) == len(pages)
-    for image in images:
-        assert image.flat.data_ptr() % host.PAGE == 0
-        assert image.flat.storage_offset() == 0, "places count from the start of the storage"
+    for each in images:
+        assert each.flat.data_ptr() % image.PAGE == 0
+        assert each.flat.storage_offset() == 0, "places count from the start of the storage"
 
 
 class Runtime:
@@ -168,10 +168,10 @@ def test_what_locking_leaves_behind(
     runtime, calls = Runtime(error), list[str]()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
-    monkeypatch.setattr(host, "_forget_error", lambda: calls.append("forgot"))
-    flat, owner = host.whole_pages(5000), nn.Identity()
-    host.page_lock(flat, owner)
-    assert runtime.locked == ({} if error else {flat.data_ptr(): -(-5000 // host.PAGE) * host.PAGE})
+    monkeypatch.setattr(image, "_forget_error", lambda: calls.append("forgot"))
+    flat, owner = image.whole_pages(5000), nn.Identity()
+    image.page_lock(flat, owner)
+    assert runtime.locked == ({} if error else {flat.data_ptr(): -(-5000 // image.PAGE) * image.PAGE})
     assert ("could not be locked" in caplog.text) is bool(error)
     del owner
     gc.collect()
@@ -182,10 +182,10 @@ def test_what_locking_leaves_behind(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pages_that_cannot_be_locked_break_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    flat = host.whole_pages(1 << 20)
+    flat = image.whole_pages(1 << 20)
     owners = nn.Identity(), nn.Identity()
     for owner in owners:
-        host.page_lock(flat, owner)
+        image.page_lock(flat, owner)
     assert "could not be locked" in caplog.text, "the second time"
     assert torch.ones(3, device=GPU).add(1).sum().item() == 6
 
@@ -193,9 +193,9 @@ def test_pages_that_cannot_be_locked_break_nothing_else(caplog: pytest.LogCaptur
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_page_locked_in_place() -> None:
-    flat = host.whole_pages(1 << 20)
+    flat = image.whole_pages(1 << 20)
     owner = nn.Identity()
-    host.page_lock(flat, owner)
+    image.page_lock(flat, owner)
     assert flat.is_pinned()
     del owner
     gc.collect()

@@ -13,7 +13,7 @@ from diffusers import Kandinsky5Transformer3DModel, SanaVideoTransformer3DModel
 from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
 
-from simpletuner.memory.estimate import Setup, step_memory
+from simpletuner.budget.estimate import Setup, step_memory
 from simpletuner.models.cost import Adapters, Load, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import matching_modules

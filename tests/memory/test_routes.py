@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.models import SHAPES
 from benchmarks.tread import share_of_arithmetic
+from simpletuner.budget.device import Device, rates_of
+from simpletuner.budget.duration import forward_seconds, step_cost
+from simpletuner.budget.estimate import Setup, inputs_on_host_bytes, step_memory
 from simpletuner.config.tread import Route, tokens_by_block
-from simpletuner.memory.device import Device, rates_of
-from simpletuner.memory.duration import forward_seconds, step_cost
-from simpletuner.memory.estimate import Setup, inputs_on_host_bytes, step_memory
 from simpletuner.models.cost import Load, TransformerCost
 from simpletuner.models.kandinsky5.cost import VIDEO_COST, transformer_cost
-from tests.memory.test_estimate import KANDINSKY, lora
+from tests.budget.test_estimate import KANDINSKY, lora
 
 GUIDES = (Route(0.5, 2, -2),)
 H100 = Device("H100", None, None, True, rates_of("NVIDIA H100"), "")

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, FamilyCost, Load, TransformerCost, Work
-from simpletuner.models.kandinsky5 import sparse
+from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import matching_modules
 from simpletuner.models.registry import FAMILIES
@@ -219,12 +219,12 @@ def test_bytes_that_a_kandinsky_block_keeps(dtype: torch.dtype, targets: list[st
 def test_bytes_that_a_sparse_block_keeps() -> None:
     """Beside the dense block's, a mask of 4 tiles x 256 keys for each head."""
     model: Any = build_kandinsky(nabla=True, visual_cond=True)
-    sparse.install(model)
+    nabla.install(model)
     settings = dict(model.config)
     cost = VIDEO_COST.transformer(settings)
     adapters = adapters_of(cost, KANDINSKY_TARGETS, 2)
     inputs = kandinsky_inputs(1, 32, 6, torch.float32, channels=33)
-    inputs["sparse_params"] = sparse.sparse_params(tuple(inputs["hidden_states"].shape), settings, torch.device("cpu"))
+    inputs["sparse_params"] = nabla.sparse_params(tuple(inputs["hidden_states"].shape), settings, torch.device("cpu"))
     model = with_lora(model, adapters)
     block = model.visual_transformer_blocks[1]
     found = metered(model, block, block_inputs(model, inputs, block), streams=(0, 1))

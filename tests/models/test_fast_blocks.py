@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from simpletuner.models.kandinsky5 import attention, fast, sparse
-from simpletuner.models.kandinsky5.modulation import store_in_bf16
+from simpletuner.models.kandinsky5 import attention, fast, nabla
+from simpletuner.models.kandinsky5.fast import store_in_bf16
 from tests.tiny import WIDTH, build_kandinsky
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -84,8 +84,8 @@ def test_block_sparse_attention_is_equal(dtype: torch.dtype) -> None:
     for is_fast in (False, True):
         model = build(dtype, nabla=True)
         padding = attention.install(model)
-        sparse.install(model)
-        named["sparse_params"] = sparse.sparse_params(
+        nabla.install(model)
+        named["sparse_params"] = nabla.sparse_params(
             tuple(named["hidden_states"].shape), dict(model.config), torch.device("cpu")
         )
         if is_fast:

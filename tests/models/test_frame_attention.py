@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletuner.models.frame_attention import FrameCausalProcessor, attend_by_frame
+from simpletuner.models.loading import FrameCausalProcessor, attend_by_frame
 from tests.fidelity.family import CPU
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tiny import build_video_vae, make_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from simpletuner.models.patch_conv import slice_convolutions
+from simpletuner.models.loading import slice_convolutions
 from tests.tiny import build_video_vae
 
 

@@ -11,7 +11,7 @@ from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline
 from PIL import Image
 from transformers import Qwen2VLProcessor
 
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName
 from tests.tiny import TOKENIZERS, make_checkpoint
 

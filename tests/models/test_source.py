@@ -13,8 +13,7 @@ import pytest
 from simpletuner.config.schema import ModelConfig
 from simpletuner.errors import UserError
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.source import ModelSource, looks_like_path
-from simpletuner.models.weights import WeightsError, find_fault, tensor_shapes
+from simpletuner.models.source import ModelSource, WeightsError, find_fault, looks_like_path, tensor_shapes
 
 BASE = "pretrained_model_name_or_path"
 

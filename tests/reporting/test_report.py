@@ -17,10 +17,9 @@ from simpletuner.errors import Problem
 from simpletuner.reporting import previews
 from simpletuner.reporting.curves import charts_of, is_noisy, smoothed, thin, thin_extremes
 from simpletuner.reporting.environment import describe_environment
-from simpletuner.reporting.ledger import SHOWN
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.previews import build_grid, choose_steps
-from simpletuner.reporting.report import LedgerRow, ReportData, settings_of, write_report
+from simpletuner.reporting.report import SHOWN, LedgerRow, ReportData, settings_of, write_report
 
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
 VOID = {"meta", "img", "link", "br", "hr", "input"}

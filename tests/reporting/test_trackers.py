@@ -13,8 +13,7 @@ from PIL import Image
 
 from simpletuner.config.schema import TrackingConfig
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.trackers import GuardedTracker, build_trackers, check_trackers
-from simpletuner.reporting.wandb_login import has_wandb_login
+from simpletuner.reporting.trackers import GuardedTracker, build_trackers, check_trackers, has_wandb_login
 
 WANDB_VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
 

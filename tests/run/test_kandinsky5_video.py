@@ -10,7 +10,7 @@ import pytest
 from diffusers import Kandinsky5T2VPipeline
 from safetensors.torch import load_file
 
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from tests.clips import write_clip
 from tests.complaints import warnings
 from tests.tiny import make_checkpoint

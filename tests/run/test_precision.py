@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.precision import Quantisation
-from simpletuner.memory.weight_formats import Packed, pack
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.memory.precision import Packed, pack
+from simpletuner.models.kandinsky5.loading import load_processor
 from tests.run.test_kandinsky5_video import make_workspace
 from tests.run.test_resume import SETTINGS, assert_same_run
 from tests.tiny import make_checkpoint
@@ -49,7 +49,7 @@ def test_each_weight_is_packed_once(workspace: Workspace, monkeypatch: pytest.Mo
         shapes.append(weight.shape)
         return pack(weight, quantisation)
 
-    monkeypatch.setattr("simpletuner.memory.quantise.pack", count)
+    monkeypatch.setattr("simpletuner.memory.precision.pack", count)
     workspace.write_config(**INT8, use_ema=True)
     assert workspace.train() == 0
     assert len(shapes) == 1 * 6 + 2 * 10, "a text block has 6 layers, a visual one 10"

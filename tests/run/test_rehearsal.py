@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from simpletuner.budget.ready import ready_plan
 from simpletuner.cli.train import parse_settings
 from simpletuner.errors import UserError
-from simpletuner.plan.ready import ready_plan
 from simpletuner.reporting.progress import SilentProgress
 from simpletuner.run import rehearsal
 from simpletuner.run.train import run_plan

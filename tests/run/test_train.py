@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.reporting.metrics import MetricsFile
 from simpletuner.run import records
 from simpletuner.training import step

@@ -15,8 +15,7 @@ from simpletuner.config.tread import Route
 from simpletuner.models.registry import FAMILIES
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
-from simpletuner.training.flops import adapters_of, count_flops
-from simpletuner.training.meter import batch_flops
+from simpletuner.training.meter import adapters_of, batch_flops, count_flops
 
 
 @pytest.mark.parametrize(

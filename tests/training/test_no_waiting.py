@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, make_batch, make_config
 from simpletuner.config.tread import Route
-from simpletuner.models.kandinsky5.sparse import sparse_params
+from simpletuner.models.kandinsky5.nabla import sparse_params
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.assemble import Intent, assemble

@@ -16,13 +16,17 @@ import pytest
 import torch
 from torch import nn
 
-from simpletuner.config.optimizer_table import OPTIMIZERS
-from simpletuner.config.optimizers import check_optimizer, keeps_bf16_weights, optimizer_name, optimizer_settings
+from simpletuner.config.optimizers import (
+    OPTIMIZERS,
+    check_optimizer,
+    keeps_bf16_weights,
+    optimizer_name,
+    optimizer_settings,
+)
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.training import optimizers
-from simpletuner.training.muon import MuonWithAdamW
-from simpletuner.training.optimizers import build_optimizer, sampling_weights
+from simpletuner.training.optimizers import MuonWithAdamW, build_optimizer, sampling_weights
 
 NAMES = get_args(OptimizerName)
 # torchao compiles its step, and bitsandbytes keeps its 8-bit states on a GPU.

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from simpletuner.config.schema import OptimizerConfig
-from simpletuner.training.schedules import learning_rate_at, scaled_learning_rate
+from simpletuner.training.optimizers import learning_rate_at, scaled_learning_rate
 
 SCHEDULERS = get_args(OptimizerConfig.model_fields["lr_scheduler"].annotation)
 PEAK, END = 1e-3, 1e-5
@@ -22,7 +22,7 @@ def rates(total: int, **keys: object) -> list[float]:
 
 
 def test_schedules_need_no_torch() -> None:
-    code = "import simpletuner.training.schedules, sys; assert 'torch' not in sys.modules"
+    code = "import simpletuner.training.optimizers, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

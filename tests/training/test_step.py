@@ -15,8 +15,8 @@ from simpletuner.config.schema import OptimizerConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.techniques.base import Technique
 from simpletuner.training import step
-from simpletuner.training.clipping import clip_gradients
 from simpletuner.training.state import Assembly
+from simpletuner.training.step import clip_gradients
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]

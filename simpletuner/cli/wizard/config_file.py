@@ -1,19 +1,22 @@
-"""Reading the config that is there, and writing the new one."""
+"""Reading the config that is there, writing the new one, and saying what to do next."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from simpletuner.atomic import write_atomically
-from simpletuner.cli.wizard.draft import Draft
+from simpletuner.cli.wizard.talk import Talk
 from simpletuner.config.load import canonical, read_json_layer
 from simpletuner.config.schema import GROUPS, option_names
 from simpletuner.errors import ConfigError, Problem, UserError
+from simpletuner.models.spec import FamilySpec, Task
+from simpletuner.plan.draft import Draft
 
 
 def check_target(file: Path) -> None:
@@ -83,3 +86,56 @@ def backup_of(file: Path) -> Path:
 def _entry(name: str, value: Any) -> str:
     text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
     return f"  {json.dumps(name)}: {text}"
+
+
+def show_next_steps(draft: Draft, talk: Talk) -> None:
+    """Three steps to the first training."""
+    path = Path(draft.dataset_file)
+    talk.tell()
+    talk.tell("Next steps", "bold")
+    if path.expanduser().is_file():
+        talk.tell(f"  1. Look over your dataset file {path}: it is there, and the wizard leaves it as it is.")
+    else:
+        talk.tell(f"  1. Tell where your {draft.spec.samples} are: write the dataset file {path}, for instance")
+        talk.tell(show_datasets(draft.spec, draft.judgement.flavour.task, indent=5), "dim")
+    talk.tell(f"  2. Check it all:  {train_command(draft.file)} --dry-run")
+    talk.tell(f"  3. Train:         {train_command(draft.file)}")
+
+
+def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
+    """A dataset file to start from: a folder of pictures or clips, captions in text files of the same name."""
+    samples: dict[str, Any] = {
+        "id": f"my-{spec.samples}",
+        "type": "local",
+        "dataset_type": spec.media,
+        "instance_data_dir": "datasets/my_images" if spec.media == "image" else "datasets/videos",
+        "caption_strategy": "textfile",
+        "resolution": spec.defaults["resolution"],
+        "repeats": 10,
+    }
+    texts = {"id": "text-embeds", "type": "local", "dataset_type": "text_embeds", "default": True}
+    if task != "i2i":
+        return [samples, texts]
+    sources = {
+        "id": "my-sources",
+        "type": "local",
+        "dataset_type": "conditioning",
+        "conditioning_type": "reference_strict",
+        "instance_data_dir": "datasets/my_sources",
+    }
+    return [samples | {"conditioning_data": "my-sources"}, sources, texts]
+
+
+def show_datasets(spec: FamilySpec, task: Task, indent: int) -> str:
+    text = json.dumps(example_datasets(spec, task), indent=2)
+    return "\n".join(" " * indent + line for line in text.splitlines())
+
+
+def train_command(file: Path) -> str:
+    """What to type so that this config is used."""
+    if file == Path("config.json") or (file == Path("config/config.json") and not Path("config.json").exists()):
+        return "simpletuner train"
+    folder = file.parent
+    if file.name == "config.json" and folder.parent == Path("config"):
+        return f"simpletuner train env={shlex.quote(folder.name)}"
+    return f"simpletuner train config_path={shlex.quote(str(file))}"

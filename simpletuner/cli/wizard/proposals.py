@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from huggingface_hub import get_token
 
-from simpletuner.cli.wizard.draft import Draft
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES
+from simpletuner.plan.draft import Draft
 from simpletuner.reporting.trackers import KNOWN, check_trackers
 
 # No default of the schema: without a number of steps one round through the pictures decides.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from simpletuner.cli.wizard.draft import Draft
 from simpletuner.cli.wizard.proposals import (
     dataset_file,
     default_optimizer,
@@ -25,6 +24,7 @@ from simpletuner.config.option import Option
 from simpletuner.config.schema import all_options
 from simpletuner.errors import Problem, did_you_mean, nearest
 from simpletuner.models.registry import FAMILIES
+from simpletuner.plan.draft import Draft
 
 Condition = Callable[[Draft], bool]
 Choices = Callable[[Draft], Mapping[str, str]]

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
-from simpletuner.cli.wizard.draft import Draft
 from simpletuner.cli.wizard.questions import Question
 from simpletuner.config.option import Option, parse_flag
 from simpletuner.errors import ConfigError, UserError, nearest
+from simpletuner.plan.draft import Draft
 
 HELP, NONE = "?", "-"
 # Control characters and bytes that are not UTF-8 (surrogates), which no setting can hold.

@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.schema import OffloadConfig
+from simpletuner.config.schema import SLOTS, OffloadConfig
 from simpletuner.errors import UserError
-from simpletuner.memory.estimate import SLOTS
-from simpletuner.memory.offload.host import on_disk, page_lock
-from simpletuner.memory.offload.image import WeightImage, frozen_tensors, set_aside
+from simpletuner.memory.offload.image import WeightImage, frozen_tensors, on_disk, page_lock, set_aside
 from simpletuner.memory.offload.lane import choose_lane
-from simpletuner.memory.offload.saved_tensors import RememberedPlaces
-from simpletuner.memory.offload.streamer import Streamer
+from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
 
 logger = logging.getLogger(__name__)
 

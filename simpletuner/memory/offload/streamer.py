@@ -10,13 +10,15 @@ group means to point its tensors at the host image again: frozen weights never c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from simpletuner.memory.estimate import SLOTS
-from simpletuner.memory.offload.image import WeightImage
+from simpletuner.config.schema import SLOTS
+from simpletuner.memory.offload.image import Place, WeightImage
 from simpletuner.memory.offload.lane import Lane
 
 
@@ -91,3 +93,35 @@ class Streamer:
 def in_backward() -> bool:
     """Whether this thread is computing gradients: activation checkpointing recomputes a block there."""
     return torch._C._current_graph_task_id() != -1
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """A tensor that lay in the slot of a group."""
+
+    group: int
+    place: Place
+
+
+class RememberedPlaces(saved_tensors_hooks):
+    """While this is entered, saved views of slots are remembered by their place; all else is saved as usual.
+
+    Each operation reads the weights of one group: the hooks fetch one group at a time.
+    """
+
+    def __init__(self, streamer: Streamer) -> None:
+        def pack(tensor: Tensor) -> Tensor | SlotView:
+            # Wrappers have no memory of their own. Quantised weights stream with checkpointing only.
+            group = streamer.group_at(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
+            if group is None:
+                return tensor
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            return SlotView(group, Place(offset, tensor.size(), tensor.stride(), tensor.dtype))
+
+        def unpack(saved: Tensor | SlotView) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            streamer.enter(saved.group)
+            return saved.place.view(streamer.slot_of(saved.group))
+
+        super().__init__(pack, unpack)

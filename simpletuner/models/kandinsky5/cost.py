@@ -23,7 +23,7 @@ from simpletuner.models.cost import (
     linear,
     number,
 )
-from simpletuner.models.kandinsky5.nabla import TILE, is_sparse, is_sparse_flavour
+from simpletuner.models.kandinsky5.geometry import TILE, is_sparse, is_sparse_flavour
 
 FLOAT32 = ("time_embeddings.", "modulation.")  # `_keep_in_fp32_modules` of the class
 QKV = ("to_query", "to_key", "to_value")

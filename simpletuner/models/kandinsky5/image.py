@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, tokens
-from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
-from simpletuner.models.kandinsky5.latents import sample_posterior
+from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
+from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity, sample_posterior
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.vae import load_vae
+from simpletuner.models.loading import load_vae
 
 if TYPE_CHECKING:
     from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
@@ -112,7 +111,7 @@ class Kandinsky5ImageAdapter:
         return channels_first(velocity)
 
     def token_stream(self, transformer: nn.Module) -> TokenStream:
-        return tokens.token_stream(transformer)
+        return denoiser.token_stream(transformer)
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         return loading.block_layout(transformer)
@@ -123,7 +122,7 @@ class Kandinsky5ImageAdapter:
         return fast.install(transformer, self._padding)
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
-        return modulation.store_in_bf16(transformer)
+        return fast.store_in_bf16(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

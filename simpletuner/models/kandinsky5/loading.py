@@ -1,15 +1,21 @@
-"""Parts of a Kandinsky 5 checkpoint, loaded the same way for pictures and clips."""
+"""Parts of a Kandinsky 5 checkpoint, loaded the same way for pictures and clips.
+
+The Qwen2.5-VL processor is built without torchvision, which its own class would import.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
 from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, Qwen2VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from simpletuner.models.adapter import BlockLayout, PreviewRequest
-from simpletuner.models.hollow import hollow_out
+from simpletuner.models.loading import hollow_out
 from simpletuner.models.source import ModelSource, Part
 
 WITHOUT_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
@@ -79,3 +85,40 @@ def pipeline_inputs(request: PreviewRequest, device: torch.device) -> dict[str, 
         inputs[f"{prefix}prompt_embeds_clip"] = embeds["pooled_prompt_embeds"][None].to(device)
         inputs[f"{prefix}prompt_cu_seqlens"] = torch.tensor([0, length], dtype=torch.int32, device=device)
     return inputs
+
+
+class _TextAndImageProcessor(Qwen2VLProcessor):
+    """`Qwen2VLProcessor` for text and pictures. Which parts it has, the base class reads off this signature."""
+
+    def __init__(
+        self,
+        image_processor: Qwen2VLImageProcessorPil,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+    ) -> None:
+        self.image_token = "<|image_pad|>"
+        self.video_token = "<|video_pad|>"
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+# Pipelines write these two names into model_index.json: a checkpoint saved with this class must load anywhere.
+_TextAndImageProcessor.__name__ = _TextAndImageProcessor.__qualname__ = Qwen2VLProcessor.__name__
+_TextAndImageProcessor.__module__ = Qwen2VLProcessor.__module__
+
+
+def build_processor(image_processor: Qwen2VLImageProcessorPil, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """A processor from its two parts; pipelines take it for a `Qwen2VLProcessor`, which it is."""
+    return _TextAndImageProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
+
+
+def load_processor(model: str | Path, *, subfolder: str = "tokenizer", **hub_kwargs: Any) -> ProcessorMixin:
+    """The processor of a diffusers Kandinsky 5 checkpoint, to be handed to a pipeline as `tokenizer=`.
+
+    `model` is a local folder or a hub id; `hub_kwargs` (`revision`, `cache_dir`, ...) go to the downloads. Raises
+    `OSError` as transformers does when the files are not there.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(str(model), subfolder=subfolder, **hub_kwargs)
+    image_processor = Qwen2VLImageProcessorPil.from_pretrained(str(model), subfolder=subfolder, **hub_kwargs)
+    return build_processor(image_processor, tokenizer)

@@ -1,18 +1,283 @@
-"""NABLA as far as it can be known without torch: how large its tiles are, and which checkpoints have it."""
+"""NABLA, Kandinsky's block-sparse attention, in training.
+
+Queries and keys are grouped in tiles of 64 tokens. Each tile of queries attends to the tiles of keys that a cheap map
+of averaged scores selects. The ways to compute that, and the self-test that picks one for a device, come first; the
+attention processor that replaces diffusers' follows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
 
-TILE_SIDE = 8  # tokens, within one latent frame
-TILE = TILE_SIDE**2  # tokens that share one row of the mask
+import torch
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from simpletuner.models.kandinsky5.attention import project
+from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE
+
+logger = logging.getLogger(__name__)
+
+HEADS = 2  # of the example, unless the model's number is known
+
+# Query, key and value `B S H D` and the tiles that see each other, bool `B H N N`, to `B S H D`.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def is_sparse(transformer_config: Mapping[str, object]) -> bool:
-    """Whether a checkpoint was trained with NABLA."""
-    return transformer_config.get("attention_type") == "nabla"
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
+    """On every device, with gradients. The queries of a tile share one row of the mask, so memory stays linear."""
+    rows = zip(query.split(TILE, dim=1), tiles.unbind(dim=2), strict=True)
+    return torch.cat([_attend(part, key, value, row.repeat_interleave(TILE, -1)[:, :, None]) for part, row in rows], 1)
 
 
-def is_sparse_flavour(name: str) -> bool:
-    """Whether the published checkpoint of a flavour was."""
-    return "-pro-" in name or "-10s" in name
+def attend_dense(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
+    """Without regard to the tiles."""
+    return _attend(query, key, value, None)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # B H S D
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+
+
+def tile_blocks(tiles: Tensor) -> BlockMask:
+    """One block of the kernel for each tile; all blocks are full, so nothing of the size S x S exists."""
+    count, order = _lists(tiles)
+    # The kernel for CPUs does not compile when both lists are one tensor.
+    nothing, nowhere = torch.zeros_like(count), torch.zeros_like(order)
+    return BlockMask.from_kv_blocks(nothing, nowhere, count, order, BLOCK_SIZE=TILE)
+
+
+def paired_blocks(tiles: Tensor) -> BlockMask:
+    """Blocks of two by two tiles, the usual size of the kernels; where not all four are on, a mask says which."""
+    tokens, odd = tiles.shape[-1] * TILE, tiles.shape[-1] % 2
+    padded = pad(tiles, (0, odd, 0, odd))
+    fours = padded.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))  # B H n 2 n 2
+    some, every = fours.any(-1).any(-2), fours.all(-1).all(-2)
+
+    def is_on(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return padded[batch, head, query // TILE, key // TILE]
+
+    lists = (*_lists(some & ~every), *_lists(every))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=2 * TILE, mask_mod=is_on, seq_lengths=(tokens, tokens))
+
+
+def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks each query block sees, int32 `B H N`, and all key blocks with those in front, `B H N N`."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.int()
+
+
+def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], compiler: dict[str, Any]) -> Attend:
+    """Compiled flex attention on the blocks of a choice of tiles.
+
+    Args:
+        kernel: options of flex attention.
+        compiler: options of `torch.compile`.
+    """
+    # A whole graph or an error: after too many recompilations torch would else go on without compiling, and dense.
+    run: Any = torch.compile(flex_attention, fullgraph=True, options=compiler or None)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
+        heads_first = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+        out: Tensor = run(*heads_first, block_mask=blocks(tiles), kernel_options=kernel or None)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+# In the order of preference. Some devices have no default kernel for blocks of 64, but find one in a search.
+SMALL_BLOCKS = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE}
+WAYS: dict[str, Callable[[], Attend]] = {
+    "blocks of 64": lambda: compiled(tile_blocks, SMALL_BLOCKS, {}),
+    "blocks of 64, searched": lambda: compiled(tile_blocks, {}, {"max_autotune": True}),
+    "blocks of 128": lambda: compiled(paired_blocks, {}, {}),
+}
+
+
+@functools.cache
+def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = HEADS) -> Attend:
+    """The best way that gives right results and gradients here; dense, with a warning, when none does."""
+    if device.type == "cpu":
+        return attend_masked  # flex attention has no backward pass there
+    faults = []
+    for name, build in WAYS.items():
+        attend = build()
+        fault = find_fault(attend, device, dtype, head_dim, heads)
+        if fault is None:
+            logger.info("Block-sparse attention (NABLA) runs compiled, in %s.", name)
+            return attend
+        faults.append(f"{name}: {fault}")
+    logger.warning(
+        "This checkpoint was trained with block-sparse attention (NABLA), and on %s no way to compute it passed its "
+        "test (%s). It is trained with dense attention instead: slower, and not what is sampled elsewhere.",
+        device, "; ".join(faults),
+    )  # fmt: skip
+    return attend_dense
+
+
+def find_fault(
+    attend: Attend,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    heads: int = HEADS,
+    *,
+    backward: bool = True,
+) -> str | None:
+    """What is wrong with a way to attend, by comparison with `attend_masked` on the CPU in float64; None if nothing.
+
+    Args:
+        heads: as many as the model has. A size that the compiler sees change, it takes for one that varies.
+        backward: also compare gradients.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 5 * TILE, heads, head_dim)
+    draws = [(torch.randn(shape, generator=generator) / 2).to(dtype) for _ in range(4)]
+    tiles = torch.rand(2, heads, 5, 5, generator=generator) < 0.4
+    tiles = tiles | torch.eye(5, dtype=torch.bool)
+    wanted = _results(attend_masked, [each.double() for each in draws], tiles, backward)
+    try:
+        found = _results(attend, [each.to(device) for each in draws], tiles.to(device), backward)
+    except RuntimeError as error:  # what torch.compile raises when a kernel cannot be had
+        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    distance = max(_distance(one, other) for one, other in zip(found, wanted, strict=True))
+    limit = tolerance(device, dtype)
+    return None if distance <= limit else f"off by {distance:.1e}, more than {limit:.1e}"
+
+
+def _results(attend: Attend, draws: list[Tensor], tiles: Tensor, backward: bool) -> list[Tensor]:
+    """What comes out, and the gradients of query, key and value."""
+    query, key, value = (each.detach().requires_grad_(backward) for each in draws[:3])
+    with torch.set_grad_enabled(backward):
+        out = attend(query, key, value, tiles)
+    return [out, *torch.autograd.grad(out, (query, key, value), draws[3])] if backward else [out]
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    """The difference as a share of the whole, both as Euclidean norms."""
+    return ((found.cpu() - wanted).norm() / wanted.norm()).item()
+
+
+def tolerance(device: torch.device, dtype: torch.dtype) -> float:
+    """Four times the spacing of numbers at 1: 5e-7 in float32. Dense attention is off by more than a half.
+
+    float32 on a GPU may be the 10 bits of TF32. If it is not, the kernels still take powers by the GPU's fast
+    instruction, which is off by up to 2^-22.
+    """
+    if dtype == torch.float32 and device.type == "cuda":
+        return 4 * 2**-10 if torch.backends.cuda.matmul.allow_tf32 else 2**-18
+    return 4 * torch.finfo(dtype).eps
+
+
+def window_mask(
+    frames: int, rows: int, columns: int, config: dict[str, Any], device: torch.device | None = None
+) -> Tensor:
+    """Which tiles see which by their distance in time, height and width: bool, `1 1 N N` with N tiles.
+
+    Args:
+        rows, columns: tiles of a frame, that is, latent height and width divided by 16.
+        device: where it is made; to bring it there would make the host wait.
+    """
+    sides = ((frames, config["attention_wT"]), (rows, config["attention_wH"]), (columns, config["attention_wW"]))
+    places = [torch.arange(count, device=device) for count, _ in sides]
+    near = [
+        (place[:, None] - place[None]).abs() <= window // 2 for place, (_, window) in zip(places, sides, strict=True)
+    ]
+    time = near[0][:, None, None, :, None, None]
+    height = near[1][None, :, None, None, :, None]
+    width = near[2][None, None, :, None, None, :]
+    mask = time & height & width
+    count = frames * rows * columns
+    return mask.reshape(count, count)[None, None]
+
+
+def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """What the stock pipelines pass as `sparse_params` for latents of shape `B F H W C`."""
+    _, frames, height, width, _ = latents_shape
+    rows, columns = height // 2, width // 2
+    return {
+        "sta_mask": window_mask(frames, rows // TILE_SIDE, columns // TILE_SIDE, config, device),
+        "attention_type": config["attention_type"],
+        "to_fractal": True,
+        "P": config["attention_P"],
+        "wT": config["attention_wT"],
+        "wW": config["attention_wW"],
+        "wH": config["attention_wH"],
+        "add_sta": config["attention_add_sta"],
+        "visual_shape": (frames, rows, columns),
+        "method": config["attention_method"],
+    }
+
+
+def tile_mask(query: Tensor, key: Tensor, window: Tensor, mass: float) -> Tensor:
+    """Which key tiles each query tile attends to: bool, `B H N N`, from `B S H D`.
+
+    The tiles are ranked by the softmax over tile means; the least that together hold 1 - `mass` are left out, then
+    the window is added.
+    """
+    means = [x.transpose(1, 2).unflatten(2, (-1, TILE)).mean(-2) for x in (query, key)]  # B H N D
+    scores = torch.softmax(means[0] @ means[1].transpose(-2, -1) / math.sqrt(query.shape[-1]), dim=-1)
+    values, order = scores.sort(-1)
+    kept = values.cumsum(-1) >= 1 - mass
+    return kept.gather(-1, order.argsort(-1)) | window
+
+
+class TileAttention:
+    """Sparse attention of one transformer: all of its processors share the way that was chosen for the device."""
+
+    def __init__(self) -> None:
+        self._attend: Attend | None = None
+
+    def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
+        """Choose and test a way now, outside of any block: compilation and checkpointing must not see the test."""
+        self._attend = choose_attend(device, dtype, head_dim, heads)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:
+        """Attention of `B S H D` queries to the tiles chosen for them; `B S H D`."""
+        if self._attend is None:  # a pipeline comes without `settle`
+            self.settle(query.device, query.dtype, query.shape[-1], query.shape[-2])
+        with torch.no_grad():
+            tiles = tile_mask(query, key, params["sta_mask"], params["P"])
+        attend: Any = self._attend
+        out: Tensor = attend(query, key, value, tiles)
+        return out
+
+
+class SparseProcessor:
+    """The stock self-attention with NABLA's tiles; dense calls go to the stock processor."""
+
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, attention: TileAttention, fallback: Callable[..., Tensor]) -> None:
+        self.attention, self.fallback = attention, fallback
+
+    def __call__(
+        self,
+        attn: Kandinsky5Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+        sparse_params: dict[str, Any] | None = None,
+    ) -> Tensor:
+        if sparse_params is None or rotary_emb is None:
+            return self.fallback(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
+        query, key, value = project(attn, hidden_states, hidden_states, rotary_emb)
+        out = self.attention(query, key, value, sparse_params)
+        return attn.out_layer(out.flatten(-2, -1))
+
+
+def install(transformer: nn.Module) -> TileAttention:
+    """Give the visual self-attentions processors that obey the tiles; returns what they share."""
+    attention = TileAttention()
+    for name, module in transformer.named_modules():
+        if isinstance(module, Kandinsky5Attention) and name.endswith("self_attention") and "visual" in name:
+            module.set_processor(SparseProcessor(attention, module.processor))
+    return attention

@@ -21,7 +21,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_V
 
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextRequest
-from simpletuner.models.kandinsky5.processor import load_processor
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.source import ModelSource

@@ -11,19 +11,15 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.diffusion.first_frame import hold_first_frame
+from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest, TokenStream
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.frame_attention import attend_by_frame
-from simpletuner.models.kandinsky5 import attention, fast, loading, modulation, sparse, tokens
-from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity
-from simpletuner.models.kandinsky5.latents import sample_posterior
-from simpletuner.models.kandinsky5.nabla import is_sparse
-from simpletuner.models.kandinsky5.rope import parse_rope_scale, rope_scale_of_size
+from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading, nabla
+from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity, sample_posterior
+from simpletuner.models.kandinsky5.geometry import is_sparse, parse_rope_scale, rope_scale_of_size
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
-from simpletuner.models.patch_conv import slice_convolutions
-from simpletuner.models.vae import load_vae
+from simpletuner.models.loading import attend_by_frame, load_vae, slice_convolutions
 
 
 class HunyuanLatentEncoder:
@@ -73,7 +69,7 @@ class Kandinsky5VideoAdapter:
         self.rope_scale = own_scale or rope_scale_of_size(setup.use_size, setup.flavour.name)
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
-        self._tiles: sparse.TileAttention | None = None
+        self._tiles: nabla.TileAttention | None = None
         self._settings: dict[str, Any] = {}
 
     def load_text_encoder(
@@ -95,7 +91,7 @@ class Kandinsky5VideoAdapter:
         self.dtype, self._settings = dtype, dict(transformer.config)
         self._padding = attention.install(transformer)
         if is_sparse(self._settings):
-            self._tiles = sparse.install(transformer)
+            self._tiles = nabla.install(transformer)
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
@@ -113,7 +109,7 @@ class Kandinsky5VideoAdapter:
             head_dim = sum(self._settings["axes_dims"])
             heads = self._settings["model_dim"] // head_dim
             self._tiles.settle(hidden_states.device, self.dtype, head_dim, heads)
-            sparsity = sparse.sparse_params(tuple(hidden_states.shape), self._settings, hidden_states.device)
+            sparsity = nabla.sparse_params(tuple(hidden_states.shape), self._settings, hidden_states.device)
         velocity = predict_velocity(
             transformer,
             self._padding,
@@ -127,7 +123,7 @@ class Kandinsky5VideoAdapter:
         return channels_first(velocity)
 
     def token_stream(self, transformer: nn.Module) -> TokenStream:
-        return tokens.token_stream(transformer)
+        return denoiser.token_stream(transformer)
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         return loading.block_layout(transformer)
@@ -138,7 +134,7 @@ class Kandinsky5VideoAdapter:
         return fast.install(transformer, self._padding)
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
-        return modulation.store_in_bf16(transformer)
+        return fast.store_in_bf16(transformer)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None

@@ -7,8 +7,14 @@ from collections.abc import Mapping, Sequence
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
-from simpletuner.models.kandinsky5.nabla import TILE_SIDE, is_sparse, is_sparse_flavour
-from simpletuner.models.kandinsky5.rope import RopeScale, parse_rope_scale, rope_scale_of_size
+from simpletuner.models.kandinsky5.geometry import (
+    TILE_SIDE,
+    RopeScale,
+    is_sparse,
+    is_sparse_flavour,
+    parse_rope_scale,
+    rope_scale_of_size,
+)
 from simpletuner.models.kandinsky5.spec import (
     ALL_LINEAR,
     COMPONENTS,

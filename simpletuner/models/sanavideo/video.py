@@ -10,15 +10,13 @@ from diffusers.models.transformers.transformer_sana_video import SanaVideoTransf
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.diffusion.first_frame import hold_first_frame
+from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, TokenStream
-from simpletuner.models.hollow import hollow_out
-from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, collate_text, token_timesteps
-from simpletuner.models.sanavideo.latents import WanLatentEncoder
+from simpletuner.models.loading import hollow_out, load_vae
+from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, WanLatentEncoder, collate_text, token_timesteps
 from simpletuner.models.sanavideo.previews import WITHOUT_TEXT, StockSanaPipelines
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.sanavideo.text import SanaTextEncoder
-from simpletuner.models.vae import load_vae
 
 
 class SanaVideoAdapter:

@@ -1,0 +1,221 @@
+"""What a run needs, phase by phase, against what the device has. Arithmetic only; nothing is loaded.
+
+    captions ─► pictures ─► loading ─► training, bucket by bucket ─► previews ─► saving
+
+Each phase has a peak on the device and one on the host. Where there is no GPU both lie in the machine's memory and
+are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from simpletuner.budget.device import Device
+from simpletuner.budget.duration import StepCost, forward_seconds, step_cost
+from simpletuner.budget.estimate import (
+    Setup,
+    StepMemory,
+    frozen_bytes,
+    inputs_on_host_bytes,
+    sampling_bytes,
+    step_memory,
+    streamed_bytes,
+    trained_bytes,
+)
+from simpletuner.budget.parts import Parts, encoder_bytes, parts_of
+from simpletuner.budget.workload import Bucket, Workload, workload_of
+from simpletuner.caching.catalogue import LatentEntry, missing
+from simpletuner.config.load import RunConfig
+from simpletuner.config.precision import vae_dtype
+from simpletuner.config.schema import CachingConfig
+from simpletuner.models.cost import BYTES, VaeLoad
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import make_catalogue, wanted_entries
+
+# What the process takes before any weight: the interpreter, torch, diffusers and transformers.
+HOST_BASE = 1.2e9
+TEXT_ACTIVATIONS = 0.03  # of the text encoder's weights, for one prompt
+STREAMED_TEXT = 0.3  # of them that stays on the device when its blocks are streamed: embeddings, vision tower, slots
+SAVED_COPIES = 3  # the state is copied to the host, serialised, and handed on as bytes
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Peak bytes of a part of the run.
+
+    Attributes:
+        passing: of what `device` says, bytes that a GPU gets by way of host memory, where they lie for a moment.
+        trains: it is the steps themselves.
+    """
+
+    name: str
+    device: float
+    host: float
+    passing: float = 0.0
+    trains: bool = False
+
+
+@dataclass(frozen=True)
+class BucketCost:
+    """A bucket's micro-batch: memory, work and time."""
+
+    bucket: Bucket
+    memory: StepMemory
+    step: StepCost
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Cache entries that are still to be made, of how many; None while the checkpoint is not here."""
+
+    texts: int
+    all_texts: int
+    latents: Sequence[LatentEntry]
+    all_latents: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The whole estimate.
+
+    Attributes:
+        config: the settings it is for; with `offload: auto` those that were chosen.
+        missing: what the caches lack; None while the checkpoint is not here.
+        decisions: what `offload: auto` chose, with reasons.
+    """
+
+    device: Device
+    config: RunConfig
+    parts: Parts
+    workload: Workload
+    setup: Setup
+    phases: Sequence[Phase]
+    buckets: Sequence[BucketCost]
+    missing: Missing | None
+    decisions: Sequence[str] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """Of an optimizer step, buckets weighed by how often they come."""
+        micro = sum(each.step.seconds * each.bucket.share for each in self.buckets)
+        return micro * self.config.schedule.gradient_accumulation_steps
+
+    @property
+    def preview_seconds(self) -> float:
+        """Of one round of previews, without the VAE."""
+        validation = self.config.validation
+        steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
+        guided = (validation.validation_guidance or 1) > 1 and not self.parts.cost.guided_together
+        loads = [self.parts.load(preview) for preview in self.workload.previews]
+        passes = [forward_seconds(self.parts.transformer, self.setup, load, self.device) for load in loads]
+        return steps * (2 if guided else 1) * sum(passes)
+
+
+def find_missing(plan: Plan) -> Missing | None:
+    """What the caches lack for the first epoch."""
+    catalogue = make_catalogue(plan)
+    if catalogue is None:
+        return None
+    texts, latents = wanted_entries(plan, catalogue, epoch=1)
+    absent = [entry for entry in missing(latents) if isinstance(entry, LatentEntry)]
+    return Missing(len(missing(texts)), len(texts), absent, len(latents))
+
+
+def make_budget(plan: Plan, device: Device) -> Budget:
+    """The estimate of a plan as it is configured."""
+    lacking = find_missing(plan)
+    samples = [entry.sample for entry in lacking.latents] if lacking else [s for d in plan.trained for s in d.samples]
+    workload = workload_of(plan, lacking.texts if lacking else 1, samples)
+    return estimate(plan.config, parts_of(plan), workload, device, lacking)
+
+
+def estimate(config: RunConfig, parts: Parts, workload: Workload, device: Device, lacking: Missing | None) -> Budget:
+    """The estimate of settings and a workload."""
+    setup = parts.setup(config)
+    phases = list(find_phases(config, parts, workload, setup))
+    buckets = []
+    for bucket in workload.buckets:
+        load = parts.load(bucket)
+        memory = step_memory(parts.transformer, setup, load)
+        buckets.append(BucketCost(bucket, memory, step_cost(parts.transformer, setup, load, device)))
+    return Budget(device, config, parts, workload, setup, phases, buckets, lacking)
+
+
+def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setup) -> Iterator[Phase]:
+    """Peaks of everything that happens, in order."""
+    vae, text = encoder_bytes(parts, config)
+    cost = parts.transformer
+    if workload.encodes_text:
+        on_device = text * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
+        yield Phase("encoding captions", on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
+    if workload.encoded:
+        size = BYTES[vae_dtype(config.precision, config.caching)]
+        loads = [_at_a_time(load, config.caching) for load in workload.encoded]
+        peak = max(parts.cost.vae_encode(parts.vae, load) for load in loads) * size
+        clip = max(load.samples * load.frames * load.width * load.height for load in loads)
+        yield Phase(f"encoding {parts.spec.samples}", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
+    whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
+    yield Phase("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
+    on_disk = config.offload.group_offload_to_disk_path is not None
+    waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup))
+    for bucket in workload.buckets:
+        load = parts.load(bucket)
+        host = waiting + inputs_on_host_bytes(cost, setup, load)
+        yield Phase(f"training at {bucket.label}", step_memory(cost, setup, load).total, host, trains=True)
+    trained = trained_bytes(cost, setup)
+    if workload.previews:
+        rendering = _preview_peak(config, parts, workload, setup, vae)
+        yield Phase("rendering previews", trained + rendering, waiting)
+    yield Phase("saving", 0.0, waiting + SAVED_COPIES * trained)
+
+
+def _at_a_time(load: VaeLoad, caching: CachingConfig) -> VaeLoad:
+    """What the VAE encodes at once of all samples of a shape."""
+    samples = min(caching.vae_batch_size, load.samples)
+    return replace(load, samples=samples, tiled=caching.vae_enable_tiling, sliced=caching.vae_enable_patch_conv)
+
+
+def _preview_peak(config: RunConfig, parts: Parts, workload: Workload, setup: Setup, vae: float) -> float:
+    """Sampling or decoding the largest preview, whichever takes more, with the weights that are there meanwhile."""
+    largest, caching = workload.previews[0], config.caching
+    weights = frozen_bytes(parts.transformer, setup)
+    sampling = weights + sampling_bytes(parts.transformer, setup, parts.load(largest))
+    picture = VaeLoad(1, largest.frames, largest.width, largest.height, tiled=caching.vae_enable_tiling)
+    size = BYTES["fp32" if parts.spec.defaults.get("vae_dtype") == "fp32" else setup.dtype]
+    decoding = vae + parts.cost.vae_decode(parts.vae, picture) * size
+    if config.offload.enable_model_cpu_offload:  # one leaves before the other comes
+        return max(sampling, decoding)
+    return max(sampling + vae, decoding + weights)
+
+
+def shortage(phase: Phase, device: Device, *, headroom: float = 0.0) -> str | None:
+    """What a phase lacks, in words; None when it fits.
+
+    Args:
+        headroom: share of the memory that must stay free.
+    """
+    room = device.usable
+    if not device.is_gpu:
+        needed = phase.device + phase.host
+        if room is not None and needed > room * (1 - headroom):
+            return f"{phase.name} needs {gigabytes(needed)}, this machine has {gigabytes(room)} and no GPU"
+        return None
+    if room is not None and phase.device > room * (1 - headroom):
+        return f"{phase.name} needs {gigabytes(phase.device)} on the device, of which {gigabytes(room)} can be used"
+    host, wanted = device.host_memory, phase.host + phase.passing
+    if host is not None and wanted > host:
+        return f"{phase.name} needs {gigabytes(wanted)} of host memory, of which there are {gigabytes(host)}"
+    return None
+
+
+def fits(phases: Sequence[Phase], device: Device, *, headroom: float = 0.0) -> bool:
+    """Whether every phase has the memory it needs."""
+    return all(shortage(phase, device, headroom=headroom) is None for phase in phases)
+
+
+def gigabytes(number: float) -> str:
+    """Bytes for people, in 10^9 or 10^6 bytes."""
+    if number < 0.95e8:
+        return f"{number / 1e6:.3g} MB"
+    return f"{number / 1e9:.1f} GB"

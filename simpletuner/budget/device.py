@@ -1,0 +1,252 @@
+"""The device at hand, found without torch, and its speed: as measured by an earlier run, else as assumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from simpletuner.atomic import write_json
+
+RATES_FILE = "device_rates.json"
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What one device does.
+
+    Attributes:
+        device: its name.
+        matmul_flops: floating-point operations per second in a large matrix product.
+        host_to_device_bytes: bytes per second from page-locked memory; None where there is nothing to copy to.
+        dtype: of the matrices, such as `bfloat16`.
+    """
+
+    device: str
+    matmul_flops: float
+    host_to_device_bytes: float | None = None
+    dtype: str = ""
+
+
+def read_rates(folder: Path) -> DeviceRates | None:
+    """What an earlier session measured; None when there is no such file, or one that says something else."""
+    try:
+        content = json.loads((folder / RATES_FILE).read_text(encoding="utf-8"))
+        rates = DeviceRates(**content)
+    except (OSError, ValueError, TypeError):
+        return None
+    numbers = [rates.matmul_flops, *([] if rates.host_to_device_bytes is None else [rates.host_to_device_bytes])]
+    return rates if all(isinstance(each, int | float) and each > 0 for each in numbers) else None
+
+
+def write_rates(folder: Path, rates: DeviceRates) -> None:
+    """Keep the measurement in an output folder.
+
+    Raises:
+        DiskFullError: there was no space.
+    """
+    write_json(folder / RATES_FILE, asdict(rates), durable=False)
+
+
+QUERY_SECONDS = 5
+# Lines of `nvidia-smi -L`, "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" and below it "MIG 3g.40gb  Device 0: (...)".
+WHOLE = re.compile(r"GPU (?P<index>\d+): (?P<name>.+?) \(UUID")
+SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
+SLICE_SHARE = 0.97  # of the memory that a part is named for
+# What the driver, the libraries and fragments between allocations take of a device.
+DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
+# Softmax attention reaches about this share of a device's matrix product rate, forward and backward together.
+ATTENTION_SHARE = 0.55
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s of matrix products and of attention, bytes/s of the device's memory and of copies from the host."""
+
+    matmul: float
+    attention: float
+    memory: float
+    transfer: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """What trains.
+
+    Attributes:
+        name: as it calls itself.
+        memory: bytes it has, None when that could not be found out.
+        host_memory: bytes of the machine.
+        is_gpu: with memory of its own; otherwise the host's memory is all there is.
+        rates: assumed or measured.
+        note: what was assumed about it.
+    """
+
+    name: str
+    memory: float | None
+    host_memory: float | None
+    is_gpu: bool
+    rates: Rates
+    note: str
+
+    @property
+    def usable(self) -> float | None:
+        """Bytes of it that a run can have."""
+        if self.memory is None or not self.is_gpu:
+            return self.memory
+        return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD
+
+
+def _rates(tflops: float, memory_tb: float, transfer_gb: float) -> Rates:
+    return Rates(tflops * 1e12, ATTENTION_SHARE * tflops * 1e12, memory_tb * 1e12, transfer_gb * 1e9)
+
+
+# Sustained bf16 matrix products (TFLOP/s), memory (TB/s) and copies from page-locked host memory (GB/s): about 60 % of
+# what the data sheets promise. The first name that a device's own name contains counts.
+KNOWN: tuple[tuple[str, Rates], ...] = (
+    ("B200", _rates(1200, 6.0, 55)),
+    ("H200", _rates(600, 4.0, 55)),
+    ("H100 PCIe", _rates(400, 1.6, 55)),
+    ("H100", _rates(600, 2.6, 55)),
+    ("A100", _rates(220, 1.4, 24)),
+    ("L40", _rates(200, 0.7, 24)),
+    ("RTX 6000 Ada", _rates(180, 0.75, 24)),
+    ("A6000", _rates(80, 0.6, 24)),
+    ("A40", _rates(80, 0.55, 24)),
+    ("RTX 5090", _rates(150, 1.4, 50)),
+    ("RTX 4090", _rates(130, 0.8, 24)),
+    ("RTX 4080", _rates(80, 0.55, 24)),
+    ("RTX 3090", _rates(55, 0.75, 24)),
+    ("A10", _rates(60, 0.45, 24)),
+    ("L4", _rates(55, 0.25, 20)),
+    ("T4", _rates(25, 0.25, 11)),
+)
+UNKNOWN_GPU = _rates(50, 0.5, 11)
+LARGE_GIGABYTES = 40  # cards with so much memory are built for data centres
+CORE_FLOPS, CPU_BYTES = 20e9, 20e9
+
+
+def find_device(planned_gigabytes: float | None = None, output_dir: Path | None = None) -> Device:
+    """The device that a run on this machine would use, or the one that `plan_device_memory_gb` imagines.
+
+    Args:
+        planned_gigabytes: memory of a GPU to plan for instead of what is here, as cards are labelled (2^30 bytes).
+        output_dir: where measured rates may lie.
+    """
+    found = query_gpu()
+    host = host_memory()
+    if planned_gigabytes is not None:
+        name = f"a GPU with {planned_gigabytes:g} GiB"
+        large = planned_gigabytes >= LARGE_GIGABYTES
+        rates = rates_of(found[0] if found else "A100" if large else "")
+        like = f"as fast as {found[0]}" if found else "as fast as an A100" if large else "rates of a modest GPU"
+        # Whether this machine's own memory suffices says nothing about a machine that is only imagined.
+        return Device(name, planned_gigabytes * 2**30, host if found else None, True, rates, f"{like}, assumed")
+    if found:
+        device = Device(found[0], found[1], host, True, rates_of(found[0]), "rates assumed")
+    else:
+        device = Device("CPU", host, host, False, cpu_rates(), "rates assumed")
+    return with_measured(device, output_dir) if output_dir else device
+
+
+def rates_of(name: str) -> Rates:
+    """Assumed rates of a GPU by its name, or of that many sevenths of it."""
+    whole = next((rates for known, rates in KNOWN if known in name), UNKNOWN_GPU)
+    part = SLICE.search(name)
+    if part is None:
+        return whole
+    share = int(part["sevenths"]) / 7
+    return replace(whole, matmul=share * whole.matmul, attention=share * whole.attention, memory=share * whole.memory)
+
+
+def cpu_rates() -> Rates:
+    """A modest guess per core that this process may use."""
+    cores = usable_cores()
+    return Rates(cores * CORE_FLOPS, cores * CORE_FLOPS, CPU_BYTES, CPU_BYTES)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def with_measured(device: Device, folder: Path) -> Device:
+    """The device with the rates that a run has measured and left in a folder, if it was this device.
+
+    A rate of float32 products says nothing about those of 16 bits, which the others are assumed for.
+    """
+    found = read_rates(folder)
+    if found is None or found.device != device.name:
+        return device
+    measured: dict[str, float] = {}
+    if found.dtype in ("bfloat16", "float16", ""):
+        measured |= {"matmul": found.matmul_flops, "attention": ATTENTION_SHARE * found.matmul_flops}
+    if found.host_to_device_bytes is not None:
+        measured["transfer"] = found.host_to_device_bytes
+    if not measured:
+        return device
+    return replace(device, rates=replace(device.rates, **measured), note=f"{', '.join(measured)} measured")
+
+
+def query_gpu() -> tuple[str, float] | None:
+    """Name and bytes of the first NVIDIA GPU that this process may use, asked of nvidia-smi; None without one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    program = shutil.which("nvidia-smi")
+    if program is None or (visible is not None and visible.strip() in ("", "-1")):
+        return None
+    chosen = visible.split(",")[0].strip() if visible else ""
+    try:
+        part = _slice(_ask(program, "-L"), chosen)
+        if part is not None:
+            return part
+        words = ["-i", chosen] if chosen else []
+        lines = _ask(program, *words, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+        name, _, mebibytes = lines[0].rpartition(",")
+        return name.strip(), float(mebibytes) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None  # a driver that does not answer is as good as none; torch will say more
+
+
+def _ask(program: str, *words: str) -> list[str]:
+    """The lines of an answer of nvidia-smi."""
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True)
+    return done.stdout.strip().splitlines()
+
+
+def _slice(listed: Sequence[str], chosen: str) -> tuple[str, float] | None:
+    """Name and bytes of the part of a GPU (MIG) that CUDA would use, None where it uses a whole one.
+
+    nvidia-smi lists the parts below their GPU and answers questions about whole GPUs alone. CUDA sees one part: that
+    of the UUID in CUDA_VISIBLE_DEVICES, or else the first one of the GPU that is chosen.
+
+    Args:
+        listed: `nvidia-smi -L`.
+        chosen: an index or a UUID; empty for the first GPU.
+    """
+    gpu, is_meant = "", False
+    for line in listed:
+        whole, part = WHOLE.match(line), SLICE.search(line)
+        if whole is not None:
+            gpu = whole["name"]
+            is_meant = (chosen or "0") == whole["index"] or (chosen.startswith("GPU-") and chosen in line)
+        elif part is not None and (chosen in line if chosen.startswith("MIG-") else is_meant):
+            return f"{gpu} {part[0]}", float(part["gigabytes"]) * SLICE_SHARE * 2**30
+    return None
+
+
+def host_memory() -> float | None:
+    """Bytes of the machine, or of the container's share of it; None where the system does not say."""
+    try:
+        total = float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        limit = ""
+    return min(total, float(limit)) if limit.isdecimal() else total

@@ -1,0 +1,89 @@
+"""What a run writes, and whether the disks have room for it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletuner.budget.budget import Budget, gigabytes
+from simpletuner.budget.estimate import streamed_bytes
+from simpletuner.config.precision import text_encoder_dtype
+from simpletuner.errors import Problem
+from simpletuner.models.cost import BYTES
+from simpletuner.models.spec import FamilySpec
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import text_folder
+from simpletuner.plan.environment import existing
+
+COMPRESSED = 0.8  # of its size, a latent under zstd
+USUAL_CAPTION = 0.25  # of the longest one, in tokens
+
+
+@dataclass(frozen=True)
+class Writing:
+    """So many bytes into a folder, at most; the first `at_once` of them in any case."""
+
+    what: str
+    folder: Path
+    total: float
+    at_once: float
+
+
+def find_writings(plan: Plan, budget: Budget) -> list[Writing]:
+    """Checkpoints, cache entries, and weights that wait on a disk."""
+    cost, setup, limits = budget.parts.transformer, budget.setup, plan.config.checkpoints
+    count = cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
+    copies = (1 if setup.is_full else 2) + (2 if plan.config.ema.use_ema else 0)
+    one = count * (copies * setup.trained_bytes + setup.state_bytes)
+    saves = -(-plan.length.total_steps // limits.checkpoint_step_interval)
+    kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest goes
+    kept += limits.checkpoints_rolling_total_limit if limits.checkpointing_rolling_steps else 0
+    checkpoints = Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one)
+    return [checkpoints, *_cache_writings(plan, budget), *_offloaded(plan, budget)]
+
+
+def _offloaded(plan: Plan, budget: Budget) -> Iterator[Writing]:
+    """The blocks that stream from a disk, written anew by every run."""
+    folder = plan.config.offload.group_offload_to_disk_path
+    weights = streamed_bytes(budget.parts.transformer, budget.setup)
+    if folder is not None and weights:
+        yield Writing("offloaded weights", Path(folder).expanduser(), weights, weights)
+
+
+def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
+    if budget.missing is None:
+        return
+    latents = sum(latent_bytes(plan.spec, *each.sample.geometry.size, each.sample.frames) *
+                  (COMPRESSED if each.compress else 1.0) for each in budget.missing.latents)  # fmt: skip
+    if budget.missing.latents:
+        yield Writing("latents", budget.missing.latents[0].folder, latents, latents)
+    longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
+    width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
+    texts = float(budget.missing.texts * longest * width * BYTES[text_encoder_dtype(plan.config.precision)])
+    if texts:
+        yield Writing("text embeddings", text_folder(plan), texts, texts * USUAL_CAPTION)
+
+
+def latent_bytes(spec: FamilySpec, width: int, height: int, frames: int) -> float:
+    """A sample's latents of 16 channels in float32."""
+    return 4.0 * 16 * math.prod(spec.latent_size(width, height, frames))
+
+
+def check_disk(plan: Plan, writings: Sequence[Writing]) -> Iterator[Problem]:
+    """Disks that are too small: an error for what is written in any case, a warning for what may come together."""
+    by_disk: dict[int, list[Writing]] = {}
+    for writing in writings:
+        by_disk.setdefault(existing(writing.folder).stat().st_dev, []).append(writing)
+    for group in by_disk.values():
+        place = existing(group[0].folder)
+        free = float(shutil.disk_usage(place).free)
+        total, at_once = sum(each.total for each in group), sum(each.at_once for each in group)
+        what = ", ".join(f"{each.what} {gigabytes(each.total)}" for each in group)
+        message = f"{str(place)!r} has {gigabytes(free)} free; the run writes up to {gigabytes(total)} ({what})."
+        if at_once > free:
+            yield Problem("disk", message, fatal=not plan.config.run.i_know_what_i_am_doing)
+        elif total > free:
+            yield Problem("disk", f"{message} A lower checkpoints_total_limit takes less.", fatal=False)

@@ -1,0 +1,86 @@
+"""How long a step takes, from its FLOPs and bytes and a device's rates. Free of torch.
+
+    seconds = products / matmul rate + attention / attention rate + elementwise bytes / memory rate
+
+or the time it takes to launch the operations, or that of copying streamed weights, where one of them is longer.
+It is that of the stock classes, uncompiled; waiting for data is not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simpletuner.budget.device import Device
+from simpletuner.budget.estimate import Setup, activations_of, split_blocks
+from simpletuner.config.schema import SLOTS
+from simpletuner.models.cost import ATTENTION_BACKWARD, BYTES, FLASH_BACKWARD, Load, TransformerCost, Work
+
+# Operations of a block, forward and backward, and the time to launch one.
+LAUNCHES, GPU_LAUNCH, CPU_LAUNCH = 450, 6e-6, 12e-6
+FLOAT32_SHARE = 0.5  # of the bf16 rate, with TF32
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One micro-batch, forward and backward.
+
+    Attributes:
+        model: FLOPs that the mathematics needs; what MFU is measured against.
+        executed: FLOPs that the device does: recomputed blocks and the flash kernel's second look at the scores.
+        traffic: bytes of elementwise operations.
+        seconds: estimated.
+        copying: seconds of copying weights, beside the compute or between it.
+    """
+
+    model: float
+    executed: Work
+    traffic: float
+    seconds: float
+    copying: float
+
+
+def step_cost(cost: TransformerCost, setup: Setup, load: Load, device: Device) -> StepCost:
+    """FLOPs and seconds of one micro-batch on a device."""
+    load = cost.routed(load, setup.routes)
+    forward = cost.forward(load, setup.adapters)
+    backward = cost.backward(load, setup.adapters, full=setup.is_full)
+    share = recomputed_share(cost, setup)
+    again = cost.forward(load, setup.adapters, blocks_only=True).times(share, 0.0 if setup.keep_attention else share)
+    flash = Work(0.0, (FLASH_BACKWARD - ATTENTION_BACKWARD) * forward.attention)
+    executed = forward + backward + again + flash
+    traffic = sum(block.traffic for block in activations_of(cost, setup, load)) * (3 + share)
+    computing = max(_seconds(executed, traffic, setup, device), _launches(cost, device) * (1 + share / 3))
+    copying = copy_seconds(cost, setup, device)
+    seconds = max(computing, copying) if setup.overlapped else computing + copying
+    return StepCost(forward.total + backward.total, executed, traffic, seconds, copying)
+
+
+def recomputed_share(cost: TransformerCost, setup: Setup) -> float:
+    """The part of the blocks whose forward pass runs a second time."""
+    checkpointed, plain = split_blocks(cost, setup)
+    return checkpointed / max(checkpointed + plain, 1)
+
+
+def forward_seconds(cost: TransformerCost, setup: Setup, load: Load, device: Device) -> float:
+    """One forward pass without gradients."""
+    traffic = cost.large * cost.activations(load, BYTES[setup.dtype], setup.adapters).traffic
+    return max(_seconds(cost.forward(load, setup.adapters), traffic, setup, device), _launches(cost, device) / 3)
+
+
+def copy_seconds(cost: TransformerCost, setup: Setup, device: Device) -> float:
+    """Copies of streamed blocks in a steady step: each comes twice, but the last slots stay where they are."""
+    if not setup.streamed or setup.is_full:
+        return 0.0
+    blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
+    moving = max(len(blocks) - setup.residents - SLOTS * setup.group, 0)
+    return 2 * moving * sum(blocks) / len(blocks) / device.rates.transfer
+
+
+def _seconds(work: Work, traffic: float, setup: Setup, device: Device) -> float:
+    rates = device.rates
+    speed = FLOAT32_SHARE if setup.dtype == "fp32" and device.is_gpu else 1.0
+    return work.linear / (rates.matmul * speed) + work.attention / (rates.attention * speed) + traffic / rates.memory
+
+
+def _launches(cost: TransformerCost, device: Device) -> float:
+    return len(cost.blocks) * LAUNCHES * (GPU_LAUNCH if device.is_gpu else CPU_LAUNCH)

@@ -1,0 +1,172 @@
+"""The memory model: how many bytes a training step takes on the device and on the host. Free of torch.
+
+On the device, at the worst moment of a step:
+
+    frozen weights (resident, or the slots they stream through)
+  + trained weights, gradients, optimizer state
+  + the inputs of the blocks that are checkpointed, everything of those that are not
+  + one block while its backward pass runs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from simpletuner.config.optimizers import OPTIMIZERS
+from simpletuner.config.schema import SLOTS, OptimizerName
+from simpletuner.config.tread import Route
+from simpletuner.models.cost import BYTES, Activations, Adapters, Load, TransformerCost
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What of a configuration the memory of a step depends on.
+
+    Attributes:
+        dtype: of the transformer: bf16, fp16 or fp32.
+        adapters: the LoRA; of rank 0 for a full fine-tune.
+        trained_bytes: of one trained number.
+        state_bytes: of the optimizer's state per trained number.
+        checkpoint_interval: every n-th block is checkpointed; None is no checkpointing.
+        keep_attention: checkpointing keeps the self-attention's output.
+        streamed: frozen blocks come through slots.
+        residents: so many of them stay on the device.
+        group: blocks that come together.
+        overlapped: copies of streamed blocks run beside the compute.
+        inputs_on_host: block inputs wait in host memory.
+        quantised: bytes per weight of the blocks' linear layers, 0 where they are not quantised.
+        averaged_on_device: a moving average of the trained weights is kept there.
+        routes: windows of blocks that some tokens pass by; in training alone.
+    """
+
+    dtype: str
+    adapters: Adapters
+    trained_bytes: float
+    state_bytes: float
+    checkpoint_interval: int | None = 1
+    keep_attention: bool = False
+    streamed: bool = False
+    residents: int = 0
+    group: int = 1
+    overlapped: bool = True
+    inputs_on_host: bool = False
+    quantised: float = 0.0
+    averaged_on_device: bool = False
+    routes: tuple[Route, ...] = ()
+
+    @property
+    def is_full(self) -> bool:
+        return not self.adapters.modules
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on the device at the worst moment of a training step, by what they are.
+
+    Attributes:
+        weights: frozen ones.
+        trained: trained weights, their gradients, the optimizer's state, an average.
+        inputs: what is kept for the backward pass of blocks that are still to come.
+        block: the block at work.
+        outside: what belongs to no block.
+    """
+
+    weights: float
+    trained: float
+    inputs: float
+    block: float
+    outside: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+def optimizer_state_bytes(name: OptimizerName, trained_bytes: float, *, compensated: bool) -> float:
+    """Bytes of state per trained number.
+
+    Args:
+        compensated: it trains bf16 weights with compensated sums, which are one tensor more.
+    """
+    spec = OPTIMIZERS[name]
+    size = trained_bytes if spec.moment_bytes is None else spec.moment_bytes
+    return spec.moments * size + compensated * trained_bytes
+
+
+def trained_bytes(cost: TransformerCost, setup: Setup) -> float:
+    """Weights that are trained, their gradients and the optimizer's state."""
+    count = cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
+    average = 4.0 if setup.averaged_on_device else 0.0
+    # The update of a full model works on copies of a few tensors at a time; those of a LoRA are small.
+    return count * (2 * setup.trained_bytes + setup.state_bytes + average)
+
+
+def frozen_bytes(cost: TransformerCost, setup: Setup) -> float:
+    """Frozen weights on the device while a step runs."""
+    if setup.is_full:
+        return 0.0
+    blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
+    rest = cost.rest_bytes(setup.dtype)
+    if not setup.streamed:
+        return rest + sum(blocks)
+    largest = max(blocks)
+    return rest + min(sum(blocks), largest * (min(setup.residents, len(blocks)) + SLOTS * setup.group))
+
+
+def streamed_bytes(cost: TransformerCost, setup: Setup) -> float:
+    """Frozen weights that wait in host memory, or on a disk: those of the blocks that do not stay on the device."""
+    if setup.is_full or not setup.streamed:
+        return 0.0
+    blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
+    return sum(blocks) * max(len(blocks) - setup.residents, 0) / len(blocks)
+
+
+def step_memory(cost: TransformerCost, setup: Setup, load: Load) -> StepMemory:
+    """The worst moment of a step with one micro-batch."""
+    blocks = activations_of(cost, setup, load)
+    chosen = are_checkpointed(cost, setup)
+    checkpointed = [block for block, is_one in zip(blocks, chosen, strict=True) if is_one]
+    plain = [block for block, is_one in zip(blocks, chosen, strict=True) if not is_one]
+    held = sorted(block.held for block in checkpointed)
+    inputs = sum(held[-SLOTS:] if setup.inputs_on_host else held)
+    if setup.keep_attention:
+        inputs += sum(block.attention for block in checkpointed)
+    recomputed = any(chosen)
+    return StepMemory(
+        weights=frozen_bytes(cost, setup),
+        trained=trained_bytes(cost, setup),
+        inputs=inputs + sum(block.held + block.saved for block in plain),
+        block=max(block.transient + (block.saved if recomputed else 0.0) for block in blocks),
+        outside=cost.activations(load, BYTES[setup.dtype], setup.adapters).outside,
+    )
+
+
+def activations_of(cost: TransformerCost, setup: Setup, load: Load) -> list[Activations]:
+    """Of each large block in a training step, with the tokens that routes leave it."""
+    return cost.activations_by_block(cost.routed(load, setup.routes), BYTES[setup.dtype], setup.adapters)
+
+
+def are_checkpointed(cost: TransformerCost, setup: Setup) -> list[bool]:
+    """Whether it is, of each large block."""
+    interval, first = setup.checkpoint_interval, len(cost.blocks) - cost.large
+    return [interval is not None and index % interval == 0 for index in range(first, len(cost.blocks))]
+
+
+def split_blocks(cost: TransformerCost, setup: Setup) -> tuple[int, int]:
+    """How many of the large blocks are checkpointed, and how many are not."""
+    chosen = sum(are_checkpointed(cost, setup))
+    return chosen, cost.large - chosen
+
+
+def inputs_on_host_bytes(cost: TransformerCost, setup: Setup, load: Load) -> float:
+    """Block inputs in host memory at the end of a forward pass."""
+    if not setup.inputs_on_host:
+        return 0.0
+    blocks = zip(activations_of(cost, setup, load), are_checkpointed(cost, setup), strict=True)
+    return sum(sorted(block.held for block, is_one in blocks if is_one)[:-SLOTS])
+
+
+def sampling_bytes(cost: TransformerCost, setup: Setup, load: Load) -> float:
+    """A forward pass without gradients, beside weights."""
+    bytes_of = cost.activations(load, BYTES[setup.dtype], setup.adapters)
+    return bytes_of.sampling + bytes_of.held + bytes_of.outside

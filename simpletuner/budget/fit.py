@@ -1,0 +1,306 @@
+"""Making a run fit: the smallest change that would, and what `offload: auto` chooses.
+
+Changes are tried in order: those that only cost time first, those that change numbers last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from simpletuner.budget.budget import Budget, Phase, estimate, find_phases, fits, gigabytes, shortage
+from simpletuner.budget.device import Device
+from simpletuner.budget.workload import Choice, Workload
+from simpletuner.config.load import CHOSEN, RunConfig
+from simpletuner.config.schema import PLAIN_PRECISIONS, is_built
+from simpletuner.config.speed import graph_key, keeps_attention
+from simpletuner.errors import Problem
+from simpletuner.models.spec import FamilySpec
+
+STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
+Built = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that takes memory off the device.
+
+    Attributes:
+        values: keys and what they are set to.
+        words: how a person is told; by default the keys and their values.
+        apply: what it does to a workload, where it is no key alone.
+    """
+
+    values: Mapping[str, Any]
+    words: str = ""
+    apply: Callable[[Workload], Workload] = lambda workload: workload
+
+    def __str__(self) -> str:
+        return self.words or ", ".join(f"{key} {written(value)}" for key, value in self.values.items())
+
+    def of(self, choice: Choice) -> Choice:
+        config, workload = choice
+        return config.with_values(self.values, CHOSEN), self.apply(workload)
+
+
+def written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_fit(budget: Budget, built: Built = is_built) -> Iterator[Problem]:
+    """What does not fit, and the smallest change that makes it; a warning where the user knows better."""
+    device, fatal = budget.device, not budget.config.run.i_know_what_i_am_doing
+    lacking = [text for phase in budget.phases if (text := shortage(phase, device)) is not None]
+    if not lacking:
+        return
+    changes = smallest_change(budget, built)
+    fitting = f"This would fit: {'; '.join(map(str, changes))}."
+    advice = fitting if changes else _no_help(budget, lacking[0], built)
+    if not device.is_gpu:
+        advice += " To plan for a GPU elsewhere: simpletuner plan --device-memory 24."
+    others = len(lacking) - 1
+    more = f" ({others} more phase{'s lack' if others > 1 else ' lacks'} room)" if others else ""
+    message = f"{lacking[0]}{more}. {advice}"
+    yield Problem("memory", message if not fatal else f"{message} i_know_what_i_am_doing goes on anyway.", fatal=fatal)
+
+
+def _no_help(budget: Budget, told: str, built: Built) -> str:
+    """What is still missing when everything possible has been changed, where that is another thing than was told."""
+    changes = list(possible_changes(budget, built))
+    phases = phases_after((budget.config, budget.workload), changes, budget)
+    rest = next(text for phase in phases if (text := shortage(phase, budget.device)) is not None)
+    return "No setting makes it fit." if rest == told else f"With every setting that helps, {rest}."
+
+
+def smallest_change(budget: Budget, built: Built = is_built) -> list[Change]:
+    """The changes, in the order of `possible_changes`, that are needed together; empty when none suffice.
+
+    They are taken up to the first that makes everything fit; those that turn out not to be needed are dropped again.
+    """
+    start: Choice = budget.config, budget.workload
+    taken: list[Change] = []
+    for change in possible_changes(budget, built):
+        taken.append(change)
+        if _fits(start, taken, budget):
+            break
+    else:
+        return []
+    for change in taken[:-1]:
+        without = [each for each in taken if each is not change]
+        if _fits(start, without, budget):
+            taken = without
+    return taken
+
+
+def _fits(choice: Choice, changes: Sequence[Change], budget: Budget) -> bool:
+    return fits(phases_after(choice, changes, budget), budget.device)
+
+
+def phases_after(choice: Choice, changes: Sequence[Change], budget: Budget) -> list[Phase]:
+    for change in changes:
+        choice = change.of(choice)
+    config, workload = choice
+    return list(find_phases(config, budget.parts, workload, budget.parts.setup(config)))
+
+
+def possible_changes(budget: Budget, built: Built) -> Iterator[Change]:
+    """Changes that this configuration has not made yet, the gentlest first."""
+    config, workload = budget.config, budget.workload
+    yield from _lossless_changes(budget, built)
+    if config.model.model_type == "lora" and config.precision.base_model_precision in PLAIN_PRECISIONS:
+        yield from _if_built(built, "base_model_precision", "int8-quanto")
+    if config.precision.text_encoder_1_precision in PLAIN_PRECISIONS:
+        yield from _if_built(built, "text_encoder_1_precision", "int8-quanto")
+    batch = max((bucket.batch for bucket in workload.buckets), default=1)
+    while batch > 1:
+        batch //= 2
+        yield Change({"train_batch_size": batch}, apply=partial(Workload.with_batch, batch=batch))
+    yield from _smaller_samples(workload, budget.parts.spec)
+    if workload.previews:
+        yield Change({"validation_disable": True}, apply=lambda before: replace(before, previews=[]))
+
+
+def _smaller_samples(workload: Workload, spec: FamilySpec) -> Iterator[Change]:
+    """Shorter clips, then smaller pictures, in the words of the dataset file."""
+    longest = max((bucket.frames for bucket in workload.buckets), default=1)
+    if longest > 1:
+        halve = partial(Workload.scaled, spec=spec, frames=0.5)
+        frames = max(bucket.frames for bucket in halve(workload).buckets)
+        yield Change({}, f"num_frames {frames} instead of {longest}", halve)
+    for share in (0.75, 0.5):
+        words = f"a resolution {share:g} times as large"
+        yield Change({}, words, partial(Workload.scaled, spec=spec, sides=share))
+
+
+def _lossless_changes(budget: Budget, built: Built) -> Iterator[Change]:
+    """Those that leave every number as it is (tiles of the VAE excepted)."""
+    config = budget.config
+    precision, caching = config.precision, config.caching
+    if keeps_attention(config.speed):
+        yield Change({"speed_keep_attention": False})
+    if not precision.checkpoints_all:
+        yield Change({"gradient_checkpointing": True, "gradient_checkpointing_interval": 1})
+    if caching.vae_batch_size > 1:
+        yield Change({"vae_batch_size": 1})
+    if budget.device.is_gpu:
+        yield from _offload_changes(config, built)
+    if not caching.vae_enable_tiling:
+        yield Change({"vae_enable_tiling": True})
+
+
+def _offload_changes(config: RunConfig, built: Built) -> Iterator[Change]:
+    """From the device into host memory."""
+    offload, may_move = config.offload, graph_key(config.launch) is None
+    streams = offload.enable_group_offload or not built("enable_group_offload")
+    if config.model.model_type == "lora" and may_move and not streams:
+        # The two exclude each other.
+        yield Change({**STREAMED, **({"enable_model_cpu_offload": False} if offload.enable_model_cpu_offload else {})})
+    if may_move and not offload.offload_block_inputs:
+        yield from _if_built(built, "offload_block_inputs", True)
+    if not offload.group_offload_text_encoder:
+        yield from _if_built(built, "group_offload_text_encoder", True)
+
+
+def _if_built(built: Built, key: str, value: Any) -> Iterator[Change]:
+    if built(key):
+        yield Change({key: value})
+
+
+HEADROOM = 0.05  # that auto leaves free: a driver, a browser, an estimate that is a little off
+# Every n-th block checkpointed, from the fastest to the leanest; None is none of them.
+DEPTHS = (None, 8, 4, 3, 2)
+OWN_KEYS = (
+    "gradient_checkpointing", "gradient_checkpointing_interval", "speed_keep_attention", "enable_group_offload",
+    "group_offload_use_stream", "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
+)  # fmt: skip
+Way = tuple[Change, str]  # with its reason
+
+
+def choose(budget: Budget, built: Built = is_built) -> Budget:
+    """What `offload: auto` makes of a budget: the fastest settings that fit with some room to spare.
+
+    Only keys that the user left unset are touched. When nothing fits, the leanest settings are returned, and
+    `check_fit` says what is missing.
+    """
+    budget = _with_encoders(budget, built)
+    ladders = [list(ladder) for ladder in _ladders(budget, built)]
+    leanest = _in_8_bits(budget, built, ladders[-1][-1])
+    beyond = _beyond(budget, leanest)
+    fitting = [way for ladder in ladders if (way := _first_that_fits(ladder, budget, beyond)) is not None]
+    if fitting:  # the earlier one, where two are equally fast
+        return min((_with(budget, *way) for way in fitting), key=lambda chosen: chosen.step_seconds)
+    return _with(budget, *leanest)
+
+
+def _beyond(budget: Budget, leanest: Way) -> frozenset[str]:
+    """Phases beside the steps that lack room whatever is chosen here: no reason to make the steps slower.
+
+    `check_fit` says what would help them, tiles of the VAE for instance.
+    """
+    phases = phases_after((budget.config, budget.workload), [leanest[0]], budget)
+    lacking = [phase for phase in phases if shortage(phase, budget.device, headroom=HEADROOM)]
+    return frozenset(phase.name for phase in lacking if not phase.trains)
+
+
+def _first_that_fits(ladder: Sequence[Way], budget: Budget, beyond: frozenset[str]) -> Way | None:
+    start: Choice = budget.config, budget.workload
+    for change, reason in ladder:
+        phases = [phase for phase in phases_after(start, [change], budget) if phase.name not in beyond]
+        if fits(phases, budget.device, headroom=HEADROOM):
+            return change, reason
+    return None
+
+
+def _with_encoders(budget: Budget, built: Built) -> Budget:
+    """What text encoders and VAE need before training; each is chosen only where its own phase lacks room."""
+    lacking = {phase.name: shortage(phase, budget.device, headroom=HEADROOM) for phase in budget.phases}
+    encoders: dict[str, dict[str, Any]] = {
+        "captions": {"group_offload_text_encoder": True},
+        budget.parts.spec.samples: {"vae_batch_size": 1},
+    }
+    for subject, values in encoders.items() if budget.device.is_gpu else ():
+        config, reason = budget.config, lacking.get(f"encoding {subject}")
+        free = all(not config.is_explicit(key) and built(key) for key in values)
+        if reason and free and values.items() - config.flat().items():
+            budget = _with(budget, Change(values), reason)
+    return budget
+
+
+def _with(budget: Budget, change: Change, reason: str) -> Budget:
+    config, workload = change.of((budget.config, budget.workload))
+    fitted = estimate(config, budget.parts, workload, budget.device, budget.missing)
+    chosen = [f"{key} {written(value)}" for key, value in change.values.items()]
+    decision = f"{', '.join(chosen) or 'nothing to change'}: {reason}"
+    return replace(fitted, decisions=[*budget.decisions, decision])
+
+
+def _ladders(budget: Budget, built: Built) -> Iterator[Iterable[Way]]:
+    """Ladders of settings; on each, one step further down is slower and leaner."""
+    config = budget.config
+    free = {key: not config.is_explicit(key) and built(key) for key in OWN_KEYS}
+    if graph_key(config.launch) is not None:
+        free |= {"enable_group_offload": False, "offload_block_inputs": False}
+    if free["gradient_checkpointing"] and free["gradient_checkpointing_interval"]:
+        yield _depths()
+    kinds: list[tuple[dict[str, Any], str]] = [({}, "")]  # unset, every block is checkpointed
+    if free["speed_keep_attention"] and keeps_attention(config.speed):
+        kinds.append(({"speed_keep_attention": False}, ", attention is computed twice"))
+    streams = _may_stream(config) and free["enable_group_offload"] and budget.device.is_gpu
+    streamed = {key: value for key, value in STREAMED.items() if free[key]}
+    for on_host in (False, True) if free["offload_block_inputs"] and budget.device.is_gpu else (False,):
+        yield [_resident(values, on_host=on_host, twice=twice) for values, twice in kinds]
+        for values, twice in kinds if streams else ():
+            yield _streamed(budget, {**values, **streamed}, free, on_host=on_host, twice=twice)
+
+
+def _in_8_bits(budget: Budget, built: Built, leanest: Way) -> Way:
+    """The last resort, where it may be taken."""
+    key, config = "base_model_precision", budget.config
+    if config.is_explicit(key) or not built(key) or config.model.model_type != "lora":
+        return leanest
+    lean = Change({**leanest[0].values, key: "int8-quanto"})
+    return lean, f"in 16 bits the run does not fit {_room(budget.device)}"
+
+
+def _may_stream(config: RunConfig) -> bool:
+    """Only frozen weights stream, and not where previews move all of them."""
+    return config.model.model_type == "lora" and not config.offload.enable_model_cpu_offload
+
+
+def _depths() -> Iterator[Way]:
+    """As few checkpointed blocks as possible: nothing is computed twice that memory can hold."""
+    for depth in DEPTHS:
+        if depth is None:
+            yield Change({"gradient_checkpointing": False}), "memory holds every activation, so none is computed twice"
+        else:
+            values = {"gradient_checkpointing": True, "gradient_checkpointing_interval": depth}
+            yield Change(values), f"memory holds the activations of all but every {depth}th block"
+
+
+def _resident(values: Mapping[str, Any], *, on_host: bool, twice: str) -> Way:
+    """All weights on the device, every block checkpointed."""
+    where = "their inputs wait in host memory" if on_host else "everything stays on the device"
+    inputs = {"offload_block_inputs": True} if on_host else {}
+    return Change({**values, **inputs}), f"the blocks are checkpointed{twice}, and {where}"
+
+
+def _streamed(
+    budget: Budget, plain: Mapping[str, Any], free: Mapping[str, bool], *, on_host: bool, twice: str
+) -> Iterator[Way]:
+    """Blocks through slots, with as many residents as fit."""
+    blocks = len(budget.parts.transformer.blocks)
+    for count in range(blocks - 1, -1, -1) if free["group_offload_resident_blocks"] else [None]:
+        values = dict(plain)
+        if count is not None:
+            values["group_offload_resident_blocks"] = count
+        if on_host:
+            values["offload_block_inputs"] = True
+        where = " and their inputs wait in host memory" if on_host else ""
+        stay = f", {count} of {blocks} stay" if count else ""
+        yield Change(values), f"blocks are streamed{stay}{where}{twice}, to fit {_room(budget.device)}"
+
+
+def _room(device: Device) -> str:
+    return device.name if device.usable is None else gigabytes(device.usable)

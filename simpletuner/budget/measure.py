@@ -1,0 +1,96 @@
+"""Measures a device in a moment: the rate of a large matrix product, and of copies from page-locked memory.
+
+It draws from a generator of its own and gives all memory back, so that nothing of it shows in what is trained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from simpletuner.budget.device import DeviceRates, read_rates, write_rates
+
+# As large as it takes to keep any GPU busy; its three matrices take 0.4 GB in bfloat16.
+SIDE = 8192
+COPIED_BYTES = 1 << 28
+# On a CPU the first product tells whether the second can be afforded.
+SMALL_SIDE, MEDIUM_SIDE = 256, 512
+AFFORDABLE_SECONDS = 0.01
+ROUNDS = 5
+
+
+def device_rates(folder: Path, device: torch.device, dtype: torch.dtype) -> DeviceRates | None:
+    """The rates of the device at the precision of training, measured once per output folder and device.
+
+    None where nothing is measured: on devices that are neither CUDA nor CPU.
+    """
+    known = read_rates(folder)
+    if known is not None and (known.device, known.dtype) == (device_name(device), _name(dtype)):
+        return known
+    if device.type not in ("cuda", "cpu"):
+        return None
+    rates = _measure_cuda(device, dtype) if device.type == "cuda" else _measure_cpu(dtype)
+    write_rates(folder, rates)
+    return rates
+
+
+def device_name(device: torch.device) -> str:
+    """What people call the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, side: int, rounds: int = ROUNDS) -> float:
+    """Operations per second of a square matrix product, `2 side^3` each; the fastest of some rounds."""
+    generator = torch.Generator(device).manual_seed(0)
+    # Random values: multiplying zeros takes less power, so a GPU would be seen at a clock it cannot hold.
+    left, right = (torch.randn(side, side, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    out = torch.empty_like(left)
+    seconds = fastest(lambda: torch.mm(left, right, out=out), device, rounds)
+    return 2 * side**3 / seconds
+
+
+def host_to_device_bytes(device: torch.device, count: int = COPIED_BYTES, rounds: int = ROUNDS) -> float:
+    """Bytes per second from page-locked host memory to a GPU."""
+    host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(count, dtype=torch.uint8, device=device)
+    return count / fastest(lambda: there.copy_(host, non_blocking=True), device, rounds)
+
+
+def fastest(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Seconds of the fastest round, after one that does not count."""
+    seconds = []
+    for _ in range(rounds + 1):
+        started = _now(device)
+        work()
+        seconds.append(_now(device) - started)
+    return min(seconds[1:])
+
+
+def _measure_cuda(device: torch.device, dtype: torch.dtype) -> DeviceRates:
+    rate = matmul_flops(device, dtype, SIDE)
+    rates = DeviceRates(device_name(device), rate, host_to_device_bytes(device), _name(dtype))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return rates
+
+
+def _measure_cpu(dtype: torch.dtype) -> DeviceRates:
+    """Some processors emulate bfloat16 and would take seconds for what others do in milliseconds."""
+    device = torch.device("cpu")
+    rate = matmul_flops(device, dtype, SMALL_SIDE, rounds=1)
+    if 2 * SMALL_SIDE**3 / rate < AFFORDABLE_SECONDS:
+        rate = matmul_flops(device, dtype, MEDIUM_SIDE, rounds=3)
+    return DeviceRates(device_name(device), rate, dtype=_name(dtype))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

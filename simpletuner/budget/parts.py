@@ -1,0 +1,129 @@
+"""The model of a run as numbers: its transformer, its VAE and its text encoders, on this machine or as published."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from simpletuner.budget.estimate import Setup, optimizer_state_bytes
+from simpletuner.budget.workload import Bucket
+from simpletuner.config.load import RunConfig
+from simpletuner.config.optimizers import optimizer_name, trained_precision
+from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
+from simpletuner.config.speed import keeps_attention
+from simpletuner.config.tread import Route, read_routes
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, FamilyCost, Load, TransformerCost
+from simpletuner.models.lora_targets import Targets, matching_modules
+from simpletuner.models.source import Part, tensor_shapes
+from simpletuner.models.spec import FamilySpec
+from simpletuner.plan.build import Plan
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The model of a run.
+
+    Attributes:
+        transformer: its cost.
+        targets: what gets a LoRA.
+        vae: the VAE's config, empty for a checkpoint that is not here.
+        vae_parameters, text_parameters: how many numbers the encoders have.
+        assumed: parts whose dimensions are those of the flavour's published checkpoint.
+    """
+
+    spec: FamilySpec
+    transformer: TransformerCost
+    targets: Targets
+    vae: Mapping[str, object]
+    vae_parameters: int
+    text_parameters: int
+    assumed: tuple[str, ...]
+
+    @property
+    def cost(self) -> FamilyCost:
+        return self.spec.cost
+
+    def load(self, bucket: Bucket) -> Load:
+        """A bucket's micro-batch in tokens."""
+        frames, height, width = self.spec.latent_size(bucket.width, bucket.height, bucket.frames)
+        patch = self.spec.patch_size
+        return Load(bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed)
+
+    def setup(self, config: RunConfig) -> Setup:
+        """What of the settings decides about memory."""
+        is_lora, offload, precision = config.model.model_type == "lora", config.offload, config.precision
+        trained = trained_precision(config.optimizer, precision)
+        name = optimizer_name(config.optimizer, precision.mixed_precision)
+        return Setup(
+            dtype=transformer_dtype(precision) if is_lora else trained,
+            adapters=self._adapters(config.lora.lora_rank) if is_lora else NO_ADAPTERS,
+            trained_bytes=BYTES[trained],
+            state_bytes=optimizer_state_bytes(name, BYTES[trained], compensated=trained == "bf16"),
+            checkpoint_interval=precision.checkpoint_interval,
+            keep_attention=precision.gradient_checkpointing and keeps_attention(config.speed),
+            streamed=offload.enable_group_offload,
+            residents=offload.group_offload_resident_blocks,
+            group=offload.group_offload_blocks_per_group,
+            overlapped=offload.group_offload_use_stream,
+            inputs_on_host=offload.offload_block_inputs and precision.gradient_checkpointing,
+            quantised=quantised_bytes(precision.base_model_precision),
+            routes=routes_of(config),
+            averaged_on_device=config.ema.use_ema and config.ema.ema_device == "accelerator",
+        )
+
+    def _adapters(self, rank: int) -> Adapters:
+        modules = [name.removesuffix(".weight") for name, shape in self.transformer.shapes.items() if len(shape) > 1]
+        return Adapters(rank, frozenset(matching_modules(modules, self.targets)))
+
+
+def routes_of(config: RunConfig) -> tuple[Route, ...]:
+    """The token routes of a run, none where there is no `tread_config`; the plan has told what is wrong with them."""
+    value = config.tread.tread_config
+    return () if value is None else tuple(read_routes(value, []))
+
+
+def parts_of(plan: Plan) -> Parts:
+    """The model's parts from what is on this machine, else from what is known of the flavour."""
+    cost, assumed = plan.spec.cost, []
+    settings = plan.source.read_config("transformer")
+    if settings is None:
+        settings = cost.published(plan.flavour.name)
+        assumed.append("transformer")
+    vae = plan.source.read_config("vae")
+    vae_parameters = count_parameters(plan.source["vae"]) or cost.vae_parameters
+    encoders = [plan.source[role] for role in ("text_encoder", "text_encoder_2") if role in plan.source.parts]
+    counts = [count_parameters(part) for part in encoders]
+    if vae is None:
+        assumed.append("VAE")
+    if not all(counts):
+        assumed.append("text encoders")
+    return Parts(
+        plan.spec, cost.transformer(settings), plan.lora_targets, vae or {}, vae_parameters,
+        sum(counts) if all(counts) else cost.text_parameters, tuple(assumed),
+    )  # fmt: skip
+
+
+def count_parameters(part: Part) -> int:
+    """Numbers in the weight files of a part that is on this machine; 0 when they are not, or are not safetensors."""
+    folder = part.local_folder()
+    if folder is None:
+        return 0
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        for shape in tensor_shapes(path).values():
+            total += math.prod(shape)
+    return total
+
+
+def encoder_bytes(parts: Parts, config: RunConfig) -> tuple[float, float]:
+    """Bytes of the VAE's and of the text encoders' weights."""
+    vae = parts.vae_parameters * BYTES[vae_dtype(config.precision, config.caching)]
+    quantised = quantised_bytes(config.precision.text_encoder_1_precision)
+    return float(vae), parts.text_parameters * (quantised or BYTES[text_encoder_dtype(config.precision)])
+
+
+def quantised_bytes(precision: str) -> float:
+    """Bytes per weight of a precision that quantises, else 0."""
+    stored = quantisation(precision)
+    return stored.bytes_per_weight if stored else 0.0

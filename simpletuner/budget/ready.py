@@ -1,0 +1,42 @@
+"""A plan that fits: everything `make_plan` checks, and then memory and disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simpletuner.budget.budget import Budget, make_budget
+from simpletuner.budget.device import find_device
+from simpletuner.budget.disk import check_disk, find_writings
+from simpletuner.budget.fit import check_fit, choose
+from simpletuner.config.arguments import Arguments
+from simpletuner.config.load import raise_if_fatal
+from simpletuner.errors import Problem
+from simpletuner.plan.build import Plan, make_plan
+
+
+def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
+    """The plan and its budget; with `offload: auto` the plan has the settings that were chosen.
+
+    Raises:
+        ConfigError: with every problem at once; a run that does not fit is one.
+    """
+    weighed = weigh_plan(arguments, problems)
+    raise_if_fatal(problems)
+    return weighed
+
+
+def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
+    """The same for a run that may not fit, which is then added to `problems`.
+
+    Raises:
+        ConfigError: something else is wrong, so that there is no plan.
+    """
+    plan = make_plan(arguments, problems)
+    device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
+    budget = make_budget(plan, device)
+    if plan.config.offload.offload == "auto":
+        budget = choose(budget)
+        plan = replace(plan, config=budget.config)
+    found = [*check_fit(budget), *check_disk(plan, find_writings(plan, budget))]
+    problems.extend(found)
+    return replace(plan, warnings=[*plan.warnings, *(each for each in found if not each.fatal)]), budget

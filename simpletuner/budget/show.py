@@ -1,0 +1,209 @@
+"""The plan as a person reads it: what will run, on what, what decided it, and what it takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from simpletuner.budget.budget import BucketCost, Budget, gigabytes
+from simpletuner.budget.disk import Writing, find_writings
+from simpletuner.config.schema import all_options
+from simpletuner.data.sample import LedgerEntry
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import evaluated
+from simpletuner.reporting.redaction import redact_settings
+
+# A ledger longer than this is shown by its counts and its rejected files alone.
+LONGEST_LEDGER = 60
+
+
+def show_plan(plan: Plan, budget: Budget, stream: TextIO) -> None:
+    """Write the whole plan as text."""
+    for line in plan_lines(plan, budget):
+        print(line, file=stream)
+
+
+def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+    """The plan, line by line."""
+    yield f"{plan.spec.title} {plan.flavour.name}, {plan.config.model.model_type}"
+    yield f"  model    {plan.source['transformer'].location}"
+    yield f"  output   {plan.output_dir}"
+    yield f"  datasets {plan.dataset_file}"
+    drawn = "" if plan.config.run.seed or plan.resume else " (drawn for this run; set seed to repeat it)"
+    yield f"  seed     {plan.seed}{drawn}"
+    yield ""
+    yield from _length_lines(plan)
+    yield ""
+    yield "Settings and who set them (what is left at its default is not shown):"
+    yield from _setting_lines(plan)
+    for dataset in plan.datasets:
+        yield ""
+        yield from _ledger_lines(dataset.id, dataset.ledger(), dataset.changes_each_epoch)
+    yield ""
+    yield from _cache_lines(plan, budget)
+    yield from _preview_lines(plan)
+    yield ""
+    yield from budget_lines(plan, budget, find_writings(plan, budget))
+    if plan.warnings:
+        yield ""
+        yield "Warnings:"
+        yield from (f"  {warning}" for warning in plan.warnings)
+
+
+def _length_lines(plan: Plan) -> Iterator[str]:
+    length, schedule = plan.length, plan.config.schedule
+    per_step = schedule.train_batch_size * schedule.gradient_accumulation_steps
+    yield f"{_count(length.total_steps, 'step')} of {_count(per_step, 'sample')}"
+    yield f"{_count(length.batches_per_epoch, 'batch', 'batches')} an epoch, {_count(length.epochs, 'epoch')}"
+    if plan.resume is not None:
+        yield f"continues from {plan.resume.path.name} (step {plan.resume.step})"
+
+
+def _setting_lines(plan: Plan) -> Iterator[str]:
+    values = redact_settings(plan.config.flat())
+    changed = [name for name in all_options() if plan.config.origins[name] != "default"]
+    width = max((len(name) for name in changed), default=0)
+    for name in changed:
+        yield f"  {name:<{width}}  {_written(values[name])}  ({plan.config.origins[name]})"
+
+
+def _written(value: Any) -> str:
+    """A value as it would stand in config.json; text without its quotes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _count(number: int, word: str, words: str = "") -> str:
+    return f"{number} {word if number == 1 else words or word + 's'}"
+
+
+def _ledger_lines(dataset_id: str, ledger: Sequence[LedgerEntry], changes_each_epoch: bool) -> Iterator[str]:
+    used = [entry for entry in ledger if not entry.use]
+    yield f"Dataset {dataset_id}: {len(used)} of {len(ledger)} files are used"
+    if changes_each_epoch:
+        yield "  crops are drawn and encoded anew each epoch (vae_cache_clear_each_epoch false keeps the first)"
+    buckets: dict[str, int] = {}
+    for entry in used:
+        if entry.geometry is not None:
+            buckets[entry.trained_size] = buckets.get(entry.trained_size, 0) + 1
+    for label, count in sorted(buckets.items()):
+        yield f"  bucket {label}: {count}"
+    shown = ledger if len(ledger) <= LONGEST_LEDGER else [entry for entry in ledger if entry.use]
+    for entry in shown[:LONGEST_LEDGER]:
+        yield f"  {entry.name}: {_fate(entry)}"
+    if len(shown) > LONGEST_LEDGER:
+        yield f"  and {len(shown) - LONGEST_LEDGER} more"
+
+
+def _fate(entry: LedgerEntry) -> str:
+    if entry.use or entry.geometry is None or entry.original_size is None:
+        return f"not used, {entry.use}"
+    geometry = entry.geometry
+    width, height = geometry.size
+    left, top = geometry.crop
+    size = f"{entry.original_size[0]}x{entry.original_size[1]}"
+    resized = f"{geometry.resized[0]}x{geometry.resized[1]}"
+    frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
+    fitted = f"resized to {resized}, cropped to {width}x{height} at {left},{top}"
+    return f"{size}, {frames}{fitted}, {_count(entry.captions, 'caption')}"
+
+
+def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+    lacking = budget.missing
+    if lacking is None:
+        yield "Caches: the checkpoint is not on this machine yet; it will be downloaded, then everything encoded once."
+        return
+    for what, absent, total in (
+        ("captions and prompts", lacking.texts, lacking.all_texts),
+        (plan.spec.samples, len(lacking.latents), lacking.all_latents),
+    ):
+        yield f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
+
+
+def _preview_lines(plan: Plan) -> Iterator[str]:
+    watched = evaluated(plan)
+    if watched:
+        names = ", ".join(f"{each.id} ({_count(len(each.samples), 'sample')})" for each in watched)
+        yield f"Evaluation loss at {plan.config.evaluation.eval_timesteps} timesteps: {names}"
+    if plan.prompts:
+        sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
+        names = ", ".join(prompt.short_name for prompt in plan.prompts)
+        yield f"Previews every {plan.config.validation.validation_step_interval} steps at {sizes}: {names}"
+
+
+SHOWN_BUCKETS = 4
+
+
+def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Iterator[str]:
+    """Everything about memory, time and disk, line by line."""
+    device = budget.device
+    room = "unknown memory" if device.memory is None else gigabytes(device.memory)
+    host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
+    yield f"Estimate for {device.name}, {room}{host} ({device.note})"
+    yield from _phase_lines(budget)
+    yield from _bucket_lines(budget)
+    yield from _time_lines(plan, budget)
+    disk = ", ".join(f"{each.what} up to {gigabytes(each.total)}" for each in writings)
+    yield f"  disk: {disk}"
+    if budget.parts.assumed:
+        yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
+    for decision in budget.decisions:
+        yield f"  offload auto: {decision}"
+
+
+def _phase_lines(budget: Budget) -> Iterator[str]:
+    """Peaks of the phases; training counts with its largest bucket."""
+    training = [phase for phase in budget.phases if phase.name.startswith("training")]
+    worst = max(training, key=lambda phase: phase.device, default=None)
+    shown = [phase for phase in budget.phases if phase not in training or phase is worst]
+    names = ["peak memory", *(phase.name for phase in shown)]
+    width = max(map(len, names)) + 2
+    yield f"  {names[0]:<{width}}{'device':>10}{'host':>10}"
+    for phase in shown:
+        on_device = gigabytes(phase.device) if phase.device else "-"
+        on_host = phase.host + (phase.passing if budget.device.is_gpu else 0.0)
+        yield f"  {phase.name:<{width}}{on_device:>10}{gigabytes(on_host):>10}"
+
+
+def _bucket_lines(budget: Budget) -> Iterator[str]:
+    """The largest buckets: tokens, work, time, and what the memory is made of."""
+    shown = budget.buckets[:SHOWN_BUCKETS]
+    width = max((len(each.bucket.label) for each in shown), default=0) + 2
+    width = max(width, len("micro-step") + 2)
+    heads = ("tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
+    yield f"  {'micro-step':<{width}}" + "".join(f"{head:>10}" for head in heads)
+    for each in shown:
+        yield f"  {each.bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in _cells(budget, each))
+    if len(budget.buckets) > SHOWN_BUCKETS:
+        yield f"  and {len(budget.buckets) - SHOWN_BUCKETS} smaller buckets"
+
+
+def _cells(budget: Budget, each: BucketCost) -> Iterator[str]:
+    memory, load = each.memory, budget.parts.load(each.bucket)
+    yield str(load.samples * load.tokens)
+    yield f"{each.step.executed.total / 1e12:.3g}"
+    for part in (memory.weights, memory.trained, memory.inputs, memory.block + memory.outside):
+        yield gigabytes(part)
+    yield duration(each.step.seconds)
+
+
+def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+    steps = plan.length.total_steps - (plan.resume.step if plan.resume else 0)
+    rounds = 0
+    if budget.workload.previews:
+        rounds = len(plan.prompts) * (1 + steps // plan.config.validation.validation_step_interval)
+    previews = rounds * budget.preview_seconds
+    beside = f", and {duration(previews)} for previews" if previews else ""
+    each = budget.step_seconds
+    whole = duration(each * steps)
+    yield f"  about {duration(each)} a step, {whole} for {steps} steps{beside}; without filling the caches"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: two figures are more than an estimate deserves."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):
+        if seconds < end:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"

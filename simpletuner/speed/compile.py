@@ -1,0 +1,192 @@
+"""torch.compile for the repeated blocks of a transformer, and for nothing else.
+
+Compiled once, a block serves all its siblings. What is compiled is a function inside `block.forward`, so that hooks
+on blocks, checkpointing and weights on the move stay outside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+
+from simpletuner.config.schema import LaunchConfig
+from simpletuner.models.adapter import BlockLayout
+from simpletuner.models.blocks import FastBlocks
+from simpletuner.speed.recomputation import outside_checkpoints
+
+# Compiled arithmetic rounds elsewhere: gradients of a right block differ by thousandths, of a wrong one by more than
+# their size.
+TOLERANCE = 0.05
+
+# torch gives a function up after eight versions. Padding or none, gradients or none, batches of one or more and the
+# empty caption of one token multiply to that.
+VERSIONS = 16
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CompiledPiece:
+    """A function of `FastBlocks.pieces`, compiled for any number of tokens, or as it was if the compiler fails.
+
+    Attributes:
+        sampling: whether calls without gradients, that is previews, run the compiled code, too.
+        strict: let the compiler's errors through.
+    """
+
+    eager: Callable[..., Any]
+    compiled: Callable[..., Any]
+    sampling: bool = False
+    strict: bool = False
+
+    def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
+        training = torch.is_grad_enabled()
+        if not training and not self.sampling:
+            return self.eager(block, hidden, *others)
+        settle_compiler()
+        hidden = with_gradient(hidden) if training else hidden
+        for tensor in (hidden, *others):
+            if tensor is not None and tensor.shape[1] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        try:
+            return self.compiled(block, hidden, *others)
+        except TorchDynamoException as error:
+            if self.strict:
+                raise
+            logger.warning("%s is not compiled: %s", self.eager.__name__, _reason(error))
+            self.compiled = self.eager
+        return self.eager(block, hidden, *others)
+
+
+Case = tuple[object, ...]  # kind of a block, and the shapes of what it is given
+
+
+class CheckedForward:
+    """`forward` of a stock block, compiled where gradients of its kind were found right, else as it was.
+
+    Every shape is checked when it is first seen, with its inputs: inductor was found to compile blocks of Sana Video
+    for a CPU so that some gradients are wrong by orders of magnitude, and nothing else shows it.
+    """
+
+    def __init__(
+        self, block: nn.Module, compiler: Callable[..., Any], verdicts: dict[Case, bool], sampling: bool
+    ) -> None:
+        self.block, self.verdicts, self.sampling = block, verdicts, sampling
+        self.eager, self.compiled = block.forward, compiler(block.forward)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        case = (type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
+        if torch.is_grad_enabled():
+            inputs = (with_gradient(inputs[0]), *inputs[1:])
+            settle_compiler()
+            if case not in self.verdicts:
+                self.verdicts[case] = self._is_right(inputs, named)
+            is_right = self.verdicts[case]
+        else:
+            is_right = self.sampling and self.verdicts.get(case, False)
+        return (self.compiled if is_right else self.eager)(*inputs, **named)
+
+    def _is_right(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        name = type(self.block).__name__
+        try:
+            worst = gradient_error(self.block, self.eager, self.compiled, inputs, named)
+        except TorchDynamoException as error:
+            logger.warning("%s is not compiled at this size: %s", name, _reason(error))
+            return False
+        if worst >= TOLERANCE:
+            logger.warning("%s is not compiled at this size: relative error of its gradients %.2g.", name, worst)
+        return worst < TOLERANCE
+
+
+def compile_blocks(
+    layout: BlockLayout, fast: FastBlocks | None, backend: str, launch: LaunchConfig, *, sampling: bool
+) -> None:
+    """Compile the functions of fast blocks, or else each block's forward, checked.
+
+    Args:
+        sampling: compile for previews, too, which run without gradients.
+    """
+
+    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+        # Sizes of stock blocks are not marked, and inductor fails where it makes those of Sana Video symbols.
+        dynamic = True if launch.dynamo_dynamic else None if fast is not None else False
+        compiled: Callable[..., Any] = torch.compile(
+            function, backend=backend, mode=launch.dynamo_mode, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
+        )
+        return compiled
+
+    if fast is not None:
+        for name, piece in fast.pieces.items():
+            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph)
+        return
+    verdicts: dict[Case, bool] = {}
+    for block in layout.blocks:
+        block.forward = CheckedForward(block, compiler, verdicts, sampling)
+
+
+def settle_compiler() -> None:
+    """For this thread: torch's settings belong to threads, and on a GPU a checkpoint recomputes in one of autograd's.
+
+    Giving up there alone, it would not get what the forward pass saved. And gradients are compiled together with the
+    forward pass, where a failure still finds the way back to the function as it was.
+    """
+    if torch._dynamo.config.recompile_limit < VERSIONS:
+        torch._dynamo.config.recompile_limit = VERSIONS
+    if not torch._functorch.config.force_non_lazy_backward_lowering:
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+
+
+def with_gradient(hidden: Tensor) -> Tensor:
+    """The hidden states as they come out of a block. The first block gets the model's input, which no gradient is
+    asked for, and would need a compiled function of its own."""
+    return hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+
+
+def gradient_error(
+    block: nn.Module,
+    eager: Callable[..., Any],
+    compiled: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
+) -> float:
+    """The largest relative error of a compiled block's gradients, of its weights and its inputs, by their norms."""
+    found = [_gradients(block, forward, inputs, named) for forward in (eager, compiled)]
+    errors = [
+        float((wrong - right).float().norm() / right.float().norm().clamp_min(1e-12))
+        for right, wrong in zip(*found, strict=True)
+    ]
+    return max((error if error == error else float("inf") for error in errors), default=0.0)
+
+
+def _gradients(
+    block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]
+) -> list[Tensor]:
+    """Gradients of half the output's square."""
+    copies = [_copy(value) for value in inputs]
+    with outside_checkpoints():
+        output = forward(*copies, **named)
+        wanted = [each for each in (*copies, *block.parameters()) if isinstance(each, Tensor) and each.requires_grad]
+        gradients = torch.autograd.grad(output, wanted, output.detach(), allow_unused=True)
+    return [torch.zeros_like(like) if each is None else each for each, like in zip(gradients, wanted, strict=True)]
+
+
+def _reason(error: Exception) -> str:
+    """What the compiler says, without the advice that follows it."""
+    return " ".join(str(error).splitlines()[:2])
+
+
+def _shape(value: Any) -> object:
+    """What a compiled function may be specialised to: a tensor's shape and dtype, any other value itself."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().requires_grad_(value.requires_grad)

@@ -1,0 +1,143 @@
+"""What `simpletuner plan` says about memory, time and disk, and when it refuses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from simpletuner.budget import disk
+from tests.complaints import complaint, complaints, warnings
+from tests.workspace import DATASETS, Workspace
+
+Capture = pytest.CaptureFixture[str]
+
+
+def estimate(workspace: Workspace, capsys: Capture, *settings: str) -> list[str]:
+    capsys.readouterr()
+    assert workspace.run("plan", *settings) == 0, capsys.readouterr().err
+    return capsys.readouterr().out.partition("Estimate for ")[2].splitlines()
+
+
+def test_a_tiny_model_fits_and_every_phase_is_listed(workspace: Workspace, capsys: Capture) -> None:
+    lines = estimate(workspace, capsys, "validation_disable=false")
+    assert lines[0].startswith("CPU, 1000.0 GB")
+    phases = [re.split(r"  +", line.strip())[0] for line in lines[2:8]]
+    assert phases == [
+        "encoding captions", "encoding pictures", "loading the transformer", "training at 64x64, batch 2",
+        "rendering previews", "saving",
+    ]  # fmt: skip
+    buckets = [line.split() for line in lines if "batch 2 " in line and "training" not in line]
+    assert [bucket[3] for bucket in buckets] == [str(2 * 16), str(2 * 15)], "tokens of a micro-batch, the most first"
+    assert any("s a step" in line for line in lines)
+
+
+def test_what_is_cached_is_not_encoded_again(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.run("cache", "fill") == 0
+    lines = "\n".join(estimate(workspace, capsys))
+    assert "encoding" not in lines
+    assert "latents" not in lines
+
+
+def test_a_checkpoint_that_is_not_here_is_assumed(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(pretrained_model_name_or_path=None)
+    lines = estimate(workspace, capsys, "--device-memory", "80")
+    assert lines[0].startswith("a GPU with 80 GiB, 85.9 GB")
+    assert "  transformer, VAE, text encoders: not on this machine, sizes assumed from t2i-lite-sft" in lines
+
+
+def test_token_routes_are_counted(workspace: Workspace, capsys: Capture) -> None:
+    """In a micro-step of 16 tokens a sample, where captions, which no route cuts, are most of the work."""
+    workspace.write_config(pretrained_model_name_or_path=None)
+    route = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
+    teraflops = []
+    for value in ("null", route, route.replace("0.5", "0")):
+        lines = estimate(workspace, capsys, "--device-memory", "80", f"--tread_config={value}")
+        teraflops.append(next(float(line.split()[4]) for line in lines if line.startswith("  64x64, batch 2 ")))
+    plain, routed, neutral = teraflops
+    assert neutral == plain
+    assert routed < 0.9 * plain
+
+
+def test_a_run_that_does_not_fit_is_refused(workspace: Workspace, capsys: Capture) -> None:
+    for command in (("plan",), ("train",), ("train", "--dry-run")):
+        told = complaint(workspace, capsys, *command, "--plan_device_memory_gb=0.57")
+        assert told.startswith("memory: ")
+        assert "needs" in told
+    assert not workspace.path("output").exists()
+
+
+def test_the_numbers_of_a_run_that_does_not_fit_are_shown(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.run("plan", "--device-memory=0.57") == 2
+    told = capsys.readouterr()
+    assert "Estimate for a GPU with 0.57 GiB" in told.out
+    assert "error: memory: " in told.err
+    assert "Warnings" not in told.out
+    assert workspace.train("--plan_device_memory_gb=0.57") == 2
+    assert "Estimate" not in capsys.readouterr().out
+
+
+def test_it_can_be_told_to_go_on(workspace: Workspace, capsys: Capture) -> None:
+    told = warnings(workspace, capsys, "--device_memory=0.57", "i_know_what_i_am_doing=true")
+    assert "  memory: " in told
+
+
+def test_memory_must_be_a_positive_number(workspace: Workspace, capsys: Capture) -> None:
+    assert complaints(workspace, capsys, "plan", "--device-memory=0")[0].startswith("plan_device_memory_gb: ")
+
+
+def test_auto_says_what_it_chose_and_the_plan_has_it(workspace: Workspace, capsys: Capture) -> None:
+    workspace.run("plan", "offload=auto")
+    shown = capsys.readouterr().out
+    assert "  offload auto: gradient_checkpointing false: memory holds every activation" in shown
+    assert ["gradient_checkpointing", "false", "(chosen", "by", "offload", "auto)"] in map(
+        str.split, shown.splitlines()
+    )
+
+
+def test_auto_trains_to_the_same_losses(tmp_path: Path, t2i_checkpoint: Path, capsys: Capture) -> None:
+    runs = [Workspace.create(tmp_path / way, t2i_checkpoint, offload=way) for way in ("manual", "auto")]
+    for run in runs:
+        assert run.train() == 0
+    assert "offload auto: " in capsys.readouterr().out
+    assert runs[0].metrics() == runs[1].metrics()
+
+
+@pytest.mark.parametrize(("free", "outcome"), [(1e12, "fits"), (1e6, "warning"), (1e5, "error")])
+def test_room_on_the_disk(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, free: float, outcome: str
+) -> None:
+    def usage(path: Any) -> Any:
+        return SimpleNamespace(total=2 * free, used=free, free=free)
+
+    monkeypatch.setattr(disk, "shutil", SimpleNamespace(disk_usage=usage))
+    if outcome == "error":
+        told = complaint(workspace, capsys, "plan")
+        assert told.startswith("disk: ")
+        assert "checkpoints" in told
+        assert "text embeddings" in told
+    else:
+        assert ("disk: " in warnings(workspace, capsys)) is (outcome == "warning")
+
+
+def test_latents_on_another_disk_count_there(workspace: Workspace, tmp_path: Path, capsys: Capture) -> None:
+    latents = {**DATASETS[0], "cache_dir_vae": str(tmp_path / "elsewhere")}
+    workspace.write_datasets([latents, DATASETS[1]])
+    assert any("latents up to" in line for line in estimate(workspace, capsys))
+    assert shutil.disk_usage(disk.existing(tmp_path / "not" / "there")).free > 0
+
+
+def test_weights_that_wait_on_a_disk_need_room_there_and_none_in_memory(workspace: Workspace, capsys: Capture) -> None:
+    def host(lines: list[str]) -> float:
+        return next(float(line.split()[-2]) for line in lines if line.startswith("  training"))
+
+    workspace.write_config(pretrained_model_name_or_path=None, enable_group_offload=True)
+    in_memory = estimate(workspace, capsys, "--device-memory=80")
+    on_disk = estimate(workspace, capsys, "--device-memory=80", "group_offload_to_disk_path=waiting")
+    assert not any("offloaded weights" in line for line in in_memory)
+    assert any("offloaded weights up to 24.0 GB" in line for line in on_disk)
+    assert host(in_memory) - host(on_disk) == pytest.approx(24.0, abs=0.1), "blocks of float32"

@@ -1,0 +1,114 @@
+"""Finding the device and its rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from simpletuner.budget import device as module
+from simpletuner.budget.device import DeviceRates, find_device, host_memory, query_gpu, rates_of, write_rates
+
+
+def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A program called nvidia-smi and nothing else on the path."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_gpu_by_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_smi(tmp_path, monkeypatch, "echo 'NVIDIA GeForce RTX 4090, 24564'")
+    assert query_gpu() == ("NVIDIA GeForce RTX 4090", 24564 * 2**20)
+
+
+def test_the_gpu_that_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_smi(tmp_path, monkeypatch, 'echo "asked for $2, 1"')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert query_gpu() == ("asked for 3", 2**20)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert query_gpu() is None
+
+
+LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bb)
+  MIG 3g.40gb     Device  0: (UUID: MIG-cc)
+  MIG 1g.10gb+me  Device  1: (UUID: MIG-dd)"""
+WHOLE, LARGE, SMALL = "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+
+
+@pytest.mark.parametrize(
+    ("visible", "name", "gigabytes"),
+    [(None, WHOLE, 80), ("0", WHOLE, 80), ("1", LARGE, 38.8), ("GPU-bb", LARGE, 38.8), ("MIG-dd,MIG-cc", SMALL, 9.7)],
+)
+def test_parts_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, name: str, gigabytes: float
+) -> None:
+    answer = 'case "$*" in *MIG*) exit 6;; esac; echo "NVIDIA H100 80GB HBM3, 81920"'
+    fake_smi(tmp_path, monkeypatch, f"if [ $1 = -L ]; then echo '{LISTED}'; else {answer}; fi")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = query_gpu()
+    assert found is not None
+    assert found[0] == name
+    assert found[1] == pytest.approx(gigabytes * 2**30)
+
+
+def test_a_part_is_slower() -> None:
+    assert rates_of(LARGE).matmul == pytest.approx(3 / 7 * rates_of(WHOLE).matmul)
+    assert rates_of(LARGE).transfer == rates_of(WHOLE).transfer
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "true", "echo 'NVIDIA GB10, [N/A]'"])
+def test_a_driver_that_does_not_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    fake_smi(tmp_path, monkeypatch, script)
+    assert query_gpu() is None
+
+
+def test_without_a_gpu_the_machine_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "host_memory", lambda: 16e9)
+    device = find_device()
+    assert (device.is_gpu, device.usable) == (False, 16e9)
+
+
+def test_planning_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "host_memory", lambda: 16e9)
+    device = find_device(24)
+    assert device.is_gpu
+    assert device.memory == 24 * 2**30
+    assert device.usable is not None
+    assert 23e9 < device.usable < 25e9
+    assert device.host_memory is None, "that machine's is not known"
+    monkeypatch.setattr(module, "query_gpu", lambda: None)
+    assert find_device(24).note == "rates of a modest GPU, assumed"
+    assert find_device(80).note == "as fast as an A100, assumed"
+    assert find_device(80).rates == rates_of("NVIDIA A100-SXM4-80GB")
+
+
+def test_measured_rates_count_for_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "query_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80e9))
+    assumed = find_device(output_dir=tmp_path).rates
+    for name, matmul in (("NVIDIA H100 80GB HBM3", 300e12), ("another", assumed.matmul)):
+        write_rates(tmp_path, DeviceRates(name, 300e12, None, "bfloat16"))
+        rates = find_device(output_dir=tmp_path).rates
+        assert rates.matmul == matmul
+        assert rates.attention / rates.matmul == assumed.attention / assumed.matmul
+        assert (rates.memory, rates.transfer) == (assumed.memory, assumed.transfer)
+    write_rates(tmp_path, DeviceRates("NVIDIA H100 80GB HBM3", 30e12, 20e9, "float32"))
+    rates = find_device(output_dir=tmp_path).rates
+    assert (rates.matmul, rates.transfer) == (assumed.matmul, 20e9)
+    (tmp_path / "device_rates.json").write_text("{")
+    assert find_device(output_dir=tmp_path).rates == assumed
+
+
+def test_the_longer_name_wins() -> None:
+    assert rates_of("NVIDIA H100 PCIe").matmul < rates_of("NVIDIA H100 80GB HBM3").matmul
+    assert rates_of("NVIDIA L40S") == rates_of("NVIDIA L40")
+    assert rates_of("GeForce GTX 1") == rates_of("something else")
+
+
+def test_this_machine_has_memory() -> None:
+    found = host_memory()
+    assert found is None or found > 1e9

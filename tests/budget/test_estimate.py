@@ -1,0 +1,145 @@
+"""The memory model: known peaks of published models, real optimizer states, and what each switch takes off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from simpletuner.budget.estimate import (
+    Setup,
+    frozen_bytes,
+    inputs_on_host_bytes,
+    optimizer_state_bytes,
+    split_blocks,
+    step_memory,
+    streamed_bytes,
+    trained_bytes,
+)
+from simpletuner.config.optimizers import keeps_bf16_weights
+from simpletuner.config.schema import OptimizerConfig, OptimizerName
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, FamilyCost, Load, TransformerCost
+from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
+from simpletuner.models.lora_targets import matching_modules
+from simpletuner.models.sanavideo.cost import COST as SANA_COST
+from simpletuner.training.optimizers import build_optimizer
+
+KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+def lora(cost: TransformerCost, targets: list[str]) -> Setup:
+    """A bf16 model with float32 adapters of rank 16 under AdamW, as the peaks below were metered."""
+    adapters = Adapters(16, frozenset(matching_modules(cost.linear_modules(), targets)))
+    return Setup("bf16", adapters, 4, optimizer_state_bytes("adamw", 4, compensated=False))
+
+
+# Metered peaks in GB: weights resident, blocks streamed through two slots (there the few text blocks stayed on the
+# device; the engine streams them, too), and block inputs on the host.
+PEAKS: list[tuple[str, FamilyCost, str, list[str], Load, float, float, float]] = [
+    ("lite", VIDEO_COST, "t2v-lite-sft-5s", KANDINSKY, Load(1, 16, 32, 48, 256), 10.4, 6.3, 3.7),
+    ("image", IMAGE_COST, "t2i-lite-sft", KANDINSKY, Load(1, 1, 64, 64, 256), 15.3, 2.95, 2.0),
+    ("pro", VIDEO_COST, "t2v-pro-sft-5s-hd", KANDINSKY, Load(1, 31, 32, 48, 256), 80, 40, 17.7),
+    ("pro-hd", VIDEO_COST, "t2v-pro-sft-5s-hd", KANDINSKY, Load(1, 31, 48, 80, 256), 134, 94, 38),
+    ("sana", SANA_COST, "2b-480p", SANA, Load(1, 21, 30, 52, 300), 15.9, 12.2, 9.8),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour", "targets", "load", "resident", "streamed", "on_host"),
+    [row[1:] for row in PEAKS],
+    ids=[row[0] for row in PEAKS],
+)
+def test_peaks_of_the_published_models(
+    family: FamilyCost, flavour: str, targets: list[str], load: Load, resident: float, streamed: float, on_host: float
+) -> None:
+    cost = family.transformer({**family.published(flavour), "attention_type": "regular"})
+    setup = lora(cost, targets)
+    through_slots = replace(setup, streamed=True)
+    for way, metered in (
+        (setup, resident),
+        (through_slots, streamed),
+        (replace(through_slots, inputs_on_host=True), on_host),
+    ):
+        planned = step_memory(cost, way, load).total / 1e9
+        stayed = sum(cost.block_bytes("bf16", quantised=0.0)[: -cost.large]) / 1e9 if way.streamed else 0.0
+        assert planned <= metered * 1.05
+        assert metered <= (planned + stayed) * 1.05
+
+
+@pytest.fixture
+def lite() -> TransformerCost:
+    return VIDEO_COST.transformer(VIDEO_COST.published("t2v-lite-sft-5s"))
+
+
+LOAD = Load(1, 16, 32, 48, 256)
+
+
+def test_what_a_block_keeps_with_checkpointing_is_its_input(lite: TransformerCost) -> None:
+    setup = lora(lite, KANDINSKY)
+    unit = LOAD.tokens * lite.hidden * 2
+    assert step_memory(lite, setup, LOAD).inputs == 32 * unit
+    kept = step_memory(lite, replace(setup, keep_attention=True), LOAD).inputs
+    assert kept / 32 / unit == pytest.approx(2.0, rel=0.05)
+
+
+def test_every_nth_block_is_checkpointed_as_the_step_does_it(lite: TransformerCost) -> None:
+    setup = lora(lite, KANDINSKY)
+    assert split_blocks(lite, setup) == (32, 0)
+    # Two text blocks come first; of the 34 those with an even number are checkpointed.
+    assert split_blocks(lite, replace(setup, checkpoint_interval=2)) == (16, 16)
+    assert split_blocks(lite, replace(setup, checkpoint_interval=None)) == (0, 32)
+
+
+def test_residents_take_their_bytes_and_no_more_than_all(lite: TransformerCost) -> None:
+    streamed = replace(lora(lite, KANDINSKY), streamed=True)
+    block = max(lite.block_bytes("bf16", quantised=0.0))
+    assert frozen_bytes(lite, replace(streamed, residents=5)) - frozen_bytes(lite, streamed) == pytest.approx(5 * block)
+    all_of_them = frozen_bytes(lite, replace(streamed, streamed=False))
+    assert frozen_bytes(lite, replace(streamed, residents=99)) == pytest.approx(all_of_them)
+    assert streamed_bytes(lite, streamed) == sum(lite.block_bytes("bf16", quantised=0.0))
+    assert streamed_bytes(lite, replace(streamed, residents=17)) == pytest.approx(streamed_bytes(lite, streamed) / 2)
+    assert streamed_bytes(lite, replace(streamed, residents=99)) == 0
+
+
+def test_inputs_are_on_one_side_or_the_other(lite: TransformerCost) -> None:
+    setup = lora(lite, KANDINSKY)
+    moved = replace(setup, inputs_on_host=True)
+    gone = step_memory(lite, setup, LOAD).inputs - step_memory(lite, moved, LOAD).inputs
+    assert inputs_on_host_bytes(lite, moved, LOAD) == pytest.approx(gone)
+    assert inputs_on_host_bytes(lite, setup, LOAD) == 0
+
+
+def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
+    setup = lora(lite, KANDINSKY)
+    whole, halved = (frozen_bytes(lite, each) for each in (setup, replace(setup, quantised=1.0)))
+    linear = sum(out * wide for name, (out, wide) in lite.linear_modules().items() if "blocks." in name)
+    kept = sum(out * wide for name, (out, wide) in lite.linear_modules().items() if "blocks." in name and "mod" in name)
+    assert whole - halved == pytest.approx(linear - kept, rel=0.01)
+
+
+def test_a_full_fine_tune_trains_every_weight(lite: TransformerCost) -> None:
+    full = Setup("bf16", NO_ADAPTERS, 2, optimizer_state_bytes("adamw_bf16", 2, compensated=True))
+    assert frozen_bytes(lite, full) == 0
+    assert trained_bytes(lite, full) == lite.parameters * (2 + 2 + 6)
+
+
+OPTIMIZERS: list[OptimizerName] = [
+    "adamw_bf16", "adamw", "torch-adam", "torch-rmsprop", "torch-adagrad", "torch-sgd", "optimi-lion", "optimi-adan",
+    "optimi-stableadamw", "optimi-sgd", "optimi-ranger",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_a_real_optimizer(name: OptimizerName) -> None:
+    compensated = keeps_bf16_weights(name)
+    dtype = torch.bfloat16 if compensated else torch.float32
+    weight = nn.Parameter(torch.randn(256, 64, dtype=dtype))
+    config = OptimizerConfig(optimizer=name)
+    optimizer = build_optimizer([weight], config, mixed_precision="bf16", learning_rate=1e-3)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    tensors = [each for each in optimizer.state[weight].values() if isinstance(each, torch.Tensor) and each.ndim > 1]
+    found = sum(each.nbytes for each in tensors) / weight.numel()
+    assert optimizer_state_bytes(name, dtype.itemsize, compensated=compensated) == found

@@ -1,0 +1,303 @@
+"""Whether a run fits, the smallest change that makes it fit, and what `offload: auto` chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simpletuner.budget.budget import Budget, estimate, fits
+from simpletuner.budget.device import Device, rates_of
+from simpletuner.budget.duration import step_cost
+from simpletuner.budget.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
+from simpletuner.budget.parts import Parts
+from simpletuner.budget.workload import Bucket, Workload
+from simpletuner.config.load import Layer, RunConfig, resolve
+from simpletuner.models.cost import VaeLoad
+from simpletuner.models.registry import FAMILIES
+
+STREAMING = "enable_group_offload true, group_offload_use_stream true"
+LITE = Bucket(768, 512, 61, 1, 1.0, 256)
+PICTURE = Bucket(1024, 1024, 1, 4, 1.0, 256)
+
+
+def everything_built(key: str) -> bool:
+    return True
+
+
+def nothing_built(key: str) -> bool:
+    return False
+
+
+def config(family: str, **settings: Any) -> RunConfig:
+    values = {"model_type": "lora", "model_family": family, "speed": "reference", **settings}
+    problems: list[Any] = []
+    found = resolve([Layer("config.json", list(values.items()))], problems)
+    assert not problems, problems
+    return found
+
+
+def gpu(gigabytes: float, host: float | None = None) -> Device:
+    return Device("NVIDIA H100", gigabytes * 1e9, host, True, rates_of("NVIDIA H100"), "")
+
+
+def budget(
+    device: Device, bucket: Bucket = LITE, flavour: str = "t2v-lite-sft-5s", encodes_text: bool = False, **settings: Any
+) -> Budget:
+    """Training alone, every cache filled, unless captions are missing."""
+    family = "kandinsky5-image" if flavour.startswith("t2i") else "kandinsky5-video"
+    spec = FAMILIES[family]
+    cost = spec.cost
+    transformer = cost.transformer(cost.published(flavour))
+    parts = Parts(spec, transformer, list(spec.lora_targets), {}, cost.vae_parameters, cost.text_parameters, ())
+    return estimate(config(family, **settings), parts, Workload([bucket], [], encodes_text, [], 0.0), device, None)
+
+
+def complaint(*arguments: Any, built: Any = everything_built, **settings: Any) -> str:
+    (problem,) = check_fit(budget(*arguments, **settings), built)
+    return str(problem)
+
+
+def test_a_run_that_fits_is_not_mentioned() -> None:
+    assert list(check_fit(budget(gpu(12)))) == []
+    assert list(check_fit(budget(Device("?", None, None, True, rates_of(""), "")))) == [], "unknown memory is no limit"
+
+
+def test_it_says_what_needs_how_much_and_what_would_fit() -> None:
+    told = complaint(gpu(8))
+    assert told.startswith("memory: training at 768x512@61 needs 10.")
+    assert "of which 7.2 GB can be used" in told
+    assert "This would fit: enable_group_offload true, group_offload_use_stream true." in told
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "settings", "changes"),
+    [
+        (24, {"gradient_checkpointing": False}, ["gradient_checkpointing true, gradient_checkpointing_interval 1"]),
+        (8, {}, [STREAMING]),
+        (5, {}, [STREAMING, "offload_block_inputs true"]),
+        (
+            3.9,
+            {},
+            [
+                STREAMING,
+                "offload_block_inputs true",
+                "num_frames 33 instead of 61",
+            ],
+        ),
+    ],
+)
+def test_the_smallest_change(gigabytes: float, settings: dict[str, Any], changes: list[str]) -> None:
+    before = budget(gpu(gigabytes), **settings)
+    assert [str(each) for each in smallest_change(before, everything_built)] == changes
+
+
+def test_what_is_not_built_is_not_advised() -> None:
+    told = complaint(gpu(8), built=nothing_built)
+    assert "enable_group_offload" not in told
+    assert "num_frames 33 instead of 61" in told
+
+
+def test_a_smaller_batch_before_smaller_pictures() -> None:
+    before = budget(gpu(18.5), PICTURE, "t2i-lite-sft")
+    assert [str(each) for each in smallest_change(before, nothing_built)] == ["train_batch_size 2"]
+
+
+def test_when_nothing_helps_it_says_what_is_short() -> None:
+    told = complaint(gpu(8), encodes_text=True, built=nothing_built)
+    assert told.startswith("memory: encoding captions needs 17.3 GB on the device")
+    assert "(1 more phase lacks room)" in told
+    assert "No setting makes it fit." in told
+
+
+def test_who_knows_better_is_warned() -> None:
+    (problem,) = check_fit(budget(gpu(8), i_know_what_i_am_doing=True))
+    assert not problem.fatal
+
+
+def test_host_memory_counts_where_weights_pass_through_it() -> None:
+    assert "host memory" in complaint(gpu(80, host=4e9))
+    assert list(check_fit(budget(gpu(80, host=8e9)))) == []
+
+
+def test_without_a_gpu_everything_lies_in_one_memory() -> None:
+    machine = Device("CPU", 11e9, 11e9, False, rates_of(""), "")
+    told = complaint(machine)
+    assert "this machine has 11.0 GB and no GPU" in told
+    assert "--device-memory 24" in told
+
+
+def test_auto_leaves_nothing_unused_on_a_large_device() -> None:
+    chosen = choose(budget(gpu(141)), everything_built)
+    assert chosen.config.precision.gradient_checkpointing is False
+    assert not chosen.config.is_explicit("gradient_checkpointing")
+
+
+def test_auto_checkpoints_no_more_than_it_must() -> None:
+    seconds = []
+    for gigabytes in (12, 50, 141):
+        chosen = choose(budget(gpu(gigabytes)), everything_built)
+        assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
+        seconds.append(chosen.buckets[0].step.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+def test_auto_keeps_as_many_blocks_as_fit() -> None:
+    chosen = choose(budget(gpu(9)), everything_built)
+    offload = chosen.config.offload
+    assert offload.enable_group_offload
+    assert not offload.offload_block_inputs
+    assert 0 < offload.group_offload_resident_blocks < 32
+    more = chosen.config.with_values(
+        {"group_offload_resident_blocks": offload.group_offload_resident_blocks + 1}, "test"
+    )
+    again = estimate(more, chosen.parts, chosen.workload, chosen.device, None)
+    assert not fits(again.phases, again.device, headroom=HEADROOM)
+    assert "stay" in chosen.decisions[0]
+
+
+def test_auto_turns_to_8_bits_last() -> None:
+    small = gpu(6)
+    as_is = choose(budget(small), everything_built)
+    assert as_is.config.offload.offload_block_inputs
+    assert as_is.config.precision.base_model_precision == "no_change"
+    lean = choose(budget(gpu(3.5)), everything_built)
+    assert lean.config.precision.base_model_precision == "int8-quanto"
+
+
+def test_auto_slows_no_step_down_for_previews_that_fit_in_no_way() -> None:
+    training = budget(gpu(12))
+    clip = Bucket(1024, 1024, 241, 1, 1.0, 256)
+    workload = replace(training.workload, previews=[clip])
+    rendering = estimate(training.config, training.parts, workload, training.device, None)
+    alone, both = choose(training, everything_built), choose(rendering, everything_built)
+    assert list(check_fit(both, everything_built)), "the previews are too large for every choice"
+    assert (both.config, both.decisions) == (alone.config, alone.decisions)
+    assert both.config.precision.base_model_precision == "no_change"
+
+
+def test_auto_touches_nothing_that_the_user_set() -> None:
+    mine = {"gradient_checkpointing": True, "enable_group_offload": False, "base_model_precision": "bf16"}
+    for gigabytes in (4, 141):
+        chosen = choose(budget(gpu(gigabytes), **mine), everything_built)
+        assert {key: chosen.config.flat()[key] for key in mine} == mine
+
+
+def test_nothing_moves_under_cuda_graphs() -> None:
+    recorded = budget(gpu(8), dynamo_mode="reduce-overhead", dynamo_backend="inductor")
+    chosen = choose(recorded, everything_built).config.offload
+    assert not chosen.enable_group_offload
+    assert not chosen.offload_block_inputs
+    assert choose(budget(gpu(8)), everything_built).config.offload.enable_group_offload
+    for change in smallest_change(recorded, everything_built) or []:
+        assert not change.values.keys() & {"enable_group_offload", "offload_block_inputs"}
+
+
+def test_auto_does_not_choose_what_is_not_built() -> None:
+    chosen = choose(budget(gpu(8)), nothing_built)
+    assert not chosen.config.offload.enable_group_offload
+    assert list(check_fit(chosen, nothing_built))
+
+
+def test_streaming_costs_time_where_the_step_is_short() -> None:
+    """A picture of 4096 tokens does not hide the copies of its blocks, a clip does."""
+    for bucket, flavour, hidden in ((PICTURE, "t2i-lite-sft", True), (LITE, "t2v-lite-sft-5s", True)):
+        streamed = budget(gpu(80), bucket, flavour, **STREAMED)
+        plain = budget(gpu(80), bucket, flavour)
+        step = streamed.buckets[0].step
+        assert step.copying > 0
+        assert (step.seconds == plain.buckets[0].step.seconds) is hidden
+    one = Bucket(512, 512, 1, 1, 1.0, 256)
+    short = budget(gpu(80), one, "t2i-lite-sft", **STREAMED)
+    step = step_cost(short.parts.transformer, short.setup, short.parts.load(one), short.device)
+    assert step.seconds == step.copying
+    waited = budget(gpu(80), one, "t2i-lite-sft", enable_group_offload=True).buckets[0].step
+    plain = budget(gpu(80), one, "t2i-lite-sft").buckets[0].step
+    assert waited.seconds == pytest.approx(plain.seconds + waited.copying), "without a stream they take turns"
+
+
+def test_without_a_gpu_nothing_is_streamed() -> None:
+    machine = Device("CPU", 9e9, 9e9, False, rates_of(""), "")
+    for settings in choose(budget(machine), everything_built).config, budget(machine).config:
+        assert not settings.offload.enable_group_offload
+    assert "group_offload" not in complaint(machine)
+
+
+def test_previews_take_weights_and_vae_unless_they_take_turns() -> None:
+    before = budget(gpu(80))
+    workload = Workload([LITE], [], False, [LITE], 0.0)
+    peaks = []
+    for turns in (False, True):
+        settings = config("kandinsky5-video", enable_model_cpu_offload=turns)
+        phases = estimate(settings, before.parts, workload, gpu(80), None).phases
+        peaks.append(next(each.device for each in phases if each.name == "rendering previews"))
+    weights = 4.573e9
+    assert peaks[0] - peaks[1] == pytest.approx(weights, rel=0.01)
+    assert peaks[0] > 20e9, "the VAE of HunyuanVideo decodes 17 frames at a time"
+
+
+def test_auto_keeps_what_is_fast_where_there_is_room() -> None:
+    """With checkpointing set by the user there is nothing left to choose: attention is not computed twice."""
+    chosen = choose(budget(gpu(80), speed="auto", gradient_checkpointing=True), everything_built)
+    assert chosen.config.speed.speed_keep_attention is None
+    assert chosen.decisions == ["nothing to change: the blocks are checkpointed, and everything stays on the device"]
+
+
+def test_auto_streams_rather_than_computing_attention_twice() -> None:
+    """Copies hide behind the compute of a clip; a second self-attention does not."""
+    chosen = choose(budget(gpu(13), speed="auto"), everything_built)
+    assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
+    assert chosen.config.offload.enable_group_offload
+    assert chosen.config.speed.speed_keep_attention is None
+    twice = budget(gpu(13), speed="auto", speed_keep_attention=False)
+    assert fits(twice.phases, twice.device, headroom=HEADROOM), "it would have fitted, too"
+    assert chosen.step_seconds < 0.9 * twice.step_seconds
+
+
+def test_auto_moves_inputs_alone_where_weights_cannot_stream() -> None:
+    settings = {"model_type": "full", "gradient_checkpointing": True}
+    assert not fits(budget(gpu(27), **settings).phases, gpu(27), headroom=HEADROOM)
+    chosen = choose(budget(gpu(27), **settings), everything_built)
+    assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
+    assert chosen.decisions[0].startswith(
+        "offload_block_inputs true: the blocks are checkpointed, and their inputs wait"
+    )
+
+
+def test_auto_streams_a_text_encoder_that_does_not_fit() -> None:
+    chosen = choose(budget(gpu(16), encodes_text=True), everything_built)
+    assert fits(chosen.phases, chosen.device)
+    assert "group_offload_text_encoder true: encoding captions needs 17.3 GB" in chosen.decisions[0]
+    assert not choose(budget(gpu(24), encodes_text=True), everything_built).config.offload.group_offload_text_encoder
+    mine = choose(budget(gpu(16), encodes_text=True, group_offload_text_encoder=False), everything_built)
+    assert not mine.config.offload.group_offload_text_encoder
+
+
+def encoding(device: Device, load: VaeLoad, flavour: str, **settings: Any) -> Budget:
+    """Training on small pictures that the VAE has to encode first at full size."""
+    before = budget(device, Bucket(256, 256, 1, 1, 1.0, 256), flavour, **settings)
+    workload = replace(before.workload, encoded=[load])
+    return estimate(before.config, before.parts, workload, device, None)
+
+
+def test_the_vae_is_given_less_at_a_time() -> None:
+    pictures = VaeLoad(8, 1, 2048, 2048)
+    before = encoding(gpu(18), pictures, "t2i-lite-sft")
+    assert [str(each) for each in smallest_change(before, everything_built)] == ["vae_batch_size 1"]
+    chosen = choose(before, everything_built)
+    assert chosen.config.caching.vae_batch_size == 1
+    assert fits(chosen.phases, chosen.device)
+
+
+def test_clips_are_encoded_in_tiles_before_anything_is_made_smaller() -> None:
+    before = encoding(gpu(10), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
+    assert [str(each) for each in smallest_change(before, everything_built)] == ["vae_enable_tiling true"]
+
+
+def test_streaming_and_moving_all_weights_exclude_each_other() -> None:
+    before = budget(gpu(8), enable_model_cpu_offload=True)
+    assert not choose(before, everything_built).config.offload.enable_group_offload
+    (change,) = smallest_change(before, everything_built)
+    assert change.values == {**STREAMED, "enable_model_cpu_offload": False}

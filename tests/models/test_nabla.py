@@ -1,0 +1,215 @@
+"""Attention from tiles to tiles: every way gives the same, and a way that does not is found out."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from simpletuner.models.kandinsky5 import nabla
+from simpletuner.models.kandinsky5.nabla import TileAttention, tile_mask
+
+CPU = torch.device("cpu")
+HEAD_DIM = 16
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+BLOCKS = {"tile": nabla.tile_blocks, "paired": nabla.paired_blocks}
+
+
+def draw(tiles: int, seed: int = 0) -> tuple[list[Tensor], Tensor]:
+    """Query, key and value of two samples with two heads, and a choice of tiles with gaps in it."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(2, tiles * 64, 2, HEAD_DIM, generator=generator) for _ in range(3)]
+    chosen = torch.rand(2, 2, tiles, tiles, generator=generator) < 0.4
+    return inputs, chosen | torch.eye(tiles, dtype=torch.bool)
+
+
+def with_a_large_mask(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
+    """The definition: a boolean for each pair of tokens."""
+    mask = tiles.repeat_interleave(64, -1).repeat_interleave(64, -2)
+    heads_first = [x.transpose(1, 2) for x in (query, key, value)]
+    return scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
+
+
+def test_row_by_row_is_the_definition() -> None:
+    inputs, tiles = draw(7)
+    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(9))
+    results = []
+    for attend in (nabla.attend_masked, with_a_large_mask):
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        out = attend(*leaves, tiles)
+        results.append([out, *torch.autograd.grad(out, leaves, upstream)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-7)
+    assert (results[0][0] - nabla.attend_dense(*inputs, tiles)).abs().max() > 0.1
+
+
+def test_memory_is_linear() -> None:
+    inputs, tiles = draw(24)
+    kept = []
+
+    def size(saved: Tensor) -> Tensor:
+        kept.append((saved.untyped_storage().data_ptr(), saved.untyped_storage().nbytes()))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(size, lambda saved: saved):
+        nabla.attend_masked(*(each.requires_grad_() for each in inputs), tiles)
+    tokens = 24 * 64
+    assert sum(dict(kept).values()) < 2 * 2 * tokens * tokens / 4, "a quarter of one boolean mask"
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("count", [4, 5])
+def test_block_masks_hold_the_choice(blocks: Callable[[Tensor], BlockMask], count: int) -> None:
+    _, tiles = draw(count)
+    mask = blocks(tiles)
+    assert mask.shape == (2, 2, count * 64, count * 64)
+    assert max(each.numel() for each in mask.as_tuple() if isinstance(each, Tensor)) <= tiles.numel() * 9 // 4
+    inputs = [x.transpose(1, 2) for x in draw(count)[0]]
+    step = mask.BLOCK_SIZE[0] // 64
+    coarse = mask.to_dense().bool().repeat_interleave(step, -1).repeat_interleave(step, -2)[..., :count, :count]
+    assert not (tiles & ~coarse).any(), "no chosen tile is lost"
+    if step == 1:
+        assert torch.equal(coarse, tiles)
+    positions = torch.arange(count) * 64
+    batch, head = torch.arange(2).view(2, 1, 1, 1), torch.arange(2).view(1, 2, 1, 1)
+    within = mask.mask_mod(batch, head, positions.view(1, 1, -1, 1), positions.view(1, 1, 1, -1))
+    assert torch.equal(coarse & within, tiles)
+    assert inputs[0].shape[-2] == mask.seq_lengths[0]
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_compiled_flex_obeys(blocks: Callable[[Tensor], BlockMask]) -> None:
+    attend = nabla.compiled(blocks, nabla.SMALL_BLOCKS if blocks is nabla.tile_blocks else {}, {})
+    assert nabla.find_fault(attend, CPU, torch.float32, HEAD_DIM, backward=False) is None
+    assert "more than 4.8e-07" in str(
+        nabla.find_fault(nabla.attend_dense, CPU, torch.float32, HEAD_DIM, backward=False)
+    )
+    with torch.no_grad():
+        for count in (4, 5, 6, 7):  # several shapes, none of which may fall back
+            inputs, tiles = draw(count, seed=count)
+            torch.testing.assert_close(attend(*inputs, tiles), with_a_large_mask(*inputs, tiles), rtol=0, atol=5e-7)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_that_is_not_compiled_is_found_out() -> None:
+    def eager(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
+        inputs = [x.transpose(1, 2) for x in (query, key, value)]
+        out: Any = flex_attention(*inputs, block_mask=nabla.tile_blocks(tiles))
+        return out.transpose(1, 2)
+
+    assert "off by" in str(nabla.find_fault(eager, CPU, torch.float32, HEAD_DIM, backward=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_test_lets_rounding_pass(dtype: torch.dtype, head_dim: int) -> None:
+    assert nabla.find_fault(nabla.attend_masked, CPU, dtype, head_dim) is None
+    assert nabla.find_fault(with_a_large_mask, CPU, dtype, head_dim) is None
+    assert "off by" in str(nabla.find_fault(nabla.attend_dense, CPU, dtype, head_dim))
+
+
+def test_the_example_has_the_heads_of_the_model() -> None:
+    seen: list[int] = []
+
+    def attend(query: Tensor, *others: Tensor) -> Tensor:
+        seen.append(query.shape[2])
+        return nabla.attend_masked(query, *others)
+
+    assert nabla.find_fault(attend, CPU, torch.float32, HEAD_DIM, 7) is None
+    assert seen == [7]
+
+
+def test_wrong_gradients_are_found_out() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, out: Tensor, dense: Tensor) -> Tensor:
+            return out.clone()
+
+        @staticmethod
+        def backward(context: Any, upstream: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+            return None, upstream
+
+    def attend(*inputs: Tensor) -> Tensor:
+        result: Tensor = Wrong.apply(nabla.attend_masked(*inputs), nabla.attend_dense(*inputs))
+        return result
+
+    assert nabla.find_fault(attend, CPU, torch.float32, HEAD_DIM, backward=False) is None
+    assert "off by" in str(nabla.find_fault(attend, CPU, torch.float32, HEAD_DIM))
+
+
+class TestChoice:
+    """Which way a device gets."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        nabla.choose_attend.cache_clear()
+        monkeypatch.setattr(nabla, "find_fault", self.find_fault)
+
+    def find_fault(self, attend: Any, *_: Any) -> str | None:
+        return None if attend is nabla.attend_masked else "no kernel"
+
+    def test_cpu(self) -> None:
+        assert nabla.choose_attend(CPU, torch.float32, 64) is nabla.attend_masked
+
+    def test_the_first_that_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ways = {
+            "bad": lambda: nabla.attend_dense,
+            "good": lambda: nabla.attend_masked,
+            "late": lambda: 1 / 0,
+        }
+        monkeypatch.setattr(nabla, "WAYS", ways)
+        assert nabla.choose_attend(torch.device("meta"), torch.float32, 64) is nabla.attend_masked
+
+    def test_none_passes(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        monkeypatch.setattr(nabla, "WAYS", {"blocks of 7": lambda: nabla.attend_dense})
+        with caplog.at_level(logging.WARNING):
+            assert nabla.choose_attend(torch.device("meta"), torch.bfloat16, 64) is nabla.attend_dense
+        (record,) = caplog.records
+        assert "dense attention instead" in record.getMessage()
+        assert "blocks of 7: no kernel" in record.getMessage()
+
+
+def test_a_way_that_raises_is_at_fault() -> None:
+    def attend(*inputs: Tensor) -> Tensor:
+        raise RuntimeError("no kernel for this\nand a long story")
+
+    assert nabla.find_fault(attend, CPU, torch.float32, HEAD_DIM) == "no kernel for this"
+
+
+def test_the_processors_way() -> None:
+    (query, key, value), _ = draw(6)
+    params = {"sta_mask": torch.eye(6, dtype=torch.bool)[None, None], "P": 0.8}
+    tiles = tile_mask(query, key, params["sta_mask"], 0.8)
+    found = TileAttention()(query, key, value, params)
+    torch.testing.assert_close(found, with_a_large_mask(query, key, value, tiles), rtol=0, atol=5e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_gpu_has_a_way(dtype: torch.dtype, head_dim: int) -> None:
+    device = torch.device("cuda")
+    attend = nabla.choose_attend(device, dtype, head_dim)
+    assert attend is not nabla.attend_dense
+    assert nabla.find_fault(attend, device, dtype, head_dim) is None
+    for count in (3, 8, 12, 21):  # other shapes than that of the test
+        inputs, tiles = draw(count)
+        moved = [each.to(device, dtype).requires_grad_() for each in inputs]
+        out = attend(*moved, tiles.to(device))
+        wanted = nabla.attend_masked(*(each.double() for each in moved), tiles.to(device))
+        limit = nabla.tolerance(device, dtype)
+        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=limit)
+        for one, other in zip(
+            torch.autograd.grad(out.sum(), moved), torch.autograd.grad(wanted.sum(), moved), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=0, atol=4 * limit)

@@ -1,0 +1,222 @@
+"""Compiled blocks: few graphs, right gradients, and nothing compiled whose gradients are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+
+from simpletuner.config.speed import has_compiler
+from simpletuner.diffusion.batch import Batch
+from simpletuner.models.kandinsky5 import attention, fast
+from simpletuner.models.kandinsky5.fast import store_in_bf16
+from simpletuner.speed import recomputation
+from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece
+from simpletuner.training.state import Assembly
+from simpletuner.training.step import _Losses, micro_loss
+from tests.fidelity import test_sanavideo_training as sana
+from tests.speed.test_speed import loss_and_gradients
+from tests.tiny import WIDTH, build_kandinsky
+from tests.training.assembly import make_assembly
+
+# Latent height and width, and tokens of the caption; one has as many of the one as of the other.
+BUCKETS = [(4, 4, 4), (4, 8, 6), (8, 4, 4), (8, 8, 9), (6, 10, 16), (12, 4, 5), (10, 10, 25)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def bucket(height: int, width: int, tokens: int) -> Batch:
+    generator = torch.Generator().manual_seed(height * width + tokens)
+    embeds = [
+        {"prompt_embeds": torch.randn(tokens, WIDTH, generator=generator),
+         "pooled_prompt_embeds": torch.randn(WIDTH, generator=generator)}
+    ]  # fmt: skip
+    return Batch(torch.randn(1, 16, 1, height, width, generator=generator), embeds, ["x"])
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= tolerance * value.norm() + 1e-9, name
+
+
+def clear(assembly: Assembly) -> None:
+    for parameter in assembly.parameters.values():
+        parameter.grad = None
+
+
+def test_three_graphs_serve_seven_buckets(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recomputation, "LONG", 0)
+    compiled = make_assembly(t2i_checkpoint, dynamo_backend="aot_eager", dynamo_fullgraph=True)
+    eager = make_assembly(t2i_checkpoint)
+    for height, width, tokens in BUCKETS:
+        batch = bucket(height, width, tokens)
+        assert_close(loss_and_gradients(compiled, batch), loss_and_gradients(eager, batch), 1e-3)
+        clear(compiled)
+        clear(eager)
+    assert 0 < graphs() <= 3
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    """As autograd computes gradients of a GPU: torch's settings are those of the thread."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()
+
+
+def test_other_threads_may_compile_as_often() -> None:
+    def double(block: nn.Module, hidden: Tensor) -> Tensor:
+        return 2 * hidden
+
+    piece = CompiledPiece(double, torch.compile(double, backend="eager", dynamic=False))
+    block, shapes = nn.Identity(), [torch.ones(count, 1, 4) for count in range(2, 14)]
+    piece(block, shapes[0])
+    assert graphs() == 1
+    in_a_thread(lambda: piece(block, shapes[0]))
+    assert graphs() == 1, "what one thread has compiled serves all"
+    in_a_thread(lambda: [piece(block, each) for each in shapes])
+    assert graphs() == len(shapes) > 8
+
+
+def test_a_compiler_that_fails_on_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked for them together with the forward pass, not when it is too late."""
+
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no kernel for this")
+
+    def square(block: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden.sin() ** 2
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=fails)
+    piece = CompiledPiece(square, torch.compile(square, backend=lambda graph, inputs: backend(graph, inputs)))
+    hidden = torch.rand(2, 1, 4, requires_grad=True)
+    piece(nn.Identity(), hidden).sum().backward()
+    assert "square is not compiled" in caplog.text
+    torch.testing.assert_close(hidden.grad, torch.sin(2 * hidden.detach()))
+
+
+def test_previews_are_compiled_on_request(t2i_checkpoint: Path) -> None:
+    batch = bucket(4, 4, 4)
+    for sampling, expected in ((False, 0), (True, 3)):
+        counters.clear()
+        assembly = make_assembly(t2i_checkpoint, dynamo_backend="aot_eager", validation_torch_compile=sampling)
+        with torch.no_grad():
+            micro_loss(assembly, batch, 0, 0, _Losses())
+        assert graphs() == expected
+
+
+@pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
+def test_inductor_on_one_block() -> None:
+    """With padded captions, and modulation that is stored in bf16."""
+    torch.manual_seed(0)
+    model: Any = build_kandinsky()
+    block = model.text_transformer_blocks[0]
+    block.requires_grad_(False).feed_forward.requires_grad_(True)
+    modulation = block.text_modulation.out_layer
+    modulation.weight.data = modulation.weight.data.to(torch.bfloat16).float()
+    assert store_in_bf16(model) == 2 * modulation.weight.numel()
+    mask = torch.arange(6) < torch.tensor([[6], [4]])
+    inputs = torch.randn(2, 6, WIDTH), torch.randn(2, WIDTH), torch.randn(1, 6, 1, 8), torch.randn(1, 6, 1, 8), mask
+    found = []
+    for compiler in (None, torch.compile):
+        pieces = fast.install(model, attention.install(model)).pieces
+        piece = pieces["text"] if compiler is None else CompiledPiece(pieces["text"], compiler(pieces["text"]))
+        piece(block, *inputs).square().sum().backward()
+        found.append({name: each.grad.clone() for name, each in block.feed_forward.named_parameters()})
+        block.zero_grad()
+    assert_close(found[1], found[0], 0.02)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_compiler_that_fails(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise ValueError("no such machine")
+
+    def double(block: nn.Module, x: Tensor) -> Tensor:
+        return 2 * x
+
+    piece = CompiledPiece(double, torch.compile(double, backend=backend), strict=strict)
+    x = torch.ones(1, 3)
+    if strict:
+        with pytest.raises(TorchDynamoException, match="no such machine"):
+            piece(nn.Identity(), x)
+        return
+    for _ in range(2):
+        assert torch.equal(piece(nn.Identity(), x), 2 * x)
+    (warning,) = [each.message for each in caplog.records if each.name == "simpletuner.speed.compile"]
+    assert warning == "double is not compiled: backend='backend' raised: ValueError: no such machine"
+
+
+class Doubling(torch.autograd.Function):
+    """The identity with a gradient twice too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+class Block(nn.Module):
+    """Stands for a stock block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        return count * torch.nn.functional.gelu(self.layer(x))
+
+
+@pytest.mark.parametrize(("spoil", "is_right"), [(lambda x: x, True), (Doubling.apply, False)])
+def test_wrong_gradients_keep_a_block_eager(spoil: Callable[[Tensor], Tensor], is_right: bool) -> None:
+    torch.manual_seed(0)
+    calls = []
+
+    def compiler(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def compiled(x: Tensor, count: int) -> Tensor:
+            calls.append(count)
+            return function(spoil(x), count)
+
+        return compiled
+
+    block, twin = Block(), Block()
+    verdicts: dict[Case, bool] = {}
+    for each in (block, twin):
+        each.forward = CheckedForward(each, compiler, verdicts, sampling=False)  # type: ignore[method-assign]
+    x = torch.randn(2, 4)
+    checkpointed = torch.utils.checkpoint.checkpoint(block, x, 3, use_reentrant=False)
+    twin(checkpointed, 3).sum().backward()
+    assert list(verdicts.values()) == [is_right], "one kind, one shape"
+    assert len(calls) == (1 + 3 if is_right else 1), "one to check; two blocks, of which one is computed again"
+    assert block.layer.weight.grad is not None
+
+
+def test_stock_blocks_of_sana_are_checked(sana_checkpoint: Path) -> None:
+    batch = sana.make_batch(sana_checkpoint, "i2v")
+    eager = loss_and_gradients(sana.make_assembly(sana_checkpoint), batch)
+    assembly = sana.make_assembly(sana_checkpoint, dynamo_backend="aot_eager")
+    assert_close(loss_and_gradients(assembly, batch), eager, 1e-3)
+    forward: Any = assembly.adapter.block_layout(assembly.transformer).blocks[0].forward
+    assert list(forward.verdicts.values()) == [True]
+    assert graphs() > 0

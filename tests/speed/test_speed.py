@@ -1,0 +1,213 @@
+"""Every fast path against `speed: reference`: equal losses, gradients and runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simpletuner.diffusion.batch import Batch
+from simpletuner.errors import ConfigError
+from simpletuner.models.adapter import FamilyAdapter, TextRequest
+from simpletuner.speed import attention, recomputation
+from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
+from simpletuner.training.assemble import Intent, assemble, make_accelerator
+from simpletuner.training.state import Assembly
+from simpletuner.training.step import _Losses, micro_loss
+from tests.fidelity import family
+from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.tiny import make_checkpoint
+from tests.workspace import Workspace
+
+CPU = torch.device("cpu")
+ALL_LINEAR = r".*blocks\.\d+\.((self|cross)_attention\.(to_\w+|out_layer)|feed_forward\.\w+_layer)"
+CASES = ["t2i", "i2i", "t2v", "i2v", "nabla"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path, i2i_checkpoint: Path
+) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("video")
+    made = {task: make_checkpoint(folder / task, task) for task in ("t2v", "i2v")}  # type: ignore[arg-type]
+    made["nabla"] = make_checkpoint(folder / "nabla", "t2v", nabla=True)
+    return {**made, "t2i": t2i_checkpoint, "i2i": i2i_checkpoint}
+
+
+def make_adapter(checkpoint: Path, case: str) -> FamilyAdapter:
+    if case in ("t2i", "i2i"):
+        return family.make_adapter(checkpoint, case)
+    return make_video_adapter(checkpoint, "i2v" if case == "i2v" else "t2v")
+
+
+def make_assembly(checkpoint: Path, case: str, targets: Any = None, **settings: Any) -> Assembly:
+    settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
+    config = family.make_config(checkpoint, **settings)
+    intent = Intent(targets or ["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2)
+    assembly = assemble(config, intent, make_adapter(checkpoint, case), [], make_accelerator())
+    assembly.transformer.train()
+    return assembly
+
+
+def make_batch(checkpoint: Path, case: str) -> Batch:
+    """One clip for block-sparse attention, else two samples of unequal captions, so that one is padded."""
+    captions = ["a ball"] if case == "nabla" else ["a star", "two blue circles on a table"]
+    source = family.picture(64, 64) if case == "i2i" else None
+    encoder = make_adapter(checkpoint, case).load_text_encoder(CPU, torch.float32)
+    embeds = encoder.encode([TextRequest(caption, source) for caption in captions])
+    size = {"t2i": (1, 8, 8), "i2i": (1, 8, 8), "nabla": (2, 32, 32)}.get(case, (3, 4, 6))
+    latents = torch.randn(len(captions), 16, *size, generator=torch.Generator().manual_seed(0))
+    condition = latents[:, :, :1] if case in ("i2i", "i2v") else None
+    return Batch(latents, embeds, captions, condition=condition)
+
+
+def loss_and_gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
+    loss = micro_loss(assembly, batch, 0, 0, _Losses())
+    loss.backward()
+    gradients = {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
+    assert len(gradients) == len(assembly.parameters)
+    return {"loss": loss.detach(), **gradients}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert any(gradient.any() for gradient in one.values())
+    for name, value in one.items():
+        assert torch.equal(other[name], value), name
+
+
+@pytest.fixture(autouse=True)
+def everything_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny sequences count as long, so that checkpointing keeps their attention."""
+    monkeypatch.setattr(recomputation, "LONG", 0)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_auto_equals_reference(checkpoints: dict[str, Path], case: str, precision: str) -> None:
+    batch = make_batch(checkpoints[case], case)
+    settings = {"mixed_precision": precision, "targets": ALL_LINEAR}
+    stock = loss_and_gradients(make_assembly(checkpoints[case], case, speed="reference", **settings), batch)
+    auto = make_assembly(checkpoints[case], case, **settings)
+    assert_equal(stock, loss_and_gradients(auto, batch))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"model_type": "full"}, {"lora_dropout": 0.2}, {"gradient_checkpointing_interval": 2}, {"use_dora": True}],
+    ids=["full", "dropout", "interval", "dora"],
+)
+def test_other_ways_to_train_are_equal(checkpoints: dict[str, Path], settings: dict[str, Any]) -> None:
+    batch = make_batch(checkpoints["t2i"], "t2i")
+    stock = loss_and_gradients(make_assembly(checkpoints["t2i"], "t2i", speed="reference", **settings), batch)
+    auto = make_assembly(checkpoints["t2i"], "t2i", **settings)
+    assert_equal(stock, loss_and_gradients(auto, batch))
+
+
+class CountedAttention(TorchDispatchMode):
+    """Counts how often attention is computed."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("keep", "calls"), [(True, 8), (False, 10)])
+def test_kept_attention_is_not_computed_again(checkpoints: dict[str, Path], keep: bool, calls: int) -> None:
+    """One text attention and two visual blocks with two attentions each, forward and again backward."""
+    assembly = make_assembly(checkpoints["t2i"], "t2i", speed_keep_attention=keep)
+    batch = make_batch(checkpoints["t2i"], "t2i")
+    with CountedAttention() as counted:
+        loss_and_gradients(assembly, batch)
+    assert counted.calls == calls
+
+
+def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path]) -> None:
+    batch = make_batch(checkpoints["t2i"], "t2i")
+    kept = []
+    for keep in (False, True):
+        assembly = make_assembly(checkpoints["t2i"], "t2i", speed_keep_attention=keep)
+        before = live_bytes()
+        loss = micro_loss(assembly, batch, 0, 0, _Losses())
+        kept.append(live_bytes() - before)
+        del loss
+    blocks, samples, tokens, width, heads = 2, 2, 16, 32, 2
+    assert kept[1] - kept[0] == blocks * samples * tokens * (width + heads) * 4, "the result and its logarithms"
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that Python can see, each storage counted once."""
+    import gc
+
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "fast"),
+    [({}, True), ({"speed": "reference"}, False), ({"speed_plain_math": False}, False),
+     ({"speed": "reference", "speed_plain_math": True}, True)],
+)  # fmt: skip
+def test_switches(checkpoints: dict[str, Path], settings: dict[str, Any], fast: bool) -> None:
+    assembly = make_assembly(checkpoints["t2i"], "t2i", **settings)
+    blocks = assembly.adapter.block_layout(assembly.transformer).blocks
+    assert all(("forward" in vars(block)) is fast for block in blocks)
+
+
+def test_a_run_may_change_between_the_two(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    reference = Workspace.create(tmp_path / "reference", t2i_checkpoint, speed="reference")
+    assert reference.train() == 0
+    mixed = Workspace.create(tmp_path / "mixed", t2i_checkpoint)
+    assert mixed.train("max_train_steps=2", "speed=reference") == 0
+    assert mixed.train() == 0
+    assert mixed.metrics() == reference.metrics()
+    weights = "output/pytorch_lora_weights.safetensors"
+    assert mixed.path(weights).read_bytes() == reference.path(weights).read_bytes()
+
+
+def test_kernels_of_packages_need_a_gpu() -> None:
+    assert kernel_chooser("diffusers", CPU, torch.bfloat16) is None
+    assert isinstance(kernel_chooser("diffusers", torch.device("cuda"), torch.bfloat16), MeasuredChoice)
+    assert kernel_chooser("diffusers", torch.device("cuda"), torch.float32) is None
+    with pytest.raises(ConfigError, match="CUDA"):
+        kernel_chooser("flash-attn-2", CPU, torch.bfloat16)
+
+
+class NoBackward(torch.autograd.Function):
+    """A kernel without a plan for its gradients, as cuDNN has it at some shapes."""
+
+    @staticmethod
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        raise RuntimeError("No execution plans support the graph.")
+
+
+def test_a_kernel_without_gradients_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "torch_attention", NoBackward.apply)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **settings: SimpleNamespace(record=lambda: None))
+    inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
+    assert attention.measure(SDPBackend.CUDNN_ATTENTION, *inputs) == float("inf")
+
+
+@pytest.mark.gpu
+def test_the_faster_kernel_is_measured() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    choice = MeasuredChoice()
+    inputs = [torch.randn(1, 1024, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    out = choice(*inputs)(*inputs)
+    assert choice.tokens == 1024
+    expected = torch.nn.functional.scaled_dot_product_attention(*(each.float().transpose(1, 2) for each in inputs))
+    torch.testing.assert_close(out.float(), expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
