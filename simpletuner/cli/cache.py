@@ -2,131 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
-from simpletuner.caching.entry import DamagedEntryError, find_entry
-from simpletuner.caching.inspect import Garbage, explain, explain_miss, find_damaged, find_garbage, remove_garbage
 from simpletuner.cli.train import PASS_THROUGH, parse_settings
-from simpletuner.data.sample import Sample
-from simpletuner.errors import UserError
-from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import make_catalogue, text_folder, wanted_entries
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
-
-
-Say = Callable[[str], object]
-
-
-def verify_caches(plan: Plan, say: Say) -> str:
-    """Read every entry and name the damaged ones.
-
-    Raises:
-        UserError: there are damaged entries.
-    """
-    folders = cache_folders(plan)
-    if not folders:
-        return "There are no caches yet."
-    damaged = 0
-    for folder in folders:
-        for damage in find_damaged(folder):
-            damaged += 1
-            say(f"{folder}/{damage.key}: {damage.reason}")
-    if damaged:
-        raise UserError(f"{damaged} damaged entries; the next run makes them anew.")
-    return f"Every entry in {', '.join(map(str, folders))} is whole."
-
-
-def clean_caches(plan: Plan, say: Say, *, remove: bool) -> str:
-    """Name the entries that the plan does not refer to, and delete them where that is asked for."""
-    texts, latents = wanted_entries(plan, _catalogue(plan), epoch=1)
-    wanted = {entry.key.digest() for entry in texts} | {entry.key.digest() for entry in latents}
-    total = 0
-    for folder in cache_folders(plan):
-        garbage = _of_family(folder, find_garbage(folder, wanted), plan.spec.name)
-        for key in garbage.entries:
-            say(f"{folder}/{key}: {_origin(folder, key).get('source', 'damaged')}")
-        total += len(garbage.entries) + len(garbage.leftovers)
-        if remove:
-            remove_garbage(folder, garbage)
-    return f"{total} entries and leftovers {'removed' if remove else 'found; --remove deletes them'}."
-
-
-def explain_caching(plan: Plan, file: str) -> Iterator[str]:
-    """Which entries belong to a file, and why they are or are not reused.
-
-    Raises:
-        UserError: the configuration does not use the file.
-    """
-    catalogue = _catalogue(plan)
-    texts, latents = wanted_entries(plan, catalogue, epoch=1)
-    own = [entry for entry in latents if _is_of(entry.sample, file)]
-    samples = [entry.sample for entry in own]
-    captions = {catalogue.text(one.dataset_id, text, one.partner).key for one in samples for text in one.captions}
-    found: list[LatentEntry | TextEntry] = [*own]
-    found += [entry for entry in texts if entry.source == file or entry.key in captions]
-    if not found:
-        raise UserError(f"{file!r} is not used by this configuration; `simpletuner plan` lists every file.")
-    for entry in found:
-        yield from _explanation(entry)
-
-
-def cache_folders(plan: Plan) -> list[Path]:
-    """Every cache folder of a plan that is there, once."""
-    folders = [text_folder(plan)]
-    for dataset in plan.datasets:
-        folders += [text_folder(plan, dataset), dataset.latent_dir]
-    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
-
-
-def _catalogue(plan: Plan) -> Catalogue:
-    catalogue = make_catalogue(plan)
-    if catalogue is None:
-        raise UserError("The checkpoint is not on this machine yet, so no entry can belong to it.")
-    return catalogue
-
-
-def _of_family(folder: Path, garbage: Garbage, family: str) -> Garbage:
-    own = [key for key in garbage.entries if _origin(folder, key).get("encoder.family", family) == family]
-    return Garbage(own, garbage.leftovers, garbage.bytes)
-
-
-def _origin(folder: Path, key: str) -> dict[str, Any]:
-    """Where an entry came from; empty when it is too damaged to say."""
-    try:
-        return explain(folder, key)
-    except DamagedEntryError:
-        return {}
-
-
-def _is_of(sample: Sample, file: str) -> bool:
-    return file in (sample.full_name, sample.name) or Path(file).absolute() == sample.path.absolute()
-
-
-def _explanation(entry: LatentEntry | TextEntry) -> list[str]:
-    key = entry.key.digest()
-    kind = "caption" if isinstance(entry, TextEntry) else "latents"
-    source = entry.source if isinstance(entry, TextEntry) else entry.sample.full_name
-    what = f"{entry.caption!r}, {source}" if isinstance(entry, TextEntry) else source
-    path = find_entry(entry.folder, key)
-    lines = [f"{kind} of {what}: {'cached in ' + str(path) if path else 'not cached'}"]
-    ingredients = _origin(entry.folder, key) if path else entry.key.ingredients()
-    if path and not ingredients:
-        lines.append("  it is damaged; the next run makes it anew")
-    lines += [f"  {name}: {value}" for name, value in ingredients.items()]
-    if path is None:
-        misses = explain_miss(entry.folder, entry.key, source)
-        lines += [
-            f"  entry {old[:12]} is not reused, {difference}" for old, all_ in misses.items() for difference in all_
-        ]
-    return lines
-
 
 app = typer.Typer(help="Fill, verify, explain and clean the caches of a configuration.", no_args_is_help=True)
 
@@ -149,7 +32,7 @@ def fill(context: typer.Context) -> None:
 def verify(context: typer.Context) -> None:
     """Read every entry of the configuration's caches and compare it with its checksum."""
     plan = _plan(context.args)
-    from simpletuner.cli.cache import verify_caches
+    from simpletuner.cli.cache_inspection import verify_caches
 
     typer.echo(verify_caches(plan, typer.echo))
 
@@ -165,7 +48,7 @@ def gc(
     family are listed, too: do not remove them while you need both.
     """
     plan = _plan(context.args)
-    from simpletuner.cli.cache import clean_caches
+    from simpletuner.cli.cache_inspection import clean_caches
 
     typer.echo(clean_caches(plan, typer.echo, remove=remove))
 
@@ -179,7 +62,7 @@ def explain_file(context: typer.Context, file: str) -> None:
     if file.startswith("--") or "=" in file:
         raise typer.BadParameter(f"{file!r} is a setting; the file comes first, settings after it.")
     plan = _plan(context.args)
-    from simpletuner.cli.cache import explain_caching
+    from simpletuner.cli.cache_inspection import explain_caching
 
     for line in explain_caching(plan, file):
         typer.echo(line)

@@ -85,7 +85,6 @@ def train(
         _show_plan(arguments, problems)
         return
     from simpletuner.budget.ready import ready_plan
-    from simpletuner.cli.train import quick_imports
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import make_progress

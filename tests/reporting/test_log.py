@@ -164,8 +164,7 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 
 def test_reporting_imports_without_torch() -> None:
     modules = (
-        "curves environment ledger log metrics pace page plain previews progress redaction report terminal trackers "
-        "wandb_login"
+        "curves environment log metrics pace page plain previews progress redaction report terminal trackers"
     )
     code = (
         "import importlib, sys\n"
