@@ -20,6 +20,7 @@ from simpletuner.diffusion.flow import (
     sample_sigmas,
     shift_sigmas,
 )
+from tests.closeness import ELEMENTWISE, assert_close
 
 LAWS = {
     "logit_normal": FlowConfig(),
@@ -173,7 +174,7 @@ def test_everything_is_float32_even_from_bf16_latents() -> None:
 def test_the_true_velocity_leads_back_to_the_latents() -> None:
     noisy = make_noisy(batch(), torch.tensor([0.3, 0.9]), sample_noise(batch().latents, generator()))
     back = noisy.noisy_latents - noisy.sigmas.view(-1, 1, 1, 1, 1) * noisy.target
-    torch.testing.assert_close(back, batch().latents, atol=1e-6, rtol=0)
+    assert_close(back, batch().latents, terms=ELEMENTWISE)
 
 
 def test_input_perturbation_changes_the_input_only() -> None:
@@ -194,8 +195,8 @@ def test_noise_offset_shifts_each_channel_in_input_and_target_alike() -> None:
     offset = make_noisy(clean, torch.tensor([0.5, 0.5]), noise, noise_offset=0.2, generator=generator(1))
     shift = offset.target - plain.target
     expected = 0.2 * torch.randn(2, 4, 1, 1, 1, generator=generator(1))
-    torch.testing.assert_close(shift, expected.expand_as(shift), atol=1e-6, rtol=0)
-    torch.testing.assert_close(offset.noisy_latents - plain.noisy_latents, 0.5 * shift, atol=1e-6, rtol=0)
+    assert_close(offset.target, plain.target + expected, terms=ELEMENTWISE)
+    assert_close(offset.noisy_latents, plain.noisy_latents + 0.5 * shift, terms=ELEMENTWISE)
 
 
 def test_extra_noise_without_a_generator_is_refused() -> None:

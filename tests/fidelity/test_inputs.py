@@ -16,6 +16,7 @@ from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.text import select_template
+from tests.closeness import ELEMENTWISE, MODEL, VAE, assert_close
 from tests.fidelity.family import CPU, Recorder, make_adapter, picture, stock_pipeline, zeros
 
 SIZE = (96, 64)  # width, height
@@ -76,7 +77,7 @@ def trainer_inputs(checkpoint: Path, task: str, theirs: dict[str, Any], **settin
 def assert_same_inputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     for name in ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "text_rope_pos"):
         assert ours[name].shape == theirs[name].shape, name
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-6)
+        assert_close(ours[name], theirs[name], terms=MODEL)
     for mine, other in zip(ours["visual_rope_pos"], theirs["visual_rope_pos"], strict=True):
         assert torch.equal(mine, other)
     assert tuple(ours["scale_factor"]) == tuple(theirs["scale_factor"]) == (1.0, 1.0, 1.0)
@@ -104,8 +105,8 @@ def test_unconditional_input_is_the_empty_caption(checkpoint: Path, task: str) -
     unconditional = pipeline_inputs(checkpoint, task, guidance=3.0)[1]
     encoder = make_adapter(checkpoint, task).load_text_encoder(CPU, torch.float32)
     ours = encoder.encode([TextRequest("", source_for(task))])[0]
-    torch.testing.assert_close(ours["prompt_embeds"], unconditional["encoder_hidden_states"][0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(ours["pooled_prompt_embeds"], unconditional["pooled_projections"][0], rtol=0, atol=1e-6)
+    assert_close(ours["prompt_embeds"], unconditional["encoder_hidden_states"][0], terms=MODEL)
+    assert_close(ours["pooled_prompt_embeds"], unconditional["pooled_projections"][0], terms=MODEL)
 
 
 def test_diffusers_template_is_the_pipelines_own(checkpoint: Path, task: str) -> None:
@@ -130,10 +131,10 @@ def test_source_latents_of_i2i_are_scaled_and_not_shifted(i2i_checkpoint: Path) 
         posterior = encoder.vae.encode(pixels[:, :, 0]).latent_dist
     expected = (posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=generator)) * 0.3611
     # Two loads of one VAE may differ in the last bit of a convolution, by the alignment of their weights.
-    torch.testing.assert_close(source[:, 0].permute(0, 3, 1, 2), expected, rtol=1e-5, atol=1e-6)
+    assert_close(source[:, 0].permute(0, 3, 1, 2), expected, terms=VAE)
     ours = encoder.encode(pixels, [11])
     noise = torch.randn(posterior.mean.shape[1:], generator=torch.Generator().manual_seed(11))
-    torch.testing.assert_close(ours[0, :, 0], (posterior.mean[0] + posterior.std[0] * noise) * 0.3611)
+    assert_close(ours[0, :, 0], (posterior.mean[0] + posterior.std[0] * noise) * 0.3611, terms=ELEMENTWISE)
 
 
 def test_latents_do_not_depend_on_their_batch(t2i_checkpoint: Path) -> None:
@@ -141,7 +142,7 @@ def test_latents_do_not_depend_on_their_batch(t2i_checkpoint: Path) -> None:
     pixels = torch.stack([to_pixels(np.array(picture(64, 64, seed))) for seed in range(3)])
     together = encoder.encode(pixels, [1, 2, 3])
     alone = torch.cat([encoder.encode(pixels[index : index + 1], [index + 1]) for index in range(3)])
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert_close(together, alone, terms=VAE)
 
 
 def test_a_caption_is_cut_where_the_plan_says(t2i_checkpoint: Path) -> None:

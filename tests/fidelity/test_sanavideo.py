@@ -15,6 +15,7 @@ from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.sanavideo.denoiser import WanLatentEncoder
+from tests.closeness import ELEMENTWISE, MODEL, SAMPLING, VAE, assert_all_close, assert_close, limit
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import (
     FRAMES,
@@ -39,15 +40,15 @@ def task(request: pytest.FixtureRequest) -> str:
 
 
 def assert_same_inputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Equal to 1e-6; of the text only what the mask shows, since what lies behind it has no weight."""
+    """Equal but for rounding; of the text only what the mask shows, since what lies behind it has no weight."""
     mask = theirs["encoder_attention_mask"].bool()
     assert torch.equal(ours["encoder_attention_mask"], theirs["encoder_attention_mask"])
     assert ours["encoder_hidden_states"].shape == theirs["encoder_hidden_states"].shape
     text, other = ours["encoder_hidden_states"][mask], theirs["encoder_hidden_states"][mask]
-    torch.testing.assert_close(text, other, rtol=0, atol=1e-6)
-    torch.testing.assert_close(ours["hidden_states"], theirs["hidden_states"], rtol=0, atol=1e-6)
+    assert_close(text, other, terms=MODEL)
+    assert_close(ours["hidden_states"], theirs["hidden_states"], terms=VAE)
     assert ours["timestep"].shape == theirs["timestep"].shape
-    torch.testing.assert_close(ours["timestep"], theirs["timestep"].float(), rtol=0, atol=1e-4)
+    assert_close(ours["timestep"], theirs["timestep"].float(), terms=ELEMENTWISE)
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -117,7 +118,7 @@ def test_oracle(sana_checkpoint: Path, task: str) -> None:
     assert len(frames) == FRAMES
     assert {frame.size for frame in frames} == {SIZE}
     reached = (landed[-1] - encoder.mean) / encoder.std
-    assert (reached - latents).norm() / latents.norm() < 1e-6
+    assert (reached - latents).norm() / latents.norm() < limit(SAMPLING)
 
 
 class TestTimesteps:
@@ -141,7 +142,7 @@ class TestTimesteps:
                 2, 1, LATENT_FRAMES, *(n // 2 for n in LATENT_SHAPE[2:])
             )
             adapter._timesteps = lambda noisy: tokens  # type: ignore[method-assign]
-            torch.testing.assert_close(adapter.predict(transformer, noisy), scalar, rtol=0, atol=1e-6)
+            assert_close(adapter.predict(transformer, noisy), scalar, terms=MODEL)
 
     def test_distinct_ones_have_the_stock_gradients(self, sana_checkpoint: Path) -> None:
         gradients = []
@@ -156,8 +157,7 @@ class TestTimesteps:
             adapter.predict(transformer, adapter.prepare(noisy)).square().mean().backward()
             gradients.append({name: each.grad for name, each in transformer.named_parameters()})
         assert gradients[0]["time_embed.linear.weight"].abs().max() > 0
-        for name, gradient in gradients[0].items():
-            torch.testing.assert_close(gradient, gradients[1][name], rtol=0, atol=1e-6)
+        assert_all_close(gradients[0], gradients[1], terms=MODEL)
 
     def test_frame_zero_is_at_zero(self, sana_checkpoint: Path) -> None:
         """Its timestep matters: another one would give another prediction for the frames behind it."""
@@ -188,13 +188,13 @@ class TestLatents:
         mode = encoder.vae.encode(pixels).latent_dist.mode()
         mean, std = (torch.tensor(encoder.vae.config[f"latents_{name}"]) for name in ("mean", "std"))
         expected = (mode - mean.view(-1, 1, 1, 1)) / std.view(-1, 1, 1, 1)
-        torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(encoder.encode(pixels[1:], [7]), together[1:], rtol=1e-5, atol=1e-5)
+        assert_close(together, expected, terms=VAE)
+        assert_close(encoder.encode(pixels[1:], [7]), together[1:], terms=VAE)
 
     def test_first_frame_alone_is_the_clips_first(self, sana_checkpoint: Path) -> None:
         encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
         alone = encoder.encode(clip()[:, :, :1], [0])
-        torch.testing.assert_close(alone, encoder.encode(clip(), [0])[:, :, :1], rtol=1e-5, atol=1e-5)
+        assert_close(alone, encoder.encode(clip(), [0])[:, :, :1], terms=VAE)
 
     def test_a_failure_stops(self, sana_checkpoint: Path) -> None:
         encoder: WanLatentEncoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)

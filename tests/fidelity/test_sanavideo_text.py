@@ -17,6 +17,7 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.sanavideo.prompts import bare_fingerprint, own_instruction, text_fingerprint, with_motion_score
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.sanavideo.text import pipeline_instruction
+from tests.closeness import MODEL, assert_close
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import make_sana_adapter, make_sana_config, record_pipeline, stock_pipeline
 
@@ -52,14 +53,14 @@ def test_both_pipelines_have_one_instruction() -> None:
 def test_captions(sana_checkpoint: Path, caption: str) -> None:
     (mine,) = ours(sana_checkpoint, TextRequest(caption))
     theirs = pipeline_text(sana_checkpoint, caption, pipeline_instruction())
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert_close(mine, theirs, terms=MODEL)
 
 
 @pytest.mark.parametrize("caption", ["", "Blurry, JITTER ", CAPTIONS[2]])
 def test_negative_prompts_have_no_instruction(sana_checkpoint: Path, caption: str) -> None:
     (mine,) = ours(sana_checkpoint, TextRequest(caption, negative=True), sana_motion_score=30)
     theirs = pipeline_text(sana_checkpoint, caption, pipeline_instruction(), negative=True)
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert_close(mine, theirs, terms=MODEL)
 
 
 def test_the_empty_caption_is_the_negative_one(sana_checkpoint: Path) -> None:
@@ -73,7 +74,7 @@ def test_the_empty_caption_is_the_negative_one(sana_checkpoint: Path) -> None:
 def test_a_batch_equals_single_captions(sana_checkpoint: Path) -> None:
     requests = [TextRequest(caption, negative=index % 2 == 1) for index, caption in enumerate((*CAPTIONS, ""))]
     for together, request in zip(ours(sana_checkpoint, *requests), requests, strict=True):
-        torch.testing.assert_close(together, ours(sana_checkpoint, request)[0], rtol=0, atol=1e-5)
+        assert_close(together, ours(sana_checkpoint, request)[0], terms=MODEL)
 
 
 def test_motion_score(sana_checkpoint: Path) -> None:
@@ -83,7 +84,7 @@ def test_motion_score(sana_checkpoint: Path) -> None:
     )
     for mine, score in ((scored, 30), (own, 7)):
         theirs = pipeline_text(sana_checkpoint, f"A ball motion score: {score}.", pipeline_instruction())
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        assert_close(mine, theirs, terms=MODEL)
     assert with_motion_score("", 30) == ""
     assert with_motion_score("a ball", 2.5) == "a ball motion score: 2.5."
 
@@ -95,7 +96,7 @@ def test_own_instruction(sana_checkpoint: Path, tmp_path: Path, lines: list[str]
     file.write_text(json.dumps(lines))
     for value in (lines, str(file)):
         (mine,) = ours(sana_checkpoint, TextRequest("a ball"), sana_complex_human_instruction=value)
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        assert_close(mine, theirs, terms=MODEL)
 
 
 def test_values_of_the_instruction_key(tmp_path: Path) -> None:
@@ -159,4 +160,4 @@ def test_batch_of_unequal_captions_equals_single_runs(sana_checkpoint: Path) -> 
         alone = adapter.predict(
             transformer, make_noisy(Batch(latents[one], embeds[one], ["x"]), sigmas[one], noise[one])
         )
-        torch.testing.assert_close(together[one], alone, rtol=0, atol=1e-5)
+        assert_close(together[one], alone, terms=MODEL)

@@ -18,6 +18,7 @@ from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import TextTemplate
 from simpletuner.models.kandinsky5.text import QWEN_LAYERS, Kandinsky5TextEncoder
 from simpletuner.models.prompt_start import PromptStart
+from tests.closeness import MODEL, assert_close
 from tests.fidelity.family import CPU, make_adapter, picture
 from tests.fidelity.sana import make_sana_adapter
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
@@ -90,10 +91,10 @@ def test_one_by_one_and_in_batches(checkpoints: dict[str, Path], task: str) -> N
     for index, (request, mine) in enumerate(zip(requests, together, strict=True)):
         hidden, pooled = stock_embeds(pipeline, task, request.caption, index)
         (alone,) = encoder.encode([request])
-        torch.testing.assert_close(alone["prompt_embeds"], hidden, rtol=1e-6, atol=2e-6)
-        torch.testing.assert_close(mine["prompt_embeds"], hidden, rtol=1e-6, atol=1e-5)
+        assert_close(alone["prompt_embeds"], hidden, terms=MODEL)
+        assert_close(mine["prompt_embeds"], hidden, terms=MODEL)
         for embeds in (alone, mine):
-            torch.testing.assert_close(embeds["pooled_prompt_embeds"], pooled, rtol=0, atol=1e-6)
+            assert_close(embeds["pooled_prompt_embeds"], pooled, terms=MODEL)
 
 
 @pytest.mark.parametrize("task", ["t2i", "t2v"])
@@ -126,7 +127,7 @@ def test_quantised_too(t2i_checkpoint: Path) -> None:
     pipeline.text_encoder = encoder.qwen
     hidden, _ = stock_embeds(pipeline, "t2i", CAPTIONS[2], 0)
     found = encoder.encode([TextRequest(caption) for caption in CAPTIONS])[2]["prompt_embeds"]
-    torch.testing.assert_close(found, hidden, rtol=1e-6, atol=1e-5)
+    assert_close(found, hidden, terms=MODEL)
     assert (full - hidden).abs().max() > 1e-3
 
 
@@ -164,7 +165,7 @@ def test_a_caption_that_melts_with_the_template(t2i_checkpoint: Path) -> None:
     assert [torch.equal(ids[:whole], encoder.start.tokens) for ids in inputs] == [False, True], "none melts"
     for caption, mine in zip(captions, encoder.encode([TextRequest(one) for one in captions]), strict=True):
         hidden, _ = stock_embeds(pipeline, "t2i", caption, 0)
-        torch.testing.assert_close(mine["prompt_embeds"], hidden, rtol=1e-6, atol=1e-5)
+        assert_close(mine["prompt_embeds"], hidden, terms=MODEL)
 
 
 def test_an_instruction_longer_than_the_window_of_attention() -> None:
@@ -183,7 +184,7 @@ def test_an_instruction_longer_than_the_window_of_attention() -> None:
         mine = start.read(gemma, ids, mask)
         gemma.config.sliding_window = 4096
         far = gemma(ids, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(mine[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-5)
+    assert_close(mine[mask.bool()], whole[mask.bool()], terms=MODEL)
     assert (far - whole).abs().max() > 1e-2, "the window hides nothing"
 
 

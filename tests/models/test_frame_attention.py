@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.models.loading import FrameCausalProcessor, attend_by_frame
+from tests.closeness import MODEL, VAE, assert_close
 from tests.fidelity.family import CPU
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tiny import build_video_vae, make_checkpoint
@@ -41,9 +42,8 @@ def test_encoder_and_decoder_give_the_same(frames: int) -> None:
     decoded = vae.decode(latents).sample
     assert attend_by_frame(vae) == 2
     again = vae.encode(clip).latent_dist.mean
-    largest = float(latents.abs().max())
-    torch.testing.assert_close(again, latents, rtol=0, atol=1e-6 * largest)
-    torch.testing.assert_close(vae.decode(latents).sample, decoded, rtol=0, atol=2e-6 * float(decoded.abs().max()))
+    assert_close(again, latents, terms=VAE)
+    assert_close(vae.decode(latents).sample, decoded, terms=VAE)
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def test_a_frame_does_not_see_later_ones_but_sees_all_earlier_ones() -> None:
     whole = attn(tokens, num_frames=3)
     assert isinstance(attn.processor, FrameCausalProcessor)
     unordered = attn(tokens, num_frames=1)
-    torch.testing.assert_close(whole[:, 8:], unordered[:, 8:])
+    assert_close(whole[:, 8:], unordered[:, 8:], terms=MODEL)
     assert not torch.allclose(whole[:, :8], unordered[:, :8], atol=1e-4)
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_as_large_as_tokens_by_tokens() -> None:
         expected = vae.encoder.mid_block(hidden_states)
     attend_by_frame(vae)
     with LargestTensor() as ours:
-        torch.testing.assert_close(vae.encoder.mid_block(hidden_states), expected)
+        assert_close(vae.encoder.mid_block(hidden_states), expected, terms=VAE)
     assert stock.numbers >= tokens**2
     assert 0 < ours.numbers <= tokens**2 / 9, "one frame's queries at most"
 

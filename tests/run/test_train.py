@@ -18,6 +18,7 @@ from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.reporting.metrics import MetricsFile
 from simpletuner.run import records
 from simpletuner.training import step
+from tests.closeness import ELEMENTWISE, assert_close
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
 
@@ -85,7 +86,7 @@ def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(workspa
     assert workspace.train(*start) == 0
     for name, tensor in load_file(workspace.path("second/pytorch_lora_weights.safetensors")).items():
         expected = first[name.replace("transformer.", "diffusion_model.")]
-        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6)
+        assert_close(tensor, expected, terms=ELEMENTWISE)
 
 
 @pytest.mark.parametrize("form", ["diffusers", "comfyui"])
@@ -135,7 +136,7 @@ def test_init_lora_starts_from_a_file(workspace: Workspace) -> None:
         assert workspace.train(*settings) == 0
         again = load_file(workspace.path(f"{output}/pytorch_lora_weights.safetensors"))
         for name, tensor in trained.items():
-            torch.testing.assert_close(again[name], tensor, rtol=1e-5, atol=1e-6)
+            assert_close(again[name], tensor, terms=ELEMENTWISE)
 
 
 def test_full_fine_tune_gives_a_pipeline(workspace: Workspace) -> None:

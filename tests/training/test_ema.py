@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import EmaConfig
 from simpletuner.errors import UserError
 from simpletuner.training.ema import Ema
+from tests.closeness import ELEMENTWISE, assert_close
 
 CPU = torch.device("cpu")
 Parameters = dict[str, nn.Parameter]
@@ -60,7 +61,7 @@ def test_the_average_is_the_recursion() -> None:
         weight = weights["a"].detach().double()
         expected = weight if expected is None else decay * expected + (1 - decay) * weight
     assert expected is not None
-    torch.testing.assert_close(ema.average["a"].double(), expected, atol=1e-6, rtol=0)
+    assert_close(ema.average["a"].double(), expected, terms=7 * ELEMENTWISE)
 
 
 def test_only_multiples_of_the_interval_update() -> None:
