@@ -27,7 +27,7 @@ from simpletuner.caching.catalogue import TextEntry
 from simpletuner.caching.fill import fill_texts
 from simpletuner.caching.keys import EncoderIdentity, TextKey
 from simpletuner.config.load import RunConfig
-from simpletuner.models.adapter import TextEncoder
+from simpletuner.models.adapter import CheckpointSetup, TextEncoder
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
@@ -141,7 +141,7 @@ def _encoder(config: RunConfig, device: str, dtype: torch.dtype) -> Any:
     spec = FAMILIES[config.model.model_family]
     flavour = spec.flavour(config.model.model_flavour)
     source = ModelSource.from_config(spec, flavour, config.model)
-    adapter = load_adapter(spec)(flavour, source, config.model, config.text, config.caching)
+    adapter = load_adapter(spec)(CheckpointSetup.of(config, flavour, source))
     return adapter.load_text_encoder(torch.device(device), dtype)
 
 

@@ -1,0 +1,60 @@
+"""Every benchmark runs from its command line, at its smallest; what it measures is not judged."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compile_graphs
+from benchmarks.models import SHAPES
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALLEST = {
+    "cache_store": "--entries 2",
+    "chain": "--size tiny --clips 1",
+    "checkpoint_kinds": "--size tiny",
+    "compile_graphs": "--size tiny",
+    "data_wait": "--size tiny --steps 2",
+    "latent_cache": "--pictures 1",
+    "offload": "--size tiny --batches 1",
+    "planned_peak": "--size tiny",
+    "startup": "--only help",
+    "step": "--size tiny --batches 1 --steps 1",
+    "text_cache": "--captions 1",
+    "tread": "",
+}
+ELSEWHERE = {"first_gpu"}  # its sections have tests of their own
+
+
+def test_none_is_left_out() -> None:
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
+    assert scripts == set(SMALLEST) | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_it_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compile_graphs, "BUCKETS", compile_graphs.BUCKETS[:1])
+    monkeypatch.setitem(SHAPES, "deep", replace(SHAPES["deep"], latents=(1, 8, 8)))
+    file = tmp_path / "ratios.json"
+    words = SMALLEST[name].split()
+    monkeypatch.setattr(sys, "argv", [name, "--rounds", "1", "--json", str(file), *words])
+    importlib.import_module(f"benchmarks.{name}").main()
+    ratios = json.loads(file.read_text())["ratios"]
+    assert ratios
+    assert all(len(ratio["rounds"]) >= 1 and min(ratio["rounds"]) >= 0 for ratio in ratios)
+    assert ratios[0]["name"] in capsys.readouterr().out
+
+
+def test_a_missing_package_of_the_dev_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    for module in ("tests.pictures", "tests.clips", "benchmarks.chain"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(SystemExit, match=r"skimage.*dev"):
+        importlib.import_module("benchmarks.chain")
