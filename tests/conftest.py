@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,18 @@ from tests.tiny import make_checkpoint
 from tests.tiny_sana import make_sana_checkpoint
 from tests.workspace import Workspace
 
-# Tiny models gain nothing from threads, and tests must not fight over cores.
-torch.set_num_threads(1)
+# Tiny models gain nothing from threads, and tests must not fight over cores. To see that no test depends on the kernels
+# of one machine, ask for others: OMP_NUM_THREADS=2, MKLDNN=off, and torch's own ATEN_CPU_CAPABILITY=default.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+if os.environ.get("MKLDNN") == "off":
+    torch.backends.mkldnn.set_flags(False)
+
+
+def pytest_collection_finish() -> None:
+    """Take what has been imported out of the garbage collector's sight: a run collects after each encoder that it
+    releases, and looking through the modules of torch and transformers takes as long as the rest of a tiny run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

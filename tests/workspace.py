@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -104,9 +103,8 @@ class Workspace:
 
     def spawn(self, *arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
         """`simpletuner <arguments>` as a process of its own."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "simpletuner", *arguments]
-        return subprocess.Popen(command, cwd=self.folder, env=environment, text=True, **kwargs)
+        return subprocess.Popen(command, cwd=self.folder, text=True, **kwargs)
 
     def metrics(self, output: str = "output") -> list[dict[str, Any]]:
         """The run record without what depends on the clock."""
