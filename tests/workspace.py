@@ -107,9 +107,9 @@ class Workspace:
         return subprocess.Popen(command, cwd=self.folder, text=True, **kwargs)
 
     def metrics(self, output: str = "output") -> list[dict[str, Any]]:
-        """The run record without what depends on the clock."""
+        """The run record without what depends on the clock or the machine."""
         lines = (self.folder / output / "training_metrics.jsonl").read_text().splitlines()
-        clock = re.compile("time|mfu|(.*_)?seconds|.*_share")
+        clock = re.compile("time|mfu|(.*_)?seconds|.*_share|peak_memory_gb")
         return [{key: value for key, value in json.loads(line).items() if not clock.fullmatch(key)} for line in lines]
 
     def path(self, relative: str) -> Path:

@@ -20,6 +20,7 @@ from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.models.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,11 @@ class FamilyAdapter(Protocol):
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
         """The stock pipeline around the transformer being trained; `shift` replaces its scheduler's when given."""
+        ...
+
+    @staticmethod
+    def usage_snippet(usage: Usage) -> str:
+        """Python that loads a result into the stock pipeline and samples what its preview shows."""
         ...
 
     def load_bare_pipeline(self) -> Any:

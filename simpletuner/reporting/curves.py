@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from simpletuner.reporting.pace import RunningMean
@@ -16,11 +17,13 @@ POINTS = 1000
 SMOOTHING_SHARE, SHORTEST_SPAN, LONGEST_SPAN = 0.05, 5, 200
 # A curve that goes up and down over its whole range this often is noise; a schedule does so once or twice.
 NOISY_TRAVEL = 4
-# What is no measurement of the step.
+# Not measurements of the step.
 BOOKKEEPING = frozenset({"step", "time", "epoch"})
-# Parts of each step, and the same as shares of it, which would draw the same lines again.
+# Parts of each step, and the same parts as shares, which would draw the same lines again.
 WAITS = {"data_seconds": "for data", "weights_seconds": "for weights"}
 SHARES = ("compute_share", "data_share", "weights_share")
+TIMESTEPS = 1000
+BARS = 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Chart:
         note: how to read it, in a few words.
         log: offer a logarithmic axis.
         minor: shown only on request.
+        bars: a histogram instead of curves; x is not a step.
     """
 
     title: str
@@ -52,12 +56,13 @@ class Chart:
     note: str = ""
     log: bool = False
     minor: bool = False
+    bars: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """What `page.js` draws."""
         return {
             "title": self.title,
-            "log": self.log,
+            "bars": self.bars,
             "series": [
                 {"name": series.name, "raw": _compact(series.raw), "smooth": _compact(series.smooth)}
                 for series in self.series
@@ -65,26 +70,38 @@ class Chart:
         }
 
 
-def charts_of(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """The charts that the recorded metrics allow, the most important first."""
+def charts_of(rows: Sequence[Mapping[str, Any]], *, with_mfu: bool = True) -> list[Chart]:
+    """The charts that the recorded metrics allow, the most important first.
+
+    Args:
+        with_mfu: model FLOP utilisation means something; on a CPU it does not.
+    """
     charts = [chart for chart in (_loss_chart(rows), _learning_rate_chart(rows)) if chart]
-    taken = {"train_loss", "learning_rate", *WAITS, *SHARES, *_evaluation_keys(rows)}
+    taken = {"train_loss", "learning_rate", "mfu", *WAITS, *SHARES, *_evaluation_keys(rows)}
     for key, title, note in (
         ("grad_norm", "Gradient norm", "before clipping"),
         ("grad_absmax", "Largest gradient", "before clipping"),
         ("seconds", "Seconds per step", ""),
-        ("mfu", "MFU", "model FLOP utilisation, in units of the measured matmul rate"),
+        ("peak_memory_gb", "Peak memory", "GB, the highest so far"),
     ):
         taken.add(key)
         if points := points_of(rows, key):
-            charts.append(Chart(title, [smoothed(title.lower(), points)], note, log=True, minor=key == "mfu"))
-    if waiting := _waiting_chart(rows):
-        charts.append(waiting)
+            charts.append(Chart(title, [smoothed(title.lower(), points)], note, log=key != "peak_memory_gb"))
+    charts += [chart for chart in (_timestep_chart(rows), _waiting_chart(rows)) if chart]
+    if with_mfu and (points := points_of(rows, "mfu")):
+        note = "model FLOP utilisation: the model's arithmetic as a share of the measured matmul rate"
+        charts.append(Chart("MFU", [smoothed("mfu", points)], note, minor=True))
     for key in _keys(rows):
         points = [] if key in taken else points_of(rows, key)
         if len(points) > 1:
             charts.append(Chart(key, [smoothed(key, points)], log=all(value > 0 for _, value in points), minor=True))
     return charts
+
+
+def hours_of(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """(step, hours spent in steps so far), for charts over time; pauses between sessions do not count."""
+    spent = accumulate(seconds / 3600 for _, seconds in points_of(rows, "seconds"))
+    return thin([(step, hours) for (step, _), hours in zip(points_of(rows, "seconds"), spent, strict=True)])
 
 
 def points_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
@@ -158,6 +175,16 @@ def _waiting_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
     found = {name: points for key, name in WAITS.items() if (points := points_of(rows, key))}
     series = [smoothed(name, points) for name, points in found.items()]
     return Chart("Seconds of waiting", series, "part of each step", log=True, minor=True) if series else None
+
+
+def _timestep_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
+    """How often each noise level was trained."""
+    width = TIMESTEPS // BARS
+    drawn = Counter(min(BARS - 1, int(each) // width) for row in rows for each in row.get("timesteps") or ())
+    if not drawn:
+        return None
+    bars = [(bar * width + width // 2, float(drawn[bar])) for bar in range(BARS)]
+    return Chart("Timesteps", [Series("samples", bars)], "samples by noise level; 1000 is pure noise", bars=True)
 
 
 def _evaluation_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -20,7 +20,7 @@ from simpletuner.atomic import disk_full_named, write_atomically
 METRICS_FILE = "training_metrics.jsonl"
 MEDIA_FILE = "validation_media.jsonl"
 
-Value = float | int | bool | str | None
+Value = float | int | bool | str | list[float] | None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from PIL import Image
 
 from simpletuner.reporting.metrics import MediaRecord
 
+# Short name of `validation_prompt`.
+MAIN_PROMPT = "validation"
 ROWS = 24
 CELLS = 96
 FEWEST_COLUMNS = 4
@@ -25,6 +27,7 @@ FEWEST_COLUMNS = 4
 BUDGET = 6_000_000
 SIDES = (1024, 768, 512, 384, 256, 128)
 QUALITY = 82
+THUMBNAIL_SIDE = 320
 # What a calm photograph needs at that quality.
 FEWEST_BYTES_PER_PIXEL = 0.08
 MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
@@ -49,12 +52,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt over the steps; None where it was not rendered."""
+    """One prompt over the steps; None where it was not rendered.
+
+    Attributes:
+        plain: rendered with the trained weights.
+        averaged: with the EMA weights at the same steps; empty when there are none.
+    """
 
     name: str
     prompt: str
-    ema: bool
-    cells: Sequence[Cell | None]
+    plain: Sequence[Cell | None]
+    averaged: Sequence[Cell | None] = ()
 
 
 @dataclass(frozen=True)
@@ -67,26 +75,65 @@ class Grid:
     hidden_rows: int = 0
 
 
+@dataclass(frozen=True)
+class TrainingSample:
+    """A picture or clip of the dataset, as it is trained.
+
+    Attributes:
+        source: a data URI.
+        captions: the alternatives.
+        edited_from: the source picture of a pair, as a data URI; empty when there is none.
+    """
+
+    name: str
+    source: str
+    captions: Sequence[str]
+    edited_from: str = ""
+
+
+# Rows are told apart by prompt, index and size; plain and averaged weights share one.
+_Key = tuple[str, int, int, int]
+
+
 def build_grid(records: Sequence[MediaRecord], output_dir: Path) -> Grid:
-    """Choose rows and columns and pack their pictures.
+    """Choose rows and columns and pack their pictures: `validation_prompt` first, the empty prompt last.
 
     Args:
         records: all previews of the run.
         output_dir: their paths are relative to it.
     """
-    by_row: dict[tuple[str, bool, int, int, int], dict[int, MediaRecord]] = {}
+    by_row: dict[_Key, list[MediaRecord]] = {}
     for record in records:
-        key = (record.short_name, record.ema, record.index, record.width, record.height)
-        by_row.setdefault(key, {})[record.step] = record
-    shown = dict(list(by_row.items())[:ROWS])
-    all_steps = sorted({step for row in shown.values() for step in row})
-    steps = choose_steps(all_steps, max(FEWEST_COLUMNS, CELLS // max(1, len(shown))))
-    allowance = _allowance(sum(step in row for row in shown.values() for step in steps))
-    rows = []
-    for (name, ema, _, _, _), row in shown.items():
-        cells = [Cell(row[step], _source(row[step], output_dir, allowance)) if step in row else None for step in steps]
-        rows.append(Row(name, next(iter(row.values())).prompt, ema, cells))
+        by_row.setdefault((record.short_name, record.index, record.width, record.height), []).append(record)
+    ordered = sorted(by_row.values(), key=lambda row: (not row[0].prompt, row[0].short_name != MAIN_PROMPT))
+    shown = ordered[:ROWS]
+    all_steps = sorted({record.step for row in shown for record in row})
+    lines = sum(len({record.ema for record in row}) for row in shown)
+    steps = choose_steps(all_steps, max(FEWEST_COLUMNS, CELLS // max(1, lines)))
+    allowance = _allowance(sum(record.step in steps for row in shown for record in row))
+    rows = [_build_row(row, steps, output_dir, allowance) for row in shown]
     return Grid(steps, rows, len(all_steps) - len(steps), len(by_row) - len(shown))
+
+
+def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], output_dir: Path, allowance: int) -> Row:
+    by_weights: dict[bool, dict[int, MediaRecord]] = {False: {}, True: {}}
+    for record in records:
+        by_weights[record.ema][record.step] = record
+
+    def cells(row: dict[int, MediaRecord]) -> list[Cell | None]:
+        return [Cell(row[step], _source(row[step], output_dir, allowance)) if step in row else None for step in steps]
+
+    averaged = cells(by_weights[True]) if by_weights[True] else ()
+    return Row(records[0].short_name, records[0].prompt, cells(by_weights[False]), averaged)
+
+
+def thumbnail(picture: Image.Image) -> str:
+    """A small copy of a training picture as a data URI."""
+    copy = picture.convert("RGB")
+    copy.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE), reducing_gap=2.0)
+    buffer = io.BytesIO()
+    copy.save(buffer, "WEBP", quality=QUALITY, method=2)
+    return _data_uri("image/webp", buffer.getvalue())
 
 
 def choose_steps(steps: Sequence[int], limit: int) -> list[int]:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from simpletuner.reporting.metrics import MetricsFile
+from simpletuner.reporting.metrics import MetricsFile, Value
 from simpletuner.reporting.pace import shares
 from simpletuner.reporting.progress import Progress, StepNumbers
 from simpletuner.reporting.slowness import SlowSteps
@@ -45,7 +46,10 @@ class Recorder:
         if self.ema is not None:
             values["ema_decay_value"] = self.ema.decay_value
         mfu = utilisation(report, self.matmul_flops)
-        self.metrics.append(report.step, values | timing_of(report, mfu))
+        timesteps = [round(timestep, 1) for timestep, _ in report.samples]
+        memory = round(peak_memory() / 1e9, 3)
+        row: dict[str, Value] = {**values, **timing_of(report, mfu), "peak_memory_gb": memory, "timesteps": timesteps}
+        self.metrics.append(report.step, row)
         for tracker in self.trackers:
             tracker.log(values, report.step)
             tracker.log_timesteps([timestep for timestep, _ in report.samples], report.step)
@@ -79,6 +83,16 @@ def utilisation(report: StepReport, matmul_flops: float | None) -> float | None:
     if report.flops is None or matmul_flops is None:
         return None
     return report.flops / report.seconds / matmul_flops
+
+
+def peak_memory() -> int:
+    """Bytes that were in use at most so far: of the GPU, or of this process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource  # Unix only
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def timing_of(report: StepReport, mfu: float | None) -> dict[str, float]:

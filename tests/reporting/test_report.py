@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from simpletuner.errors import Problem
 from simpletuner.reporting import previews
 from simpletuner.reporting.curves import charts_of, is_noisy, smoothed, thin, thin_extremes
 from simpletuner.reporting.environment import describe_environment
+from simpletuner.reporting.html import Html, data_block, element, join
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.previews import build_grid, choose_steps
-from simpletuner.reporting.report import SHOWN, LedgerRow, ReportData, settings_of, write_report
+from simpletuner.reporting.pieces import LEDGER_ROWS, charts_section
+from simpletuner.reporting.previews import TrainingSample, build_grid, choose_steps, thumbnail
+from simpletuner.reporting.report import LedgerRow, ReportData, Result, settings_of, write_report
 
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
 VOID = {"meta", "img", "link", "br", "hr", "input"}
@@ -102,7 +105,7 @@ def test_the_page_shows_every_part_and_asks_nobody_for_anything(tmp_path: Path) 
     assert "link" not in page.tags
     assert set(re.findall(r"https?://[^\s\"'<>]+", page.source)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\(|\bfetch\(|XMLHttpRequest|import\(", page.source)
-    assert "default-src 'none'" in page.source
+    assert "default-src 'none'" in unescape(page.source)
 
 
 def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
@@ -121,25 +124,33 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
             previews=[record, gone],
             settings=settings_of(config),
             ledger=[LedgerRow(NASTY, NASTY, False, NASTY, NASTY, NASTY, NASTY)],
+            samples=[TrainingSample(NASTY, thumbnail(Image.new("RGB", (8, 8))), [NASTY])],
             environment={NASTY: NASTY},
+            result=Result(NASTY, 1, NASTY),
         )
     )
-    assert page.tags.count("script") == 2
-    assert page.tags.count("img") == 1
+    assert page.tags.count("script") == 3
+    assert page.tags.count("img") == 2
     assert page.handlers == []
-    assert page.text.count(NASTY) >= 12
+    assert page.text.count(NASTY) >= 14
 
 
 def test_the_report_says_where_the_time_went(tmp_path: Path) -> None:
     timed = [{**row, "data_seconds": 0.05, "data_share": 0.1, "compute_share": 0.9} for row in rows(40)]
     page = render(data_of(tmp_path, metrics=timed))
     assert "compute 90 %, waiting for data 10 %" in page.text
-    assert "MFU" not in page.text
     assert "data_share" not in page.source
-    streamed = [{**row, "weights_seconds": 0.1, "mfu": 0.3 + row["step"] % 3 / 10} for row in timed]
+    streamed = [{**row, "weights_seconds": 0.1} for row in timed]
     page = render(data_of(tmp_path, metrics=streamed))
     assert "compute 70 %, waiting for weights 20 %, waiting for data 10 %" in page.text
-    assert "40 % of the measured matmul rate" in page.text
+
+
+@pytest.mark.parametrize(("device", "shown"), [("NVIDIA H200, 140 GiB", True), ("cpu", False)])
+def test_mfu_is_shown_where_it_means_something(tmp_path: Path, device: str, shown: bool) -> None:
+    metrics = [{**row, "mfu": 0.3 + row["step"] % 3 / 10} for row in rows(40)]
+    page = render(data_of(tmp_path, metrics=metrics, environment={"device": device}))
+    assert ("40 % of the measured matmul rate" in page.text) is shown
+    assert ("MFU" in page.source) is shown
 
 
 def test_a_stopped_run_says_why(tmp_path: Path) -> None:
@@ -155,8 +166,8 @@ def test_big_runs_stay_small(tmp_path: Path) -> None:
     assert len(page.source) < 10_000_000
     assert "2 more steps" in page.text
     assert "2 more prompts" in page.text
-    assert f"And {30_000 - SHOWN:,} more files" in page.text
-    assert page.text.count("not used: x") == SHOWN
+    assert f"And {30_000 - LEDGER_ROWS:,} more files" in page.text
+    assert page.text.count("not used: x") == LEDGER_ROWS
 
 
 def test_large_pictures_are_packed_as_smaller_copies_and_only_once(
@@ -167,7 +178,7 @@ def test_large_pictures_are_packed_as_smaller_copies_and_only_once(
     previews._pack_picture.cache_clear()
     for _ in range(2):
         grid = build_grid(records, tmp_path)
-    sources = [cell.source for cell in grid.rows[0].cells if cell]
+    sources = [cell.source for cell in grid.rows[0].plain if cell]
     assert all(source.startswith("data:image/webp") and len(source) < 70_000 for source in sources)
     assert previews._pack_picture.cache_info().misses == 2
 
@@ -179,7 +190,7 @@ def test_files_that_are_gone_or_broken_leave_a_hole(tmp_path: Path) -> None:
     broken = replace(broken, path=broken.path.replace(".png", ".bmp"))
     (tmp_path / broken.path).write_bytes(b"BM no picture")
     [row] = build_grid([whole, gone, broken], tmp_path).rows
-    assert [bool(cell and cell.source) for cell in row.cells] == [True, False, False]
+    assert [bool(cell and cell.source) for cell in row.plain] == [True, False, False]
     assert render(data_of(tmp_path, previews=[whole, gone, broken])).text.count("file gone") == 2
 
 
@@ -192,14 +203,57 @@ def test_a_large_video_is_referred_to_beside_the_page(tmp_path: Path, monkeypatc
     assert [reference[:15] for reference in page.references] == ["data:video/mp4;", "large%20one.mp4"]
 
 
-def test_rows_are_prompts_and_averaged_weights_have_their_own(tmp_path: Path) -> None:
+def test_averaged_weights_stand_beside_the_plain_ones_of_their_step(tmp_path: Path) -> None:
     plain = [picture(tmp_path, step) for step in (10, 0)]
     grid = build_grid([*plain, replace(plain[0], ema=True)], tmp_path)
     assert grid.steps == [0, 10]
-    assert [(row.ema, [cell is not None for cell in row.cells]) for row in grid.rows] == [
-        (False, [True, True]),
-        (True, [False, True]),
-    ]
+    [row] = grid.rows
+    assert [cell is not None for cell in row.plain] == [True, True]
+    assert [cell is not None for cell in row.averaged] == [False, True]
+    page = render(data_of(tmp_path, previews=[*plain, replace(plain[0], ema=True)]))
+    assert page.text.count("step 10") == 1, "one cell holds both"
+    assert "EMA" in page.text
+
+
+def test_the_users_prompts_come_first_and_the_empty_one_last(tmp_path: Path) -> None:
+    empty = replace(picture(tmp_path, 0, "unconditional"), prompt="")
+    records = [empty, picture(tmp_path, 0, "portrait"), picture(tmp_path, 0, "validation")]
+    assert [row.name for row in build_grid(records, tmp_path).rows] == ["validation", "portrait", "unconditional"]
+
+
+def test_training_pictures_are_shown_with_their_captions(tmp_path: Path) -> None:
+    source = thumbnail(Image.new("RGB", (2000, 1000), "red"))
+    sample = TrainingSample("stars/a.png", source, ["a star", "one more star"])
+    pair = replace(sample, name="stars/b.png", edited_from=source)
+    page = render(data_of(tmp_path, samples=[sample, pair], ledger=[LedgerRow("stars", "a.png", True)] * 9))
+    assert "a star (and 1 more)" in page.text
+    assert "2 of 9" in page.text
+    assert page.tags.count("img") == 3
+    assert all(len(reference) < 2000 for reference in page.references)
+
+
+def test_the_result_names_file_size_and_use(tmp_path: Path) -> None:
+    page = render(data_of(tmp_path, state="finished", result=Result("lora.safetensors", 12_300_000, "import torch")))
+    for words in ("lora.safetensors", "12.3 MB", "import torch"):
+        assert words in page.text
+    comfyui = render(data_of(tmp_path, result=Result("lora.safetensors", 1, "")))
+    assert "ComfyUI" in comfyui.text
+
+
+@pytest.mark.parametrize(("state", "refreshes"), [("running", True), ("finished", False), ("stopped", False)])
+def test_only_a_run_that_goes_on_refreshes_its_page(tmp_path: Path, state: str, refreshes: bool) -> None:
+    page = render(data_of(tmp_path, state=state))
+    assert ('http-equiv="refresh"' in page.source) is refreshes
+    assert ('data-refresh="30"' in page.source) is refreshes
+
+
+def test_elements_escape_what_is_not_html() -> None:
+    inner = element("b.x.y", "<", hidden=True, title='"', data_step=3, open=False)
+    assert inner == '<b class="x y" hidden title="&quot;" data-step="3">&lt;</b>'
+    assert element("p", inner, None, False, ["&", [1]]) == f"<p>{inner}&amp;1</p>"
+    assert isinstance(join("<"), Html)
+    assert element("img", src="a") == '<img src="a">'
+    assert "</script" not in data_block("x", "</script>").removesuffix("</script>")
 
 
 def test_first_and_last_step_are_always_shown() -> None:
@@ -229,7 +283,8 @@ def test_only_noise_is_smoothed() -> None:
 
 
 def test_charts_follow_what_was_recorded() -> None:
-    recorded = [{**row, "grad_norm": 1.0, "crepa_loss": 0.1, "note": "text", "flag": True} for row in rows(20)]
+    extra = {"grad_norm": 1.0, "crepa_loss": 0.1, "note": "text", "flag": True, "peak_memory_gb": 2.5}
+    recorded = [{**row, **extra, "timesteps": [10.0, 999.9]} for row in rows(20)]
     recorded[10] = {**recorded[10], "loss/val/pooled": 0.4, "train_loss": None}  # type: ignore[dict-item]
     charts = charts_of(recorded)
     assert [(chart.title, chart.minor) for chart in charts] == [
@@ -237,10 +292,17 @@ def test_charts_follow_what_was_recorded() -> None:
         ("Learning rate", False),
         ("Gradient norm", False),
         ("Seconds per step", False),
+        ("Peak memory", False),
+        ("Timesteps", False),
         ("crepa_loss", True),
     ]
     assert [series.name for series in charts[0].series] == ["loss", "val/pooled"]
     assert len(charts[0].series[0].raw) == 19
+    [bars] = [chart.series[0].raw for chart in charts if chart.bars]
+    assert {place: count for place, count in bars if count} == {25: 20.0, 975: 20.0}
+    section = charts_section(recorded, with_mfu=True)
+    assert section is not None
+    assert '"hours":[[1,' in section
 
 
 def test_settings_know_what_changed_and_hide_secrets() -> None:
@@ -261,7 +323,7 @@ def test_settings_know_what_changed_and_hide_secrets() -> None:
 def test_the_files_of_the_page_are_shipped() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     shipped = pyproject["tool"]["setuptools"]["package-data"]["simpletuner"]
-    assert {"reporting/page.css", "reporting/page.js"} <= set(shipped)
+    assert {"reporting/*.css", "reporting/*.js"} <= set(shipped)
 
 
 def test_the_environment_needs_no_torch() -> None:

@@ -16,7 +16,9 @@ from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity, sample_posterior
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.models.kandinsky5.usage import usage_snippet
 from simpletuner.models.loading import load_vae
+from simpletuner.models.usage import Usage
 
 if TYPE_CHECKING:
     from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
@@ -130,6 +132,10 @@ class Kandinsky5ImageAdapter:
         vae = load_vae(AutoencoderKL, self.source["vae"], self.caching, device, self.dtype)
         pipeline = loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
         return StockImagePipeline(pipeline, vae, device, takes_source=self.edits)
+
+    @staticmethod
+    def usage_snippet(usage: Usage) -> str:
+        return usage_snippet(usage)
 
     def load_bare_pipeline(self) -> Any:
         return loading.bare_pipeline(self._pipeline_class(), self.source["transformer"])

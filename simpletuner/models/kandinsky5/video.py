@@ -18,8 +18,10 @@ from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading, na
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity, sample_posterior
 from simpletuner.models.kandinsky5.geometry import is_sparse, parse_rope_scale, rope_scale_of_size
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
+from simpletuner.models.kandinsky5.usage import usage_snippet
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from simpletuner.models.loading import attend_by_frame, load_vae, slice_convolutions
+from simpletuner.models.usage import Usage
 
 
 class HunyuanLatentEncoder:
@@ -142,6 +144,10 @@ class Kandinsky5VideoAdapter:
         vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, self.dtype)
         pipeline = loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
         return StockVideoPipeline(pipeline, vae, device, self.animates)
+
+    @staticmethod
+    def usage_snippet(usage: Usage) -> str:
+        return usage_snippet(usage)
 
     def load_bare_pipeline(self) -> Any:
         return loading.bare_pipeline(self._pipeline_class(), self.source["transformer"])

@@ -17,6 +17,8 @@ from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, WanLatentEn
 from simpletuner.models.sanavideo.previews import WITHOUT_TEXT, StockSanaPipelines
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.sanavideo.text import SanaTextEncoder
+from simpletuner.models.sanavideo.usage import usage_snippet
+from simpletuner.models.usage import Usage
 
 
 class SanaVideoAdapter:
@@ -83,6 +85,10 @@ class SanaVideoAdapter:
         """Both schedules are the model's own; `shift` has no effect."""
         vae = self._load_vae(device, torch.float32)
         return StockSanaPipelines(transformer, vae, self.source["scheduler"], device)
+
+    @staticmethod
+    def usage_snippet(usage: Usage) -> str:
+        return usage_snippet(usage)
 
     def load_bare_pipeline(self) -> Any:
         from diffusers import SanaVideoPipeline

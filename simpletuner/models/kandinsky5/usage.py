@@ -1,0 +1,50 @@
+"""How a Kandinsky 5 result is used."""
+
+from __future__ import annotations
+
+from simpletuner.models import usage as parts
+from simpletuner.models.kandinsky5.spec import TEMPLATES
+from simpletuner.models.usage import Usage
+
+PIPELINES = {
+    "t2i": "Kandinsky5T2IPipeline",
+    "i2i": "Kandinsky5I2IPipeline",
+    "t2v": "Kandinsky5T2VPipeline",
+    "i2v": "Kandinsky5I2VPipeline",
+}
+
+
+def usage_snippet(usage: Usage) -> str:
+    """Python that samples what the preview of the same prompt and seed shows."""
+    pipeline, is_clip = PIPELINES[usage.task], usage.task in ("t2v", "i2v")
+    own = ["from simpletuner.models.kandinsky5.loading import load_processor"]
+    if usage.official_text:
+        own.append("from simpletuner.models.kandinsky5.templates import OFFICIAL")
+    scheduler = f"{parts.EULER}.from_config(pipe.scheduler.config, shift={usage.shift:g})" if usage.shift else None
+    classes = [pipeline, parts.EULER] if scheduler else [pipeline]
+    lines = [
+        *parts.imports(usage, *own, classes=classes),
+        f"model = {parts.text(usage.model)}",
+        f"pipe = {pipeline}.from_pretrained(model, tokenizer=load_processor(model), dtype=torch.{usage.dtype})",
+        *(_template(usage) if usage.official_text else []),
+        *parts.preparation(usage, scheduler),
+        *parts.picture(usage),
+    ]
+    if is_clip:
+        call = ["frames = pipe(", *parts.arguments(usage, f"num_frames={usage.frames}"), ").frames[0]"]
+        return "\n".join([*lines, *_pil(call), parts.save_clip(usage)])
+    call = ["picture = pipe(", *parts.arguments(usage), ").image[0]", 'picture.save("picture.png")']
+    return "\n".join([*lines, *call])
+
+
+def _template(usage: Usage) -> list[str]:
+    """The sentence around the prompt that training used."""
+    name = TEMPLATES[usage.task]
+    return [
+        f'pipe.prompt_template = OFFICIAL["{name}"].text',
+        f'pipe.prompt_template_encode_start_idx = OFFICIAL["{name}"].crop',
+    ]
+
+
+def _pil(call: list[str]) -> list[str]:
+    return [*call[:-1], '    output_type="pil",', call[-1]]

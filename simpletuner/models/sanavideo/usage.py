@@ -1,0 +1,26 @@
+"""How a Sana Video result is used."""
+
+from __future__ import annotations
+
+from simpletuner.models import usage as parts
+from simpletuner.models.sanavideo.previews import I2V_SHIFT
+from simpletuner.models.usage import Usage
+
+
+def usage_snippet(usage: Usage) -> str:
+    """Python that samples what the preview of the same prompt and seed shows."""
+    pipeline = "SanaImageToVideoPipeline" if usage.task == "i2v" else "SanaVideoPipeline"
+    exact = ("use_resolution_binning=False", 'output_type="pil"')
+    scheduler = f"{parts.EULER}(shift={I2V_SHIFT:g})" if usage.task == "i2v" else None
+    classes = [pipeline, parts.EULER] if scheduler else [pipeline]
+    lines = [
+        *parts.imports(usage, classes=classes),
+        f"pipe = {pipeline}.from_pretrained({parts.text(usage.model)}, dtype=torch.{usage.dtype})",
+        *parts.preparation(usage, scheduler),
+        *parts.picture(usage),
+        "frames = pipe(",
+        *parts.arguments(usage, f"frames={usage.frames}", *exact),
+        ").frames[0]",
+        parts.save_clip(usage),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""A program that samples with a result as the previews did: what it needs to know, and the lines all families share."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from simpletuner.models.spec import Size, Task
+
+
+@dataclass(frozen=True)
+class Usage:
+    """A result and how its previews were made.
+
+    Attributes:
+        model: hub id or folder of the pipeline; for a full fine-tune the published folder.
+        lora: folder or file for `load_lora_weights`; None for a full fine-tune.
+        dtype: name of a torch dtype.
+        official_text: captions were trained inside the model's original sentence.
+        shift: of the scheduler, where it is not the checkpoint's own.
+    """
+
+    model: str
+    lora: str | None
+    task: Task
+    dtype: str
+    prompt: str
+    negative_prompt: str
+    size: Size
+    frames: int
+    frame_rate: float
+    steps: int
+    guidance: float
+    seed: int
+    official_text: bool
+    shift: float | None = None
+
+    @property
+    def needs_picture(self) -> bool:
+        return self.task in ("i2i", "i2v")
+
+
+EULER = "FlowMatchEulerDiscreteScheduler"
+
+
+def text(value: str) -> str:
+    """Text as Python writes it, in double quotes."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def imports(usage: Usage, *more: str, classes: list[str]) -> list[str]:
+    """The first lines; `classes` come from diffusers."""
+    lines = ["import torch", f"from diffusers import {', '.join(sorted(classes))}"]
+    if usage.needs_picture:
+        lines.append("from PIL import Image, ImageOps")
+    if usage.task in ("t2v", "i2v"):
+        return ["from pathlib import Path", "", *lines, *more, SAVE_CLIP_IMPORT, ""]
+    return [*lines, *more, ""]
+
+
+def preparation(usage: Usage, scheduler: str | None = None) -> list[str]:
+    """The LoRA, a scheduler in place of the checkpoint's, the device."""
+    lines = [] if usage.lora is None else [f"pipe.load_lora_weights({text(usage.lora)})"]
+    if scheduler is not None:
+        lines.append(f"pipe.scheduler = {scheduler}")
+    return [*lines, 'pipe.to("cuda" if torch.cuda.is_available() else "cpu")', ""]
+
+
+def picture(usage: Usage) -> list[str]:
+    """The source picture, cut to the size that is sampled."""
+    if not usage.needs_picture:
+        return []
+    return [f'source = ImageOps.fit(Image.open("source.png").convert("RGB"), {usage.size})  # your picture', ""]
+
+
+def arguments(usage: Usage, *more: str) -> list[str]:
+    """What the pipeline is called with."""
+    width, height = usage.size
+    lines = [
+        f"prompt={text(usage.prompt)}",
+        f"negative_prompt={text(usage.negative_prompt)}",
+        *(["image=source"] if usage.needs_picture else []),
+        f"height={height}",
+        f"width={width}",
+        *more,
+        f"num_inference_steps={usage.steps}",
+        f"guidance_scale={usage.guidance:g}",
+        f"generator=torch.Generator().manual_seed({usage.seed})",
+    ]
+    return [f"    {line}," for line in lines]
+
+
+SAVE_CLIP_IMPORT = "from simpletuner.validation.clip_writer import write_mp4"
+
+
+def save_clip(usage: Usage) -> str:
+    """The last line for a family of clips."""
+    return f'write_mp4(Path("clip.mp4"), frames, rate={usage.frame_rate:g})'
