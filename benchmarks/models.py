@@ -252,7 +252,7 @@ def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
     """The family's own adapter; loading its transformer makes one of random weights on the device."""
     spec = FAMILIES[SHAPES[size].family]
     flavour = spec.flavour(SHAPES[size].flavour)
-    source = ModelSource.from_config(spec, flavour, config.model)
+    source = ModelSource.from_config(spec, flavour, config)
     adapter: Any = load_adapter(spec)(CheckpointSetup.of(config, flavour, source))
     load = adapter.load_transformer
 

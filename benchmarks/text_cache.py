@@ -140,7 +140,7 @@ def _encoder(config: RunConfig, device: str, dtype: torch.dtype) -> Any:
     """The text encoder of the checkpoint that a config names."""
     spec = FAMILIES[config.model.model_family]
     flavour = spec.flavour(config.model.model_flavour)
-    source = ModelSource.from_config(spec, flavour, config.model)
+    source = ModelSource.from_config(spec, flavour, config)
     adapter = load_adapter(spec)(CheckpointSetup.of(config, flavour, source))
     return adapter.load_text_encoder(torch.device(device), dtype)
 

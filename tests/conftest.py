@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import simpletuner.models.registry  # noqa: F401 - the option schema is complete from here on
 from simpletuner.config.arguments import EXTRA_ARGUMENTS
 from simpletuner.config.locate import ENV_VARIABLES, LAUNCH_VARIABLES
 from tests.tiny import make_checkpoint

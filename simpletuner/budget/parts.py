@@ -12,7 +12,6 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.speed import keeps_attention
-from simpletuner.config.tread import Route, read_routes
 from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, FamilyCost, Load, TransformerCost
 from simpletuner.models.lora_targets import Targets, matching_modules
 from simpletuner.models.source import Part, tensor_shapes
@@ -68,19 +67,13 @@ class Parts:
             overlapped=offload.group_offload_use_stream,
             inputs_on_host=offload.offload_block_inputs and precision.gradient_checkpointing,
             quantised=quantised_bytes(precision.base_model_precision),
-            routes=routes_of(config),
+            routes=config.tread.routes,
             averaged_on_device=config.ema.use_ema and config.ema.ema_device == "accelerator",
         )
 
     def _adapters(self, rank: int) -> Adapters:
         modules = [name.removesuffix(".weight") for name, shape in self.transformer.shapes.items() if len(shape) > 1]
         return Adapters(rank, frozenset(matching_modules(modules, self.targets)))
-
-
-def routes_of(config: RunConfig) -> tuple[Route, ...]:
-    """The token routes of a run, none where there is no `tread_config`; the plan has told what is wrong with them."""
-    value = config.tread.tread_config
-    return () if value is None else tuple(read_routes(value, []))
 
 
 def parts_of(plan: Plan) -> Parts:

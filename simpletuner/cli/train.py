@@ -50,6 +50,7 @@ class SettingsCommand(TyperCommand):
 
 def settings_help() -> Iterator[str]:
     """Every setting with its help and default, by section."""
+    import simpletuner.models.registry  # noqa: F401 - families declare options of their own
     from simpletuner.config.schema import all_options
 
     section = ""
@@ -137,6 +138,7 @@ def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
 
 def parse_settings(tokens: list[str]) -> tuple[Arguments, list[Problem]]:
     """The settings that were typed, and what is wrong with how they were typed."""
+    import simpletuner.models.registry  # noqa: F401 - families declare options of their own
     from simpletuner.config.arguments import parse_arguments
 
     problems: list[Problem] = []

@@ -43,6 +43,17 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class FamilyOptions:
+    """The option groups of all model families; those of other families than the run's have no effect."""
+
+    groups: Mapping[type[Group], Group]
+
+    def of(self, group: type[GroupType]) -> GroupType:
+        """The values of one family's group."""
+        return cast(GroupType, self.groups[group])
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """All settings of a run, one immutable group per component, with the origin of every key."""
 
@@ -69,6 +80,7 @@ class RunConfig:
     validation: schema.ValidationConfig
     evaluation: schema.EvaluationConfig
     datasets: schema.DatasetDefaults
+    family: FamilyOptions
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def is_explicit(self, key: str) -> bool:
@@ -86,7 +98,8 @@ class RunConfig:
 
     def flat(self) -> dict[str, Any]:
         """Every key and its value, for snapshots and the plan."""
-        return {name: value for group in schema.GROUPS for name, value in getattr(self, group).model_dump().items()}
+        groups = [*(getattr(self, attribute) for attribute in schema.GROUPS), *self.family.groups.values()]
+        return {name: value for group in groups for name, value in group.model_dump(by_alias=True).items()}
 
 
 def read_json_layer(path: Path, problems: list[Problem]) -> Layer | None:
@@ -123,13 +136,17 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
             values[name], origins[name] = value, layer.label
             if value is None:
                 _forget(name, layers[0], values, origins)
-    groups = {}
-    for attribute, group in schema.GROUPS.items():
-        own = {name: values[name] for name in group.model_fields if name in values}
-        found: list[Problem] = []
-        groups[attribute] = build_group(group, own, found)
-        problems.extend(_with_origin(problem, origins) for problem in found)
-    return RunConfig(**cast(Any, groups), origins={name: origins.get(name, "default") for name in options})
+    found: list[Problem] = []
+    groups = {attribute: _pick(group, values, found) for attribute, group in schema.GROUPS.items()}
+    family = FamilyOptions({group: _pick(group, values, found) for group in schema.family_groups()})
+    problems.extend(_with_origin(problem, origins) for problem in found)
+    origins = {name: origins.get(name, "default") for name in options}
+    return RunConfig(**cast(Any, groups), family=family, origins=origins)
+
+
+def _pick(group: type[GroupType], values: Mapping[str, Any], problems: list[Problem]) -> GroupType:
+    """The group of its own among all values."""
+    return build_group(group, {name: values[name] for name in group.model_fields if name in values}, problems)
 
 
 def build_group(

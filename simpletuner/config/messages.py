@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, get_args
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from simpletuner.errors import Problem, did_you_mean, nearest
 
 LONGEST_SHOWN = 120
+OBJECT = "an object"
+EXPECTED = {"list_type": "a list", "dict_type": OBJECT, "model_type": OBJECT, "dataclass_type": OBJECT}
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[Problem]:
@@ -63,7 +67,9 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
     shown = _shown(value)
     if kind == "missing":
         return f"is required. {_help(model, path)}".strip()
-    if kind == "extra_forbidden":
+    if kind == "too_short":
+        return "is empty; at least one entry is needed."
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return unknown_key(path.rpartition(".")[2], _known_keys(model, path))
     if kind == "literal_error":
         allowed = _allowed(details)
@@ -74,7 +80,7 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
         return f"{shown} is out of range; it must be {sign} {bound:g}."
     if kind in ("value_error", "too_large"):
         return f"{shown} {context['error'] if kind == 'value_error' else details['msg']}."
-    expected = {"list_type": "a list", "dict_type": "an object", "model_type": "an object"}.get(kind)
+    expected = EXPECTED.get(kind)
     return f"{shown} is not {expected}." if expected else f"{shown}: {details['msg']}."
 
 
@@ -96,9 +102,32 @@ def _help(model: type[BaseModel], path: str) -> str:
 
 
 def _known_keys(model: type[BaseModel], path: str) -> list[str]:
-    inner: Any = model
+    """The keys that are known where `path` ends."""
+    keys = _fields(model)
     for part in path.split(".")[:-1]:
-        annotation = inner.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation)]
-        inner = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return list(inner.model_fields)
+        inner = next(filter(_is_structure, _types_in(keys[part.partition("[")[0]])))
+        keys = _fields(inner)
+    return list(keys)
+
+
+def _fields(structure: Any) -> dict[str, Any]:
+    """Keys of a group or of a dataclass as they are written, with their types."""
+    if issubclass(structure, BaseModel):
+        return {field.alias or name: field.annotation for name, field in structure.model_fields.items()}
+    hints = get_type_hints(structure, include_extras=True)
+    return {_alias(hints[field.name]) or field.name: hints[field.name] for field in dataclasses.fields(structure)}
+
+
+def _alias(annotation: Any) -> str | None:
+    return next((each.alias for each in get_args(annotation) if isinstance(each, FieldInfo)), None)
+
+
+def _is_structure(kind: Any) -> bool:
+    return isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind))
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """An annotation and everything that it is made of: `list[Route]`, then `Route`."""
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _types_in(inner)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
@@ -128,6 +129,34 @@ Texts = Annotated[list[Text], BeforeValidator(parse_texts)]
 Json = Annotated[Any, BeforeValidator(parse_json_text)]
 
 
+Size = tuple[int, int]  # width and height in pixels
+SIZE = re.compile(r"([0-9]{1,6})(?:\.0*)?(?:x([0-9]{1,6})(?:\.0*)?)?")
+
+
+def parse_sizes(value: object) -> object:
+    """(width, height) of each entry of a comma list of `N` and `WxH`."""
+    if isinstance(value, tuple):
+        return value
+    parts = [part.strip().lower() for part in str(parse_text(value)).split(",") if part.strip()]
+    wrong = [part for part in parts if not SIZE.fullmatch(part)]
+    if wrong and len(parts) > 1:
+        raise ValueError(f"holds {', '.join(map(repr, wrong))}, which is not a size such as 1024 or 1280x768")
+    if wrong:
+        raise ValueError("is not a size such as 1024 or 1280x768")
+    if not parts:
+        raise ValueError("names no size")
+    found = (SIZE.fullmatch(part) for part in parts)
+    return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match)
+
+
+def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:
+    """Sizes as they are written in a config."""
+    return None if sizes is None else ",".join(f"{width}x{height}" for width, height in sizes)
+
+
+Sizes = Annotated[tuple[Size, ...], BeforeValidator(parse_sizes), PlainSerializer(write_sizes)]
+
+
 class Group(BaseModel):
     """Base of all config groups: immutable, and a key that is not declared is an error."""
 
@@ -146,6 +175,7 @@ def option(
     planned: Planned | None = None,
     off: tuple[object, ...] = (),
     default_note: str = "",
+    form: str = "",
 ) -> Any:
     """Declare one key.
 
@@ -158,8 +188,9 @@ def option(
             something on, a "detail" is noted with a warning: it changes nothing while its switch is off.
         off: values (beside the default) with which a planned switch switches nothing on.
         default_note: how the reference page words a default that depends on something else.
+        form: how the reference page words the type, where the parsed value has another than what people write.
     """
-    extra: Any = {"aliases": aliases, "planned": planned, "off": off, "default_note": default_note}
+    extra: Any = {"aliases": aliases, "planned": planned, "off": off, "default_note": default_note, "form": form}
     return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)
 
 
@@ -177,6 +208,7 @@ class Option:
     planned: Planned | None
     off: tuple[object, ...]
     default_note: str
+    form: str
     limits: dict[str, float]
 
     @property
@@ -187,6 +219,8 @@ class Option:
     @property
     def type_name(self) -> str:
         """The type in the words of the reference page."""
+        if self.form:
+            return self.form
         if self.choices:
             return " \\| ".join(f"`{word}`" for word in self.choices)
         base = _strip_optional(self.annotation)

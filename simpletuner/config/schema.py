@@ -1,13 +1,15 @@
 """Every key of config.json, declared once, in the groups that the rooms of the house receive.
 
 A class is a section of the reference page and the config group of one component; nothing else in the project
-knows a key by its name as text. Defaults that belong to a model family live with the family (`models/*/spec.py`)
-and are laid over these.
+knows a key by its name as text. What belongs to a model family lives with it: options of its own
+(`models/*/options.py`), which the registry adds to this schema, and defaults that are laid over these
+(`models/*/spec.py`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
@@ -20,6 +22,7 @@ from simpletuner.config.option import (
     Number,
     Option,
     PathText,
+    Sizes,
     Text,
     TextList,
     Texts,
@@ -27,6 +30,7 @@ from simpletuner.config.option import (
     option,
     parse_text,
 )
+from simpletuner.config.tread import Route, Routes
 
 # Words that look like numbers may be written as numbers.
 Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
@@ -78,12 +82,6 @@ class ModelConfig(Group):
         None, "Hub id or folder to take the transformer from.", default_note="the model path"
     )
     pretrained_transformer_subfolder: Text = option("transformer", "Folder of the transformer inside that path.")
-    qwen_text_encoder_model_name_or_path: PathText | None = option(
-        None, "Hub id or folder to take the Qwen2.5-VL text encoder from (Kandinsky)."
-    )
-    pretrained_gemma_model_name_or_path: PathText | None = option(
-        None, "Hub id or folder to take the Gemma text encoder from (Sana Video)."
-    )
     revision: Text | None = option(None, "Branch, tag or commit of the hub repository.")
     variant: Text | None = option(None, "Weight file variant, such as fp16.")
     trust_remote_code: Flag = option(False, "Handed on to the loading functions.")
@@ -494,14 +492,6 @@ class TextConfig(Group):
     tokenizer_max_length: Integer | None = option(
         None, "Longer captions are cut, with a warning.", ge=1, default_note="of the family"
     )
-    text_template: Literal["official", "diffusers"] = option(
-        "official", "The words around a Kandinsky caption: those the model was trained on, or diffusers' own."
-    )
-    rope_scale: Text = option("auto", "auto, or three numbers (Kandinsky).")
-    sana_motion_score: Number | None = option(None, "Motion score, appended to captions (Sana Video).")
-    sana_complex_human_instruction: Json = option(
-        True, "Instruction text before captions (Sana Video): true, false, a list of lines or a file of lines."
-    )
 
 
 class LossConfig(Group):
@@ -521,9 +511,16 @@ class LossConfig(Group):
 class TreadConfig(Group):
     """TREAD"""
 
-    tread_config: Json | None = option(
-        None, 'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.'
+    tread_config: Routes | None = option(
+        None,
+        'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.',
+        form="JSON",
     )
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """The windows of blocks that some tokens pass by; none without `tread_config`."""
+        return () if self.tread_config is None else tuple(self.tread_config.routes)
 
 
 class CrepaConfig(Group):
@@ -608,8 +605,8 @@ class ValidationConfig(Group):
     validation_guidance: Number | None = option(None, "Guidance scale.", ge=1, default_note="of the family")
     validation_guidance_rescale: Number = option(0.0, "Rescaling of guidance.", ge=0, le=1, planned="switch", off=(0,))
     validation_num_inference_steps: Integer | None = option(None, "Sampling steps.", ge=1, default_note="of the family")
-    validation_resolution: Text | None = option(
-        None, "N, WxH or a comma list; rendered at exactly this size.", default_note="of the family"
+    validation_resolution: Sizes | None = option(
+        None, "N, WxH or a comma list; rendered at exactly this size.", default_note="of the family", form="text"
     )
     validation_num_video_frames: Integer | None = option(
         None, "Frames of a preview clip, 4k+1.", ge=1, default_note="of the family"
@@ -730,12 +727,33 @@ GROUPS: dict[str, type[Group]] = {
 }
 
 
+_families: dict[type[Group], None] = {}
+
+
+def declare_families(groups: Iterable[type[Group]]) -> None:
+    """Complete the schema with the groups of the model families; the registry does it when it is imported."""
+    _families.update(dict.fromkeys(groups))
+    all_options.cache_clear()
+    option_names.cache_clear()
+
+
+def family_groups() -> list[type[Group]]:
+    """The groups that model families declare.
+
+    Raises:
+        RuntimeError: the registry is not imported, so nobody could say what belongs to the schema.
+    """
+    if not _families:
+        raise RuntimeError("the families' options are not declared; import simpletuner.models.registry before")
+    return list(_families)
+
+
 @functools.cache
 def all_options() -> dict[str, Option]:
-    """Every key of config.json by its name, in the order of this page."""
+    """Every key of config.json by its name, in the order of this page, those of the families last."""
     return {
-        name: describe(name, group.__doc__ or attribute, field)
-        for attribute, group in GROUPS.items()
+        name: describe(name, group.__doc__ or "", field)
+        for group in (*GROUPS.values(), *family_groups())
         for name, field in group.model_fields.items()
     }
 

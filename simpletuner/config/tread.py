@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, ClassVar
 
-from simpletuner.config.option import parse_integer, parse_number
-from simpletuner.errors import Problem, did_you_mean
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from simpletuner.config.option import Group, Integer, Number, parse_json_text
+from simpletuner.errors import Problem
 
 KEY = "tread_config"
-RATIO, FIRST, LAST = "selection_ratio", "start_layer_idx", "end_layer_idx"
-ENTRIES = (RATIO, FIRST, LAST)
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,11 @@ class Route:
         first, last: the blocks at the edges of the window, both of them in it; negative numbers count from the end.
     """
 
-    ratio: float
-    first: int
-    last: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    ratio: Annotated[Number, Field(alias="selection_ratio", ge=0, lt=1)]
+    first: Annotated[Integer, Field(alias="start_layer_idx")]
+    last: Annotated[Integer, Field(alias="end_layer_idx")]
 
     def among(self, blocks: int) -> Route:
         """The same window with both edges counted from the start, of so many blocks."""
@@ -39,21 +41,16 @@ class Route:
         return f"{self.first} to {self.last}"
 
 
-def read_routes(value: object, problems: list[Problem]) -> list[Route]:
-    """The routes of a `tread_config` that can be read; what is wrong with the others is added to `problems`."""
-    if not isinstance(value, dict):
-        problems.append(_problem(f"is {value!r}; it must be an object with a list of routes."))
-        return []
-    problems.extend(_unknown(value, ("routes",), ""))
-    routes = value.get("routes")
-    if not isinstance(routes, list) or not routes:
-        problems.append(_problem("needs routes, a list of at least one route."))
-        return []
-    read = [_read_route(route, f"routes[{number}]", problems) for number, route in enumerate(routes)]
-    return [route for route in read if route is not None]
+class RouteGroup(Group):
+    """The value of `tread_config`."""
+
+    routes: Annotated[list[Route], Field(min_length=1)]
 
 
-def check_routes(routes: list[Route], blocks: int | None) -> Iterator[Problem]:
+Routes = Annotated[RouteGroup, BeforeValidator(parse_json_text)]
+
+
+def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
     """Whether windows lie within the blocks of a model, begin before they end and do not overlap.
 
     Args:
@@ -103,50 +100,6 @@ def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int
         if kept < tokens // unit:
             counts = [kept * unit if route.first <= block <= route.last else n for block, n in enumerate(counts)]
     return tuple(counts) if min(counts) < tokens else ()
-
-
-def _read_route(route: object, name: str, problems: list[Problem]) -> Route | None:
-    if not isinstance(route, dict):
-        problems.append(_problem(f"{name} is {route!r}; it must be an object with {', '.join(ENTRIES)}."))
-        return None
-    problems.extend(_unknown(route, ENTRIES, f"{name}."))
-    absent = [entry for entry in ENTRIES if entry not in route]
-    if absent:
-        problems.append(_problem(f"{name} lacks {', '.join(absent)}."))
-    ratio = _number(route.get(RATIO, 0), f"{name}.{RATIO}", problems)
-    edges = [_edge(route.get(entry, 0), f"{name}.{entry}", problems) for entry in (FIRST, LAST)]
-    if ratio is None or edges[0] is None or edges[1] is None or absent:
-        return None
-    return Route(ratio, edges[0], edges[1])
-
-
-def _number(value: object, name: str, problems: list[Problem]) -> float | None:
-    """A share of tokens; 1 would leave out all of them."""
-    try:
-        ratio = parse_number(value)
-    except ValueError as error:
-        problems.append(_problem(f"{name} {value!r} {error}."))
-        return None
-    if 0 <= ratio < 1:
-        return ratio
-    limits = "the share of tokens that are left out: at least 0 and less than 1"
-    problems.append(_problem(f"{name} is {ratio:g}; it is {limits}."))
-    return None
-
-
-def _edge(value: object, name: str, problems: list[Problem]) -> int | None:
-    try:
-        number: Any = parse_integer(value)
-    except ValueError as error:
-        problems.append(_problem(f"{name} {value!r} {error}."))
-        return None
-    return int(number)
-
-
-def _unknown(value: dict[Any, Any], known: tuple[str, ...], prefix: str) -> Iterator[Problem]:
-    for entry in value:
-        if entry not in known:
-            yield _problem(f"{prefix}{entry} is not known here.{did_you_mean(str(entry), known)}")
 
 
 def _problem(message: str) -> Problem:

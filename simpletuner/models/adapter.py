@@ -14,7 +14,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from simpletuner.config.load import RunConfig
+from simpletuner.config.load import FamilyOptions, RunConfig
 from simpletuner.config.schema import CachingConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
 from simpletuner.models.blocks import FastBlocks
@@ -162,13 +162,14 @@ class CheckpointSetup:
 
     Attributes:
         source: where its parts are.
-        text, caching: what decides about captions and about the VAE.
+        text, options, caching: what decides about captions, what only a family knows, what decides about the VAE.
         use_size: the (width, height) that the result will be sampled at, None when it is not known.
     """
 
     flavour: Flavour
     source: ModelSource
     text: TextConfig
+    options: FamilyOptions
     caching: CachingConfig
     use_size: tuple[int, int] | None = None
 
@@ -177,7 +178,7 @@ class CheckpointSetup:
         cls, config: RunConfig, flavour: Flavour, source: ModelSource, use_size: tuple[int, int] | None = None
     ) -> CheckpointSetup:
         """The setup of a run."""
-        return cls(flavour, source, config.text, config.caching, use_size)
+        return cls(flavour, source, config.text, config.family, config.caching, use_size)
 
 
 class FamilyAdapter(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.schema import ModelConfig
+from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem, UserError
 from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, read_header
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -174,12 +174,13 @@ class ModelSource:
     parts: dict[str, Part]
 
     @classmethod
-    def from_config(cls, spec: FamilySpec, flavour: Flavour, model: ModelConfig) -> ModelSource:
+    def from_config(cls, spec: FamilySpec, flavour: Flavour, config: RunConfig) -> ModelSource:
         """Base path (the configured one, else the flavour's repository) and the overrides of single parts."""
+        model, settings = config.model, config.flat()
         base = model.pretrained_model_name_or_path or flavour.repository
         parts = {}
         for role, component in spec.components.items():
-            override = getattr(model, component.override) if component.override else None
+            override = settings[component.override] if component.override else None
             folder = model.pretrained_transformer_subfolder if role == "transformer" else component.folder
             key = component.override if override and component.override else "pretrained_model_name_or_path"
             parts[role] = Part(role, key, override or base, folder, model.revision, model.variant)

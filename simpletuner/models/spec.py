@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import RunConfig
+from simpletuner.config.load import FamilyOptions, RunConfig
+from simpletuner.config.option import Group, Size
 from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
 from simpletuner.models.cost import FamilyCost
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource
 
 Task = Literal["t2i", "i2i", "t2v", "i2v"]
-Size = tuple[int, int]  # width and height in pixels
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class FamilySpec:
         name: value of `model_family`.
         flavours: the published checkpoints; the first is the default.
         adapter: `module:Class` of the adapter.
+        options: the config keys that only this family, or a relative of it, has.
         defaults: family defaults by config key, laid over the global ones.
         fixed: what the family sets itself by config key; other values of the user are ignored with a warning.
         components: parts that a checkpoint must have, by their role.
@@ -82,6 +83,7 @@ class FamilySpec:
         check_sizes: hints about the sizes of use and those that are trained, by dataset id; None where any go together.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
         clean_caption: what is done to a caption before it is encoded.
+        dataset_keys: keys of datasets that only this family reads.
         dataset_caption: what the keys of a dataset add to a caption of it, None where none do.
         text_fingerprint: stands for the words around a caption; changes when they do.
         cost: shapes, FLOPs and bytes, for the plan.
@@ -94,6 +96,7 @@ class FamilySpec:
     media: Literal["image", "video"]
     flavours: Sequence[Flavour]
     adapter: str
+    options: type[Group]
     defaults: Mapping[str, Any]
     components: Mapping[str, Component]
     size_multiple: int
@@ -109,10 +112,11 @@ class FamilySpec:
     check: Callable[[RunConfig, Flavour], list[Problem]]
     check_checkpoint: Callable[[Flavour, ModelSource], list[Problem]]
     clean_caption: Callable[[str], str]
-    text_fingerprint: Callable[[TextConfig, Flavour], str]
+    text_fingerprint: Callable[[FamilyOptions, Flavour], str]
     cost: FamilyCost
-    bare_fingerprint: Callable[[TextConfig], str] | None = None
+    bare_fingerprint: Callable[[FamilyOptions], str] | None = None
     dataset_caption: Callable[[DatasetConfig, str], str] | None = None
+    dataset_keys: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prompt_holds_picture: frozenset[Task] = frozenset()
     token_blocks: str | None = None

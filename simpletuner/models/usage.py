@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from simpletuner.models.spec import Size, Task
+from simpletuner.config.load import FamilyOptions
+from simpletuner.config.option import Size
+from simpletuner.models.spec import Task
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Usage:
         model: hub id or folder of the pipeline; for a full fine-tune the published folder.
         lora: folder or file for `load_lora_weights`; None for a full fine-tune.
         dtype: name of a torch dtype.
-        official_text: captions were trained inside the model's original sentence.
+        options: of the families.
         shift: of the scheduler, where it is not the checkpoint's own.
     """
 
@@ -32,7 +34,7 @@ class Usage:
     steps: int
     guidance: float
     seed: int
-    official_text: bool
+    options: FamilyOptions
     shift: float | None = None
 
     @property

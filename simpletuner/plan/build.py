@@ -28,7 +28,7 @@ from simpletuner.plan.checks import check_config, check_datasets, check_family, 
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, Checkpoint
-from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, parse_resolutions
+from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
 
 
 def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Flavour, list[DatasetConfig]]:
@@ -161,7 +161,7 @@ def _plan_family(
     config: RunConfig, spec: FamilySpec, path: Path, entries: list[DatasetConfig], problems: list[Problem]
 ) -> Plan:
     flavour, entries = settle_task(_find_flavour(config, spec, problems), entries)
-    source = ModelSource.from_config(spec, flavour, config.model)
+    source = ModelSource.from_config(spec, flavour, config)
     config, spec = _fit_grid(config, spec.for_checkpoint(flavour, source))
     problems.extend(check_family(config, spec))
     problems.extend(check_flavour(config, spec, flavour))
@@ -272,7 +272,7 @@ def _sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> list
     value = config.validation.validation_resolution
     if value is None:
         return []
-    return parse_resolutions(value, spec, lenient=config.run.i_know_what_i_am_doing, problems=problems)
+    return fit_sizes(value, spec, lenient=config.run.i_know_what_i_am_doing, problems=problems)
 
 
 def _check_datasets(

@@ -9,18 +9,18 @@ from pathlib import Path
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, learning_rate
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype
-from simpletuner.config.schema import PLAIN_PRECISIONS, all_options
+from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
-from simpletuner.config.tread import check_routes, read_routes
+from simpletuner.config.tread import check_routes
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
+from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import why_not_writable
 from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
 
-SANA_KEYS = ("sana_motion_score", "sana_complex_human_instruction")
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 
@@ -160,12 +160,10 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
         message = f"'comfyui': ComfyUI has no {spec.title} of its own that would know the keys; leave it at diffusers."
         yield Problem("lora_format", message)
-    if config.model.pretrained_gemma_model_name_or_path and "gemma" not in str(spec.components):
-        message = f"has no effect: {spec.title} has no Gemma text encoder."
-        yield Problem("pretrained_gemma_model_name_or_path", message, fatal=False)
-    if spec.name != "sanavideo":
-        for key in filter(config.is_explicit, SANA_KEYS):
-            yield Problem(key, f"has no effect: {spec.title} is not Sana Video.", fatal=False)
+    for group in family_groups():
+        if group is not spec.options:
+            for key in filter(config.is_explicit, group.model_fields):
+                yield Problem(key, f"has no effect: {spec.title} is not {group.__doc__}.", fatal=False)
     vae = config.model.pretrained_vae_model_name_or_path
     base = config.model.pretrained_model_name_or_path
     if vae is not None and base is not None and vae != base:
@@ -210,14 +208,9 @@ def check_tread(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Ite
 
     A family whose tokens cannot be left out says why in its own checks.
     """
-    value = config.tread.tread_config
-    if value is None or spec.token_blocks is None:
-        return
-    problems: list[Problem] = []
-    routes = read_routes(value, problems)
-    blocks = (source.read_config("transformer") or {}).get(spec.token_blocks)
-    problems.extend(check_routes(routes, blocks if isinstance(blocks, int) else None))
-    yield from problems
+    if spec.token_blocks is not None and config.tread.routes:
+        blocks = (source.read_config("transformer") or {}).get(spec.token_blocks)
+        yield from check_routes(config.tread.routes, blocks if isinstance(blocks, int) else None)
 
 
 def check_datasets(
@@ -231,9 +224,9 @@ def check_datasets(
         message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
         yield Problem(key, message, fatal=False)
     for dataset in datasets:
-        if dataset.config.sana_motion_score is not None and spec.dataset_caption is None:
-            message = f"has no effect: {spec.title} is not Sana Video."
-            yield Problem(f"{dataset.id}.sana_motion_score", message, fatal=False)
+        for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
+            if key in dataset.config.model_fields_set:
+                yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)
         if dataset.config.dataset_type != "eval":
             continue
         if evaluation.measures_loss and flavour.task == "i2i" and not dataset.partners:

@@ -16,7 +16,7 @@ from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.build import find_family
 from simpletuner.plan.checks import check_config, check_family, check_total, check_tread
-from simpletuner.validation.prompts import collect_prompts, parse_resolutions
+from simpletuner.validation.prompts import collect_prompts, fit_sizes
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Draft:
         config = resolve(with_family([*self._weaker(), answers], spec.defaults, spec.fixed), problems)
         flavour = _find_flavour(config, spec, problems)
         problems += [*check_config(config), *check_family(config, spec), *spec.check(config, flavour)]
-        problems += check_tread(config, spec, ModelSource.from_config(spec, flavour, config.model))
+        problems += check_tread(config, spec, ModelSource.from_config(spec, flavour, config))
         problems += check_total(config, config.schedule.max_train_steps or 0)
         collect_prompts(config.validation, problems)
         if Path(config.run.data_backend_config or "").expanduser() == self.file:
             problems.append(Problem("data_backend_config", "is the file that these settings go to; choose another."))
         sizes, lenient = config.validation.validation_resolution, config.run.i_know_what_i_am_doing
         if sizes is not None and not config.validation.validation_disable:
-            parse_resolutions(sizes, spec, lenient=lenient, problems=problems)
+            fit_sizes(sizes, spec, lenient=lenient, problems=problems)
         return Judgement(config, spec, flavour, problems)
 
     def _weaker(self) -> list[Layer]:

@@ -40,9 +40,9 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
             text_encoder_dtype(config.precision),
             text_encoder_storage(config.precision, plan.spec.text_encoders),
         ),
-        template=plan.spec.text_fingerprint(config.text, plan.flavour),
+        template=plan.spec.text_fingerprint(config.family, plan.flavour),
         max_length=plan.spec.text_length(config.text),
-        bare_template=plan.spec.bare_fingerprint(config.text) if plan.spec.bare_fingerprint else None,
+        bare_template=plan.spec.bare_fingerprint(config.family) if plan.spec.bare_fingerprint else None,
         clean=plan.spec.clean_caption,
         prompt_holds_picture=plan.flavour.task in plan.spec.prompt_holds_picture,
     )

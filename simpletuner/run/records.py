@@ -105,7 +105,7 @@ def snippet_for(plan: Plan) -> str:
         steps=validation.validation_num_inference_steps or 30,
         guidance=validation.validation_guidance or 1.0,
         seed=plan.seed if validation.validation_seed is None else validation.validation_seed,
-        official_text=config.text.text_template == "official",
+        options=config.family,
         shift=config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None,
     )
     return load_adapter(plan.spec).usage_snippet(usage)

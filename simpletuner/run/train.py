@@ -13,7 +13,6 @@ import torch
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import usable_cores
 from simpletuner.budget.measure import device_rates
-from simpletuner.budget.parts import routes_of
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.data.loader import BatchLoader
@@ -86,9 +85,8 @@ def choose_techniques(plan: Plan) -> list[Technique]:
     regularised = frozenset(each.id for each in plan.trained if each.config.is_regularisation_data)
     if regularised:
         techniques.append(Regularisation(regularised))
-    routes = routes_of(plan.config)
-    if routes:
-        techniques.append(Tread(routes))
+    if plan.config.tread.routes:
+        techniques.append(Tread(plan.config.tread.routes))
     return techniques
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from simpletuner.config.json_files import json_kind, read_json
+from simpletuner.config.option import Size
 from simpletuner.config.schema import ValidationConfig
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
@@ -86,34 +88,27 @@ def file_safe(name: str) -> str:
     return _cut(re.sub(r"_*\s+_*", "_", kept.strip())).strip("._") or "prompt"
 
 
-def parse_resolutions(value: str, spec: FamilySpec, *, lenient: bool, problems: list[Problem]) -> list[tuple[int, int]]:
-    """(width, height) of each entry of `validation_resolution`: `N`, `WxH` or a comma list.
+def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool, problems: list[Problem]) -> list[Size]:
+    """The sizes of `validation_resolution` as the model can render them: moved to its grid, with a warning.
 
-    Sizes that the model cannot render are moved to the nearest it can, with a warning. A side under 128 px is an
-    error, since it usually means megapixels; `lenient` (`i_know_what_i_am_doing`) allows it.
+    A side under 128 px is an error, since it usually means megapixels; `lenient` (`i_know_what_i_am_doing`) allows it.
     """
     key = "validation_resolution"
-    sizes = []
-    for part in filter(None, (part.strip().lower() for part in value.split(","))):
-        numbers = part.split("x")
-        if len(numbers) > 2 or not all(re.fullmatch(r"[0-9]{1,6}(\.0*)?", number) for number in numbers):
-            problems.append(Problem(key, f"{part!r} is not a size such as 1024 or 1280x768."))
-            continue
-        width, height = (int(float(number)) for number in (numbers[0], numbers[-1]))
+    fitting = []
+    for width, height in sizes:
+        shown = str(width) if width == height else f"{width}x{height}"
         if min(width, height) < SMALLEST_SIDE and not lenient:
-            message = f"{part!r} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
+            message = f"{shown!r} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
             problems.append(Problem(key, f"{message} (i_know_what_i_am_doing allows it.)"))
             continue
         snapped = (_snap(width, spec.size_multiple), _snap(height, spec.size_multiple))
         if snapped != (width, height):
-            message = f"{part} is not a multiple of {spec.size_multiple} px; {snapped[0]}x{snapped[1]} is rendered."
+            message = f"{shown} is not a multiple of {spec.size_multiple} px; {snapped[0]}x{snapped[1]} is rendered."
             problems.append(Problem(key, message, fatal=False))
         if max(snapped) > spec.largest_side:
-            problems.append(Problem(key, f"{part} is larger than {spec.largest_side} px, where the model ends."))
-        sizes.append(snapped)
-    if not sizes and not any(problem.where == key and problem.fatal for problem in problems):
-        problems.append(Problem(key, f"{value!r} names no size."))
-    return sizes
+            problems.append(Problem(key, f"{shown} is larger than {spec.largest_side} px, where the model ends."))
+        fitting.append(snapped)
+    return fitting
 
 
 def _snap(length: int, multiple: int) -> int:

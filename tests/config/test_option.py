@@ -112,7 +112,7 @@ def test_large_whole_numbers_lose_no_digit() -> None:
 def test_words_that_look_like_numbers_may_be_numbers() -> None:
     assert read("aspect_bucket_alignment", 64) == ("64", [])
     assert read("fsdp_version", 2) == ("2", [])
-    assert read("validation_resolution", 1024) == ("1024", [])
+    assert read("validation_resolution", 1024) == ("1024x1024", [])
 
 
 @pytest.mark.parametrize(

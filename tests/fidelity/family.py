@@ -41,7 +41,7 @@ def make_adapter(checkpoint: Path, task: str = "t2i", **settings: Any) -> Kandin
     """The adapter of a tiny checkpoint."""
     config = make_config(checkpoint, task, **settings)
     flavour = KANDINSKY5_IMAGE.flavour(f"{task}-lite-sft")
-    source = ModelSource.from_config(KANDINSKY5_IMAGE, flavour, config.model)
+    source = ModelSource.from_config(KANDINSKY5_IMAGE, flavour, config)
     return Kandinsky5ImageAdapter(CheckpointSetup.of(config, flavour, source))
 
 

@@ -37,7 +37,7 @@ def make_sana_adapter(checkpoint: Path, **settings: Any) -> SanaVideoAdapter:
     """The adapter of a tiny checkpoint."""
     config = make_sana_config(checkpoint, **settings)
     flavour = SANA_VIDEO.flavour(None)
-    source = ModelSource.from_config(SANA_VIDEO, flavour, config.model)
+    source = ModelSource.from_config(SANA_VIDEO, flavour, config)
     return SanaVideoAdapter(CheckpointSetup.of(config, flavour, source))
 
 

@@ -17,8 +17,9 @@ from simpletuner.diffusion.flow import make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.models.adapter import CheckpointSetup, PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5 import nabla
-from simpletuner.models.kandinsky5.geometry import parse_rope_scale, rope_scale_of_size
+from simpletuner.models.kandinsky5.geometry import rope_scale_of_size
 from simpletuner.models.kandinsky5.loading import load_processor
+from simpletuner.models.kandinsky5.options import parse_rope_scale
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 from simpletuner.models.kandinsky5.video import Kandinsky5VideoAdapter
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
@@ -47,7 +48,7 @@ def make_video_adapter(
     problems: list[Any] = []
     config = resolve([Layer("test", list(values.items()))], problems)
     assert config is not None, problems
-    source = ModelSource.from_config(KANDINSKY5_VIDEO, flavour, config.model)
+    source = ModelSource.from_config(KANDINSKY5_VIDEO, flavour, config)
     return Kandinsky5VideoAdapter(CheckpointSetup.of(config, flavour, source, size))
 
 
@@ -168,8 +169,10 @@ def test_rope_scale_follows_the_size_of_use(checkpoints: dict[str, Path]) -> Non
     assert rope_scale_of_size(None, "i2v-lite-5s") == (1.0, 2.0, 2.0)
     assert parse_rope_scale("1, 2.5,2.5") == (1.0, 2.5, 2.5)
     assert make_video_adapter(checkpoints["t2v"], "t2v", rope_scale="1,2,2").rope_scale == (1.0, 2.0, 2.0)
-    with pytest.raises(ValueError, match="three numbers"):
-        parse_rope_scale("2,2")
+    assert parse_rope_scale([1, 2, "2"]) == (1.0, 2.0, 2.0)
+    for wrong in ("2,2", "1,2,x", "0,1,1", True):
+        with pytest.raises(ValueError, match="three numbers"):
+            parse_rope_scale(wrong)
 
 
 class TestNabla:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from diffusers import SanaImageToVideoPipeline
 
+from simpletuner.config.load import Layer, resolve
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import TextRequest
-from simpletuner.models.sanavideo.prompts import bare_fingerprint, own_instruction, text_fingerprint, with_motion_score
+from simpletuner.models.sanavideo.options import SanaOptions
+from simpletuner.models.sanavideo.prompts import bare_fingerprint, text_fingerprint, with_motion_score
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.sanavideo.text import pipeline_instruction
 from tests.closeness import MODEL, assert_close
@@ -101,13 +103,19 @@ def test_own_instruction(sana_checkpoint: Path, tmp_path: Path, lines: list[str]
 
 def test_values_of_the_instruction_key(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\ntwo: \n")
-    assert own_instruction(True, []) is own_instruction("true", []) is None
-    assert own_instruction(False, []) == own_instruction("off", []) == []
-    assert own_instruction(str(tmp_path / "lines.txt"), []) == ["one", "two: "]
+    key = "sana_complex_human_instruction"
+
+    def read(value: Any) -> Any:
+        return SanaOptions.model_validate({key: value}).sana_complex_human_instruction
+
+    assert read(True) is read("true") is True
+    assert read(False) == read("off") == []
+    assert read(str(tmp_path / "lines.txt")) == ["one", "two: "]
     for wrong in ("nowhere.txt", 7, [1], {"a": "b"}):
         problems: list[Any] = []
-        assert own_instruction(wrong, problems) is None
-        assert [problem.where for problem in problems] == ["sana_complex_human_instruction"], wrong
+        layer = Layer("f", [("model_type", "lora"), ("model_family", "sanavideo"), (key, wrong)])
+        assert resolve([layer], problems).family.of(SanaOptions).sana_complex_human_instruction is True
+        assert [problem.where for problem in problems] == [key], wrong
 
 
 def test_what_is_cut_is_told(sana_checkpoint: Path) -> None:
@@ -124,7 +132,7 @@ def test_what_is_cut_is_told(sana_checkpoint: Path) -> None:
 def test_the_words_are_part_of_the_identity(sana_checkpoint: Path) -> None:
     flavour = SANA_VIDEO.flavour(None)
     variants = ({}, {"sana_motion_score": 3}, {"sana_complex_human_instruction": False})
-    configs = [make_sana_config(sana_checkpoint, **settings).text for settings in variants]
+    configs = [make_sana_config(sana_checkpoint, **settings).family for settings in variants]
     prints = [text_fingerprint(text, flavour) for text in configs] + [bare_fingerprint(configs[0])]
     assert len(set(prints)) == 4
     assert len({bare_fingerprint(text) for text in configs}) == 1

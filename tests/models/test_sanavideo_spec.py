@@ -39,7 +39,10 @@ def test_family_is_registered() -> None:
 def test_defaults() -> None:
     config, told = settle()
     assert not told
-    assert (config.validation.validation_resolution, config.validation.validation_num_video_frames) == ("832x480", 81)
+    assert (config.validation.validation_resolution, config.validation.validation_num_video_frames) == (
+        ((832, 480),),
+        81,
+    )
     assert config.caching.vae_dtype == "fp32"
     assert config.flow.flow_schedule_shift == 3.0
     assert not config.is_explicit("flow_schedule_shift")
@@ -121,8 +124,7 @@ class TestCheckpoint:
             (folder / part / source.name).symlink_to(source)
         (folder / part / "config.json").unlink()
         (folder / part / "config.json").write_text(json.dumps(config))
-        model = settle(pretrained_model_name_or_path=str(folder))[0].model
-        source = ModelSource.from_config(SANA_VIDEO, FLAVOUR, model)
+        source = ModelSource.from_config(SANA_VIDEO, FLAVOUR, settle(pretrained_model_name_or_path=str(folder))[0])
         assert not source.problems()
         return SANA_VIDEO.check_checkpoint(FLAVOUR, source)
 

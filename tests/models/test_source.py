@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.config.schema import ModelConfig
+from simpletuner.config.load import Layer, resolve
 from simpletuner.errors import UserError
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.source import ModelSource, WeightsError, find_fault, looks_like_path, tensor_shapes
@@ -19,8 +19,9 @@ BASE = "pretrained_model_name_or_path"
 
 
 def source(**keys: str) -> ModelSource:
-    model = ModelConfig(model_type="lora", model_family="kandinsky5-image", **keys)
-    return ModelSource.from_config(KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavour(None), model)
+    values = {"model_type": "lora", "model_family": "kandinsky5-image", **keys}
+    config = resolve([Layer("test", list(values.items()))], [])
+    return ModelSource.from_config(KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavour(None), config)
 
 
 def problems(**keys: str) -> list[str]:

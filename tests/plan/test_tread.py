@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.tread import Route, check_routes, read_routes
+from simpletuner.config.load import build_group
+from simpletuner.config.schema import TreadConfig
+from simpletuner.config.tread import Route, check_routes
 from simpletuner.errors import Problem
 from tests.complaints import complaints
 from tests.workspace import Workspace
@@ -19,8 +21,8 @@ GOOD = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}
 def told(value: Any, blocks: int | None = 32) -> list[str]:
     """The problems of a `tread_config`."""
     problems: list[Problem] = []
-    routes = read_routes(value, problems)
-    return [each.message for each in [*problems, *check_routes(routes, blocks)]]
+    routes = build_group(TreadConfig, {"tread_config": value}, problems).routes
+    return [str(each) for each in [*problems, *check_routes(routes, blocks)]]
 
 
 def route(first: int, last: int, ratio: float = 0.5) -> dict[str, Any]:
@@ -28,11 +30,10 @@ def route(first: int, last: int, ratio: float = 0.5) -> dict[str, Any]:
 
 
 def test_the_guides_route() -> None:
-    problems: list[Problem] = []
-    routes = read_routes({"routes": [route(2, -2)]}, problems)
-    assert routes == [Route(0.5, 2, -2)]
+    routes = TreadConfig.model_validate({"tread_config": {"routes": [route(2, -2)]}}).routes
+    assert routes == (Route(0.5, 2, -2),)
     assert routes[0].among(32) == Route(0.5, 2, 30), "both ends included, negatives from the end"
-    assert [*problems, *check_routes(routes, 32)] == []
+    assert list(check_routes(routes, 32)) == []
     assert told({"routes": [route(0, 3), route(4, 4, 0), route(-2, -1, 0.99)]}) == []
     assert told({"routes": [{"selection_ratio": "0.5", "start_layer_idx": "2", "end_layer_idx": -2.0}]}) == []
 
@@ -40,19 +41,19 @@ def test_the_guides_route() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("on", "must be an object with a list of routes"),
-        ([GOOD], "must be an object with a list of routes"),
-        ({}, "at least one route"),
-        ({"routes": []}, "at least one route"),
-        ({"routes": GOOD}, "at least one route"),
-        ({"routes": [7]}, "routes[0] is 7"),
-        ({"routes": [{**GOOD, "ratio": 1}]}, "routes[0].ratio is not known here"),
-        ({"routes": [GOOD], "rotes": []}, "rotes is not known here. Did you mean 'routes'?"),
-        ({"routes": [{"selection_ratio": 0.5}]}, "routes[0] lacks start_layer_idx, end_layer_idx."),
-        ({"routes": [route(0, 1, 1)]}, "routes[0].selection_ratio is 1; it is the share of tokens that are left out"),
-        ({"routes": [route(0, 1, -0.1)]}, "at least 0 and less than 1"),
-        ({"routes": [{**GOOD, "selection_ratio": None}]}, "routes[0].selection_ratio None is not a number"),
-        ({"routes": [{**GOOD, "end_layer_idx": 1.5}]}, "routes[0].end_layer_idx 1.5 is not a whole number"),
+        ("on", "'on' is not an object"),
+        ([GOOD], "is not an object"),
+        ({}, "tread_config.routes: is required"),
+        ({"routes": []}, "tread_config.routes: is empty"),
+        ({"routes": GOOD}, "is not a list"),
+        ({"routes": [7]}, "routes[0]: 7 is not an object"),
+        ({"routes": [{**GOOD, "ratio": 1}]}, "routes[0].ratio: is not a known key."),
+        ({"routes": [GOOD], "rotes": []}, "rotes: is not a known key. Did you mean 'routes'?"),
+        ({"routes": [{"selection_ratio": 0.5, "end_layer_idx": 1}]}, "routes[0].start_layer_idx: is required."),
+        ({"routes": [route(0, 1, 1)]}, "routes[0].selection_ratio: 1 is out of range; it must be < 1."),
+        ({"routes": [route(0, 1, -0.1)]}, "it must be ≥ 0"),
+        ({"routes": [{**GOOD, "selection_ratio": None}]}, "routes[0].selection_ratio: None is not a number"),
+        ({"routes": [{**GOOD, "end_layer_idx": 1.5}]}, "routes[0].end_layer_idx: 1.5 is not a whole number"),
         ({"routes": [{**GOOD, "end_layer_idx": 10**30}]}, "routes[0].end_layer_idx"),
         ({"routes": [route(0, 32)]}, "the model has 32 blocks, so an edge is between -32 and 31, not 32."),
         ({"routes": [route(-33, 1)]}, "not -33"),
@@ -74,11 +75,12 @@ def test_without_the_checkpoint_only_what_can_be_known() -> None:
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_plan_tells_all_of_it(workspace: Workspace, capsys: pytest.CaptureFixture[str], as_text: bool) -> None:
-    value = {"routes": [route(0, 2), route(1, 0), route(0, 0, 7), {"selection_ratio": 0}]}
-    workspace.write_config(tread_config=json.dumps(value) if as_text else value)
-    found = complaints(workspace, capsys)
-    assert len(found) == 4
-    assert all(each.startswith("tread_config: ") for each in found)
+    for routes in ([route(0, 0, 7), {"selection_ratio": 0, "end_layer_idx": 1}], [route(0, 2), route(1, 0)]):
+        value = {"routes": routes}
+        workspace.write_config(tread_config=json.dumps(value) if as_text else value)
+        found = complaints(workspace, capsys)
+        assert len(found) == 2
+        assert all(each.startswith("tread_config") for each in found)
     assert "the model has 2 blocks" in " ".join(found)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from simpletuner.config.load import build_group
 from simpletuner.config.schema import ValidationConfig
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.validation.prompts import BUILT_IN, collect_prompts, file_safe, parse_resolutions
+from simpletuner.validation.prompts import BUILT_IN, collect_prompts, file_safe, fit_sizes
 
 
 def collect(**settings: Any) -> tuple[list[tuple[str, str]], list[str]]:
@@ -29,7 +30,9 @@ def library(folder: Path, content: Any) -> str:
 
 def sizes(value: str, *, lenient: bool = False) -> tuple[list[tuple[int, int]], list[Problem]]:
     problems: list[Problem] = []
-    return parse_resolutions(value, KANDINSKY5_IMAGE, lenient=lenient, problems=problems), problems
+    config = build_group(ValidationConfig, {"validation_resolution": value}, problems)
+    wanted = config.validation_resolution or ()
+    return fit_sizes(wanted, KANDINSKY5_IMAGE, lenient=lenient, problems=problems), problems
 
 
 def test_without_prompts_only_the_unconditional_sample() -> None:

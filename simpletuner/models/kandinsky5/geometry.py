@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from simpletuner.models.kandinsky5.options import RopeScale
+
 TILE_SIDE = 8  # tokens, within one latent frame
 TILE = TILE_SIDE**2  # tokens that share one row of the mask
 
@@ -18,25 +20,9 @@ def is_sparse_flavour(name: str) -> bool:
     return "-pro-" in name or "-10s" in name
 
 
-RopeScale = tuple[float, float, float]
-
 STANDARD: RopeScale = (1.0, 2.0, 2.0)
 HIGH: RopeScale = (1.0, 3.16, 3.16)
 STANDARD_SIDES = (480, 854)  # pixels; diffusers' rule: both sides within
-
-
-def parse_rope_scale(value: str) -> RopeScale | None:
-    """Three numbers for time, height and width; None for auto.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if value.strip().lower() == "auto":
-        return None
-    numbers = [float(part) for part in value.strip("[]() ").split(",")]
-    if len(numbers) != 3 or min(numbers) <= 0:
-        raise ValueError(f"{value!r} is not auto or three numbers above 0")
-    return numbers[0], numbers[1], numbers[2]
 
 
 def rope_scale_of_size(size: tuple[int, int] | None, flavour: str) -> RopeScale:

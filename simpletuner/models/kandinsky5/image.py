@@ -15,6 +15,7 @@ from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuan
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity, sample_posterior
+from simpletuner.models.kandinsky5.options import KandinskyOptions
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.usage import usage_snippet
 from simpletuner.models.loading import load_vae
@@ -69,6 +70,7 @@ class Kandinsky5ImageAdapter:
 
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching = setup.source, setup.text, setup.caching
+        self.options = setup.options.of(KandinskyOptions)
         self.edits = setup.flavour.task == "i2i"
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
@@ -79,7 +81,7 @@ class Kandinsky5ImageAdapter:
         # transformers' models come in here: with everything cached, a run never needs them.
         from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 
-        template = select_template(self.text.text_template, "image_edit" if self.edits else "image")
+        template = select_template(self.options.text_template, "image_edit" if self.edits else "image")
         return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxLatentEncoder:

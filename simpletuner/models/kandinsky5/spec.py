@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from simpletuner.config.load import RunConfig
-from simpletuner.config.schema import TextConfig
+from simpletuner.config.load import FamilyOptions, RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import IMAGE_COST
+from simpletuner.models.kandinsky5.options import KandinskyOptions, write_rope_scale
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Component, FamilySpec, Flavour, Task
@@ -56,8 +56,9 @@ def check_image(config: RunConfig, flavour: Flavour) -> list[Problem]:
     if guidance is not None and guidance >= 7:
         message = f"{guidance:g} burns pictures of this model; about 5 is right."
         problems.append(Problem("validation_guidance", message, fatal=False))
-    if config.text.rope_scale != "auto":
-        message = f"{config.text.rope_scale!r}: pictures are sampled with 1,1,1 and nothing else; leave it at auto."
+    scale = config.family.of(KandinskyOptions).rope_scale
+    if scale is not None:
+        message = f"{write_rope_scale(scale)!r}: pictures are sampled with 1,1,1 and nothing else; leave it at auto."
         problems.append(Problem("rope_scale", message))
     return problems
 
@@ -98,10 +99,10 @@ def check_parts(source: ModelSource, vae_class: str) -> list[Problem]:
     return problems
 
 
-def text_fingerprint(text: TextConfig, flavour: Flavour) -> str:
+def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
     """The template itself, or the release of diffusers that holds it."""
     name = TEMPLATES[flavour.task]
-    if text.text_template == "official":
+    if options.of(KandinskyOptions).text_template == "official":
         return OFFICIAL[name].text
     return f"diffusers {importlib.metadata.version('diffusers')} {name}"
 
@@ -117,6 +118,7 @@ KANDINSKY5_IMAGE = FamilySpec(
         _image_flavour("i2i-lite-pretrain", "i2i", "pretrain"),
     ),
     adapter="simpletuner.models.kandinsky5.image:Kandinsky5ImageAdapter",
+    options=KandinskyOptions,
     defaults={
         "flow_schedule_shift": 1.0,
         "resolution": 1024,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from simpletuner.models import usage as parts
+from simpletuner.models.kandinsky5.options import KandinskyOptions
 from simpletuner.models.kandinsky5.spec import TEMPLATES
 from simpletuner.models.usage import Usage
 
@@ -18,7 +19,8 @@ def usage_snippet(usage: Usage) -> str:
     """Python that samples what the preview of the same prompt and seed shows."""
     pipeline, is_clip = PIPELINES[usage.task], usage.task in ("t2v", "i2v")
     own = ["from simpletuner.models.kandinsky5.loading import load_processor"]
-    if usage.official_text:
+    is_official = usage.options.of(KandinskyOptions).text_template == "official"
+    if is_official:
         own.append("from simpletuner.models.kandinsky5.templates import OFFICIAL")
     scheduler = f"{parts.EULER}.from_config(pipe.scheduler.config, shift={usage.shift:g})" if usage.shift else None
     classes = [pipeline, parts.EULER] if scheduler else [pipeline]
@@ -26,7 +28,7 @@ def usage_snippet(usage: Usage) -> str:
         *parts.imports(usage, *own, classes=classes),
         f"model = {parts.text(usage.model)}",
         f"pipe = {pipeline}.from_pretrained(model, tokenizer=load_processor(model), dtype=torch.{usage.dtype})",
-        *(_template(usage) if usage.official_text else []),
+        *(_template(usage) if is_official else []),
         *parts.preparation(usage, scheduler),
         *parts.picture(usage),
     ]

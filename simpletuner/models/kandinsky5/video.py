@@ -16,7 +16,8 @@ from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuan
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading, nabla
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity, sample_posterior
-from simpletuner.models.kandinsky5.geometry import is_sparse, parse_rope_scale, rope_scale_of_size
+from simpletuner.models.kandinsky5.geometry import is_sparse, rope_scale_of_size
+from simpletuner.models.kandinsky5.options import KandinskyOptions
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 from simpletuner.models.kandinsky5.usage import usage_snippet
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
@@ -67,8 +68,8 @@ class Kandinsky5VideoAdapter:
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching = setup.source, setup.text, setup.caching
         self.animates = setup.flavour.task == "i2v"
-        own_scale = parse_rope_scale(setup.text.rope_scale)
-        self.rope_scale = own_scale or rope_scale_of_size(setup.use_size, setup.flavour.name)
+        self.options = setup.options.of(KandinskyOptions)
+        self.rope_scale = self.options.rope_scale or rope_scale_of_size(setup.use_size, setup.flavour.name)
         self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
         self._tiles: nabla.TileAttention | None = None
@@ -77,7 +78,7 @@ class Kandinsky5VideoAdapter:
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> Kandinsky5TextEncoder:
-        template = select_template(self.text.text_template, "video")
+        template = select_template(self.options.text_template, "video")
         return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from simpletuner.config.load import RunConfig
+from simpletuner.config.option import Size
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.kandinsky5.geometry import (
     TILE_SIDE,
-    RopeScale,
     is_sparse,
     is_sparse_flavour,
-    parse_rope_scale,
     rope_scale_of_size,
 )
+from simpletuner.models.kandinsky5.options import KandinskyOptions, write_rope_scale
 from simpletuner.models.kandinsky5.spec import (
     ALL_LINEAR,
     COMPONENTS,
@@ -27,7 +27,7 @@ from simpletuner.models.kandinsky5.spec import (
 )
 from simpletuner.models.kandinsky5.templates import clean_caption
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec, Flavour, Size, Task
+from simpletuner.models.spec import FamilySpec, Flavour, Task
 
 VAE_CLASS = "AutoencoderKLHunyuanVideo"
 SIZE_MULTIPLE = 16  # pixels a side of a token
@@ -57,7 +57,7 @@ FLAVOUR_NAMES = (
 
 def check_video(config: RunConfig, flavour: Flavour) -> list[Problem]:
     """Problems and hints for Kandinsky 5 Video."""
-    problems = [*_check_guidance(config), *_check_rope(config), *_check_preview(config, flavour)]
+    problems = [*_check_guidance(config), *_check_preview(config, flavour)]
     if config.schedule.train_batch_size > 1:
         message = f"{config.schedule.train_batch_size}: clips take much memory; 1 with accumulation is usual."
         problems.append(Problem("train_batch_size", message, fatal=False))
@@ -72,35 +72,27 @@ def _check_guidance(config: RunConfig) -> list[Problem]:
     return [Problem("validation_guidance", message, fatal=False)]
 
 
-def _check_rope(config: RunConfig) -> list[Problem]:
-    try:
-        parse_rope_scale(config.text.rope_scale)
-    except ValueError as error:
-        return [Problem("rope_scale", f"{error}.")]
-    return []
-
-
 def check_sizes(
     config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]]
 ) -> list[Problem]:
     """Where the stock pipeline would sample a size with another scale of positions than it is trained with."""
-    own = parse_rope_scale(config.text.rope_scale)
+    own = config.family.of(KandinskyOptions).rope_scale
     scale = own or rope_scale_of_size(used[0] if used else None, flavour.name)
     others = [size for size in used if rope_scale_of_size(size, flavour.name) != scale]
     problems = []
     if others:
-        message = f"{_shown(scale)} is trained; the pipeline samples {_sizes(others)} with another scale."
+        message = f"{write_rope_scale(scale)} is trained; the pipeline samples {_sizes(others)} with another scale."
         problems.append(Problem("validation_resolution", message, fatal=False))
     if own is not None:
         return problems  # a scale of one's own is meant for every bucket
     for name, sizes in trained.items():
         strange = [size for size in sizes if rope_scale_of_size(size, flavour.name) != scale]
         if strange:
-            theirs = _shown(rope_scale_of_size(strange[0], flavour.name))
+            theirs = write_rope_scale(rope_scale_of_size(strange[0], flavour.name))
             at = f", as {_sizes(used[:1])} is sampled" if used else ""
             message = (
                 f"{_sizes(strange)} of {name}: the pipeline samples this size with {theirs}, it is trained with "
-                f"{_shown(scale)}{at}. Right if you will sample at that size, wrong if at the bucket's."
+                f"{write_rope_scale(scale)}{at}. Right if you will sample at that size, wrong if at the bucket's."
             )
             problems.append(Problem("rope_scale", message, fatal=False))
     return problems
@@ -108,10 +100,6 @@ def check_sizes(
 
 def _sizes(sizes: Sequence[Size]) -> str:
     return ", ".join(f"{width}x{height}" for width, height in sizes)
-
-
-def _shown(scale: RopeScale) -> str:
-    return ",".join(f"{number:g}" for number in scale)
 
 
 def _check_preview(config: RunConfig, flavour: Flavour) -> list[Problem]:
@@ -144,6 +132,7 @@ KANDINSKY5_VIDEO = FamilySpec(
     media="video",
     flavours=tuple(_flavour(name) for name in FLAVOUR_NAMES),
     adapter="simpletuner.models.kandinsky5.video:Kandinsky5VideoAdapter",
+    options=KandinskyOptions,
     defaults={
         "flow_schedule_shift": 5.0,
         "resolution": 512,

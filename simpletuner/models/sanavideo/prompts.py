@@ -9,17 +9,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.json_files import read_json
-from simpletuner.config.option import FALSE_WORDS, TRUE_WORDS
-from simpletuner.config.schema import TextConfig
-from simpletuner.errors import Problem
+from simpletuner.config.load import FamilyOptions
+from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.spec import Flavour
 
-KEY = "sana_complex_human_instruction"
 # The way the pipeline's users write it; a caption that ends so has a score of its own.
 MOTION_SCORE = re.compile(r"motion score: *\d+(\.\d+)?\.?$")
 
@@ -43,38 +38,14 @@ def dataset_caption(dataset: DatasetConfig, caption: str) -> str:
     return with_motion_score(clean_caption(caption), dataset.sana_motion_score)
 
 
-def own_instruction(value: Any, problems: list[Problem]) -> list[str] | None:
-    """The lines that `sana_complex_human_instruction` gives: none to switch it off, None for the pipeline's own.
-
-    A text is the name of a file with a JSON list or with one line of the instruction per line.
-    """
-    word = str(value).strip().lower()
-    if word in FALSE_WORDS:
-        return []
-    if value is None or word in TRUE_WORDS:
-        return None
-    lines = _read_lines(Path(value).expanduser(), problems) if isinstance(value, str) else value
-    if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
-        return lines
-    if lines is not None:
-        problems.append(Problem(KEY, f"{value!r} is not true, false, a list of lines or a file of lines."))
-    return None
-
-
-def text_fingerprint(text: TextConfig, flavour: Flavour) -> str:
+def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
     """Instruction and motion score; the pipeline's own instruction is the one of a release of diffusers."""
-    lines = own_instruction(text.sana_complex_human_instruction, [])
-    words = f"diffusers {importlib.metadata.version('diffusers')} instruction" if lines is None else json.dumps(lines)
-    return f"{words}; motion score {text.sana_motion_score}"
+    own = options.of(SanaOptions)
+    lines = own.sana_complex_human_instruction
+    words = f"diffusers {importlib.metadata.version('diffusers')} instruction" if lines is True else json.dumps(lines)
+    return f"{words}; motion score {own.sana_motion_score}"
 
 
-def bare_fingerprint(text: TextConfig) -> str:
+def bare_fingerprint(options: FamilyOptions) -> str:
     """Negative prompts and the empty caption: nothing goes before or after them."""
     return "bare"
-
-
-def _read_lines(path: Path, problems: list[Problem]) -> Any:
-    if not path.is_file():
-        problems.append(Problem(KEY, f"{str(path)!r} is neither true nor false nor a file."))
-        return None
-    return read_json(path, problems) if path.suffix == ".json" else path.read_text(encoding="utf-8").splitlines()

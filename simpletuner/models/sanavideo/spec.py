@@ -7,11 +7,11 @@ from typing import Any
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.sanavideo.cost import COST, TEXT_LENGTH
+from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.prompts import (
     bare_fingerprint,
     clean_caption,
     dataset_caption,
-    own_instruction,
     text_fingerprint,
 )
 from simpletuner.models.source import ModelSource
@@ -57,7 +57,6 @@ TRAINING_SIGMAS = {
 def check_video(config: RunConfig, flavour: Flavour) -> list[Problem]:
     """Problems and hints for Sana Video."""
     problems: list[Problem] = []
-    own_instruction(config.text.sana_complex_human_instruction, problems)
     if config.tread.tread_config is not None:
         message = (
             "cannot be used with Sana Video: its feed-forward is a convolution over the whole grid of tokens, "
@@ -118,6 +117,8 @@ SANA_VIDEO = FamilySpec(
     media="video",
     flavours=(Flavour("2b-480p", "Efficient-Large-Model/SANA-Video_2B_480p_diffusers", "t2v", dataset_task="i2v"),),
     adapter="simpletuner.models.sanavideo.video:SanaVideoAdapter",
+    options=SanaOptions,
+    dataset_keys=frozenset({"sana_motion_score"}),
     defaults={
         "resolution": 480,
         "aspect_bucket_alignment": "32",

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 
-from simpletuner.config.schema import TextConfig
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextRequest
 from simpletuner.models.prompt_start import PromptStart
-from simpletuner.models.sanavideo.prompts import clean_caption, own_instruction, with_motion_score
+from simpletuner.models.sanavideo.options import SanaOptions
+from simpletuner.models.sanavideo.prompts import clean_caption, with_motion_score
 from simpletuner.models.source import ModelSource
 
 # The linear layers that may be quantised; embeddings and norms are none.
@@ -40,7 +40,7 @@ class SanaTextEncoder:
 
     Args:
         source: where text encoder and tokenizer of the checkpoint are.
-        config: instruction and motion score.
+        options: instruction and motion score.
         max_length: tokens that the transformer gets.
         device, dtype: where and in what precision the encoder runs.
         quantise: stores Gemma's weights in fewer bits.
@@ -49,16 +49,16 @@ class SanaTextEncoder:
     def __init__(
         self,
         source: ModelSource,
-        config: TextConfig,
+        options: SanaOptions,
         max_length: int,
         device: torch.device,
         dtype: torch.dtype,
         quantise: EncoderQuantiser | None = None,
     ) -> None:
         self.max_length, self.device = max_length, device
-        self.motion_score = config.sana_motion_score
-        own = own_instruction(config.sana_complex_human_instruction, [])
-        self.instruction = "\n".join(pipeline_instruction() if own is None else own)
+        self.motion_score = options.sana_motion_score
+        own = options.sana_complex_human_instruction
+        self.instruction = "\n".join(pipeline_instruction() if own is True else own)
         self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
         self.tokenizer.padding_side = "right"
         self.start = PromptStart(self.tokenizer.encode(self.instruction))

@@ -14,6 +14,7 @@ from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, TokenStream
 from simpletuner.models.loading import hollow_out, load_vae
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, WanLatentEncoder, collate_text, token_timesteps
+from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.previews import WITHOUT_TEXT, StockSanaPipelines
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.sanavideo.text import SanaTextEncoder
@@ -32,12 +33,13 @@ class SanaVideoAdapter:
 
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching = setup.source, setup.text, setup.caching
+        self.options = setup.options.of(SanaOptions)
         self.dtype = torch.float32
 
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> SanaTextEncoder:
-        return SanaTextEncoder(self.source, self.text, self.spec.text_length(self.text), device, dtype, quantise)
+        return SanaTextEncoder(self.source, self.options, self.spec.text_length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
         return WanLatentEncoder(self._load_vae(device, dtype), device, dtype)

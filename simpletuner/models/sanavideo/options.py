@@ -1,0 +1,57 @@
+"""The options that only Sana Video has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from simpletuner.config.json_files import read_json
+from simpletuner.config.option import FALSE_WORDS, TRUE_WORDS, Group, Number, PathText, option, parse_json_text
+from simpletuner.errors import Problem
+
+
+def parse_instruction(value: object) -> object:
+    """The lines before captions: True stands for the pipeline's own, an empty list for none.
+
+    A text is the name of a file with a JSON list, or with one line of the instruction per line.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    word = str(value).strip().lower()
+    if word in FALSE_WORDS:
+        return []
+    if word in TRUE_WORDS:
+        return True
+    value = parse_json_text(value)
+    lines = _read_lines(Path(value).expanduser()) if isinstance(value, str) else value
+    if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
+        return lines
+    raise ValueError("is not true, false, a list of lines or a file of lines")
+
+
+def _read_lines(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError("is neither true nor false nor a file")
+    if path.suffix != ".json":
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    problems: list[Problem] = []
+    lines = read_json(path, problems)
+    for problem in problems:
+        if problem.fatal:
+            raise ValueError(problem.message.removesuffix("."))
+    return lines
+
+
+class SanaOptions(Group):
+    """Sana Video"""
+
+    pretrained_gemma_model_name_or_path: PathText | None = option(
+        None, "Hub id or folder to take the Gemma text encoder from.", default_note="the model path"
+    )
+    sana_motion_score: Number | None = option(None, "Motion score, appended to captions.")
+    sana_complex_human_instruction: Annotated[Literal[True] | list[str], BeforeValidator(parse_instruction)] = option(
+        True, "Instruction text before captions: true, false, a list of lines or a file of lines.", form="JSON"
+    )
