@@ -141,6 +141,7 @@ VARIABLES = (
         "Stand for `num_processes` and `num_machines` in the same way.",
         "1",
     ),
+    Variable(("WORLD_SIZE",), "Set by launchers of several processes; more than 1 is refused.", "1"),
     Variable(("TRAINING_DYNAMO_BACKEND",), "Stands for `dynamo_backend` in the same way."),
     Variable(("CC", "CXX"), "The C compiler that compiled blocks need.", "`cc`, `gcc`, `clang`, `g++`", "torch"),
     Variable(("ACCELERATE_EXTRA_ARGS",), "Has no effect yet, and a warning says so.", ""),

@@ -9,6 +9,7 @@ from pathlib import Path
 from simpletuner.config.option import parse_flag
 from simpletuner.errors import Problem, UserError
 from simpletuner.reporting.log import log_level
+from simpletuner.world import launched_sizes
 
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
 WITHOUT_EFFECT = ("ACCELERATE_EXTRA_ARGS",)
@@ -26,6 +27,13 @@ def check_environment() -> Iterator[Problem]:
     except UserError as error:
         where, _, message = str(error).partition(": ")
         yield Problem(where, message)
+    for name, size in launched_sizes(os.environ).items():
+        message = (
+            f"is {size}: this was started as several processes (torchrun, accelerate launch, mpirun), and training on "
+            "several processes is not available yet. They would repeat each other's work in one output_dir. Start "
+            "`simpletuner train` by itself, or unset the variable."
+        )
+        yield Problem(name, message)
     for name in WITHOUT_EFFECT:
         if os.environ.get(name):
             yield Problem(name, "has no effect yet: one process trains on one device, without a launcher.", fatal=False)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner.plan.resume import decide_seed
+from simpletuner.training.manifest import Checkpoint, Identity, Manifest
 from tests.complaints import complaint, warnings
 from tests.workspace import DATASETS, Workspace
 
@@ -179,3 +181,25 @@ def test_whoever_reads_along_may_stop(workspace: Workspace) -> None:
     command = f"{json.dumps(sys.executable)} -m simpletuner plan | true"
     done = subprocess.run(command, shell=True, cwd=workspace.folder, capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train"]])
+def test_a_launcher_of_several_processes_is_refused(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    told = complaint(workspace, capsys, *command)
+    assert told.startswith("WORLD_SIZE: is 2: ")
+    assert "Start `simpletuner train` by itself" in told
+    assert not workspace.path("output").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert plan(workspace, capsys)
+
+
+@pytest.mark.parametrize("configured", [None, -1, 0])
+def test_a_run_that_continues_keeps_the_seed_that_was_drawn(configured: int | None) -> None:
+    identity = Identity("family", "flavour", "lora", 1, 4711, "", {})
+    checkpoint = Checkpoint(Path("checkpoint-1"), 1, False, Manifest(1, 1, identity, {}))
+    assert decide_seed(configured, checkpoint) == 4711
+    assert decide_seed(5, checkpoint) == 5
