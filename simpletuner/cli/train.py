@@ -89,11 +89,12 @@ def train(
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import make_progress
+    from simpletuner.run.lock import lock_output
 
     plan, budget = ready_plan(arguments, problems)
     prepare_output(plan)
     setup_logging()
-    with make_progress() as progress:
+    with lock_output(plan.output_dir), make_progress() as progress:
         for warning in plan.warnings:
             progress.say(f"warning: {warning}")
         for decision in budget.decisions:

@@ -1,0 +1,153 @@
+"""One run at a time in an output folder, whatever became of the one before."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from simpletuner.errors import UserError
+from simpletuner.run.lock import LOCK_FILE, Owner, create_in_place, hold, lock_output, this_process
+from tests.workspace import Workspace
+
+HOLD = """
+import sys
+from pathlib import Path
+from simpletuner.errors import UserError
+from simpletuner.run.lock import lock_output
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    with lock_output(Path(sys.argv[1])):
+        print("held", flush=True)
+        sys.stdin.readline()
+except UserError as error:
+    print(error, flush=True)
+"""
+Holder = subprocess.Popen[str]
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Callable[[Path], Holder]]:
+    """Starts a process that takes a folder's lock at the first line it reads and releases it at the second."""
+    started: list[Holder] = []
+
+    def start(folder: Path) -> Holder:
+        command = [sys.executable, "-c", HOLD, str(folder), "train", "env=first"]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1))
+        assert hear(started[-1]) == "ready\n"
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def tell(process: Holder) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+
+
+def hear(process: Holder) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def write_lock(folder: Path, owner: Owner) -> None:
+    (folder / LOCK_FILE).write_text(json.dumps(asdict(owner)))
+
+
+def test_a_second_run_is_refused_before_it_writes(
+    tmp_path: Path, t2i_checkpoint: Path, holder: Callable[[Path], Holder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.create(tmp_path, t2i_checkpoint)
+    output = workspace.path("output")
+    output.mkdir()
+    first = holder(output)
+    tell(first)
+    assert hear(first) == "held\n"
+    assert workspace.train() == 2
+    message = capsys.readouterr().err
+    assert f"output is in use by process {first.pid} on {this_process().host} (`-c {output} train env=first`" in message
+    assert "started 0." in message
+    assert [path.name for path in output.iterdir()] == [LOCK_FILE]
+    assert workspace.train("--dry-run") == 0, "who only reads takes no lock"
+    tell(first)
+    first.wait(10)
+    assert list(output.iterdir()) == []
+
+
+def test_the_lock_of_a_killed_run_is_taken_over(
+    tmp_path: Path, holder: Callable[[Path], Holder], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = holder(tmp_path)
+    tell(first)
+    assert hear(first) == "held\n"
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
+    with caplog.at_level("INFO"), lock_output(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == this_process().pid
+    assert f"process {first.pid} on" in caplog.text
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_of_several_that_find_a_dead_owner_one_gets_the_lock(tmp_path: Path, holder: Callable[[Path], Holder]) -> None:
+    write_lock(tmp_path, replace(this_process(), started="0"))
+    several = [holder(tmp_path) for _ in range(4)]
+    for each in several:
+        tell(each)
+    heard = [hear(each) for each in several]
+    assert heard.count("held\n") == 1
+    winner = several[heard.index("held\n")]
+    assert sum(f"process {winner.pid} on" in line for line in heard) == 3
+
+
+def test_whoever_takes_over_waits_for_another_that_is_at_it(tmp_path: Path, holder: Callable[[Path], Holder]) -> None:
+    write_lock(tmp_path, replace(this_process(), started="0"))
+    with (tmp_path / LOCK_FILE).open("rb") as file:
+        hold(file)
+        second = holder(tmp_path)
+        tell(second)
+        assert select.select([second.stdout], [], [], 0.5)[0] == []
+        write_lock(tmp_path, this_process())
+    assert f"in use by process {this_process().pid} on" in hear(second)
+
+
+def test_a_lock_goes_with_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), lock_output(tmp_path):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", [{"boot": "an earlier one"}, {"started": "1"}, {"pid": 2**30, "started": ""}])
+def test_an_owner_of_another_time_is_gone(tmp_path: Path, change: dict[str, object]) -> None:
+    write_lock(tmp_path, replace(this_process(), **change))  # type: ignore[arg-type]
+    with lock_output(tmp_path):
+        pass
+
+
+def test_another_host_is_said_and_not_judged(tmp_path: Path) -> None:
+    write_lock(tmp_path, replace(this_process(), pid=2**30, host="elsewhere"))
+    with pytest.raises(UserError, match=rf"on elsewhere .* delete .*{LOCK_FILE}"), lock_output(tmp_path):
+        pass
+    assert (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_lock_without_content_is_said_and_not_judged(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).touch()
+    with pytest.raises(UserError, match=rf"{LOCK_FILE} does not say which run"), lock_output(tmp_path):
+        pass
+
+
+def test_without_links_there_is_one_lock_too(tmp_path: Path) -> None:
+    assert create_in_place(tmp_path / LOCK_FILE, b"first")
+    assert not create_in_place(tmp_path / LOCK_FILE, b"second")
+    assert (tmp_path / LOCK_FILE).read_bytes() == b"first"
