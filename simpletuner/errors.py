@@ -59,8 +59,8 @@ class DiskFullError(UserError):
     """No space left while writing; everything that was complete before is kept."""
 
 
-class NonFiniteLossError(SimpleTunerError):
-    """The loss became NaN or infinite; raised before the weights were touched."""
+class NonFiniteError(SimpleTunerError):
+    """A loss, gradient or weight became NaN or infinite; raised before it was trained on or stored."""
 
 
 class Interrupted(SimpleTunerError):

@@ -40,7 +40,7 @@ class BatchReader:
         self._stores: dict[Path, CacheStore] = {}
 
     def __call__(self, planned: PlannedBatch) -> Batch:
-        embeds = [self._embeds(planned, slot) for slot in range(len(planned.samples))]
+        embeds = [self._embeds(planned, index) for index in range(len(planned.samples))]
         return self._batch(planned.samples, embeds)
 
     def read_sample(self, sample: Sample) -> Batch:
@@ -69,10 +69,10 @@ class BatchReader:
     def _latents(self, entry: LatentEntry) -> Tensor:
         return self._read(entry)["latents"]
 
-    def _embeds(self, planned: PlannedBatch, slot: int) -> TextEmbeds:
-        sample = planned.samples[slot]
+    def _embeds(self, planned: PlannedBatch, index: int) -> TextEmbeds:
+        sample, slot = planned.samples[index], planned.slots[index]
         dropped = fraction(self.seed, planned.epoch, planned.index, slot, "caption dropout") < self.caption_dropout
-        caption = "" if dropped else planned.captions[slot]
+        caption = "" if dropped else planned.captions[index]
         return self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))
 
     def _read(self, entry: LatentEntry | TextEntry) -> dict[str, Tensor]:

@@ -104,7 +104,11 @@ class RunOptions(Group):
         "draws one; both are logged.",
         ge=-1,
     )
-    seed_for_each_device: Flag = option(True, "false: every process uses the same noise.")
+    seed_for_each_device: Flag = option(
+        True,
+        "true: every sample of a step draws noise of its own, as in one process with a larger batch. false: every "
+        "process draws what the first one draws. Without effect in one process.",
+    )
     resume_from_checkpoint: PathText = option(
         "latest",
         "`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts afresh; none "

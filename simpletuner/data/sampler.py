@@ -16,6 +16,7 @@ from simpletuner.data.chance import fraction, generator
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
+from simpletuner.world import World
 
 Sampling = Literal["auto-weighting", "uniform"]
 
@@ -30,6 +31,7 @@ class PlannedBatch:
         dataset_id, bucket, size: what the samples have in common; size is width and height in pixels.
         samples: in this order.
         captions: the one of each sample's alternatives that was drawn for this use.
+        slots: positions of the samples in the batch of all processes; what is drawn for a sample follows from them.
     """
 
     epoch: int
@@ -39,6 +41,7 @@ class PlannedBatch:
     size: Size
     samples: tuple[Sample, ...]
     captions: tuple[str, ...]
+    slots: range
 
 
 class Sampler:
@@ -50,8 +53,8 @@ class Sampler:
         sampling: auto-weighting draws the next batch's dataset by remaining size x probability, uniform by
             probability alone.
         accumulation: micro-batches per optimizer step, for datasets that take part in some steps only.
-        rank, world: this process and how many there are. All get batches of one shape at the same time: a batch is
-            cut out of one `world` times as large.
+        world: the processes that train together. All get batches of one shape at the same time: a batch is cut out
+            of one `world.size` times as large.
     """
 
     def __init__(
@@ -61,14 +64,12 @@ class Sampler:
         seed: int,
         sampling: Sampling = "auto-weighting",
         accumulation: int = 1,
-        rank: int = 0,
-        world: int = 1,
+        world: World = World(),
     ) -> None:
         self.datasets = [dataset for dataset in datasets if dataset.config.probability > 0]
         self.seed = seed
         self.sampling = sampling
         self.accumulation = accumulation
-        self.rank = rank
         self.world = world
         self.epoch = 1
         self.index = 0
@@ -150,7 +151,7 @@ class Sampler:
         """How many groups `_groups` will give; crops that move within their bucket do not change it."""
         if dataset.config.crop_aspect == "random":
             dataset = dataset.at_epoch(epoch)
-        size = dataset.batch_size * self.world
+        size = dataset.batch_size * self.world.size
         return sum(-(-len(samples) * (dataset.repeats + 1) // size) for samples in dataset.buckets().values())
 
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:
@@ -160,7 +161,7 @@ class Sampler:
 
     def _groups(self, dataset: Dataset, epoch: int) -> list[list[Sample]]:
         """The dataset's samples of an epoch in groups of one bucket, each enough for one batch of every process."""
-        size = dataset.batch_size * self.world
+        size = dataset.batch_size * self.world.size
         groups = []
         for label, samples in dataset.buckets().items():
             random = generator(self.seed, epoch, dataset.id, label)
@@ -171,15 +172,14 @@ class Sampler:
 
     def _batch(self, dataset_id: str, group: Sequence[Sample], epoch: int, index: int) -> PlannedBatch:
         """This process's part of a group."""
-        count = len(group) // self.world
-        first = self.rank * count
-        samples = tuple(group[first : first + count])
+        slots = self.world.slots(len(group) // self.world.size)
+        samples = tuple(group[slots.start : slots.stop])
         captions = tuple(
-            sample.captions[int(fraction(self.seed, epoch, index, first + slot, "caption") * len(sample.captions))]
-            for slot, sample in enumerate(samples)
+            sample.captions[int(fraction(self.seed, epoch, index, slot, "caption") * len(sample.captions))]
+            for slot, sample in zip(slots, samples, strict=True)
         )
         geometry = samples[0].geometry
-        return PlannedBatch(epoch, index, dataset_id, geometry.bucket, geometry.size, samples, captions)
+        return PlannedBatch(epoch, index, dataset_id, geometry.bucket, geometry.size, samples, captions, slots)
 
 
 @dataclass

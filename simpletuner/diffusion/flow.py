@@ -8,6 +8,7 @@ Random numbers are drawn on the CPU and then moved, so that a seed means the sam
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -25,23 +26,24 @@ FEWEST_TOKENS, LOWEST_MU = 256, 0.5
 MOST_TOKENS, HIGHEST_MU = 4096, 1.15
 
 
-def sample_sigmas(batch_size: int, flow: FlowConfig, shift: float, generator: torch.Generator) -> Tensor:
+def sample_sigmas(place: Place, flow: FlowConfig, shift: float) -> Tensor:
     """Noise levels of one micro-batch.
 
     Uniform numbers go through the inverse CDF of the chosen law (logit-normal, uniform or beta), then through
-    `shift_sigmas`. Segmented sampling gives each sample of the batch its own slice of equal probability, in
-    shuffled order, so that every batch covers the schedule; each sample alone still follows the law exactly.
+    `shift_sigmas`. Segmented sampling gives each sample of the group (the micro-batch of all processes) its own slice
+    of equal probability, in shuffled order, so that every group covers the schedule; each sample alone still follows
+    the law exactly.
 
     Args:
         shift: factor k of the schedule, see `choose_shift`.
-        generator: on the CPU.
 
     Returns:
         sigmas in (0, 1], float32, `B`, on the CPU.
     """
-    shares = torch.rand(batch_size, generator=generator, dtype=torch.float64)
+    shares = torch.cat([torch.rand(1, generator=each, dtype=torch.float64) for each in place.generators("sigmas")])
     if not flow.disable_segmented_timestep_sampling:
-        shares = (torch.randperm(batch_size, generator=generator) + shares) / batch_size
+        slices = torch.randperm(place.group, generator=place.shared_generator("slices"))[list(place.slots)]
+        shares = (slices + shares) / place.group
     sigmas = shift_sigmas(law_quantiles(shares, flow), shift)
     return sigmas.clamp(SMALLEST_SIGMA, 1.0).float()
 
@@ -81,9 +83,10 @@ def choose_shift(flow: FlowConfig, tokens: int, *, shift_is_explicit: bool) -> f
     return 1.0 if flow.flow_schedule_shift is None else flow.flow_schedule_shift
 
 
-def sample_noise(latents: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal noise like `latents`, float32, drawn by a CPU generator and moved to their device."""
-    return upload(torch.randn(latents.shape, generator=generator, dtype=torch.float32), latents.device)
+def sample_noise(latents: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """Standard normal noise like `latents`, float32, drawn on the CPU by one generator per sample and moved."""
+    shape = latents.shape[1:]
+    return upload(torch.stack([torch.randn(shape, generator=each) for each in generators]), latents.device)
 
 
 def make_noisy(
@@ -93,7 +96,6 @@ def make_noisy(
     *,
     input_perturbation: float = 0.0,
     noise_offset: float = 0.0,
-    generator: torch.Generator | None = None,
     place: Place | None = None,
 ) -> NoisyBatch:
     """Mix a batch with noise.
@@ -105,16 +107,20 @@ def make_noisy(
     Args:
         sigmas: `B`, in (0, 1], on any device.
         noise: standard normal, shape of `batch.latents`.
-        generator: on the CPU; needed when one of the two strengths is not 0.
-        place: where in the run this is; techniques that draw random numbers need it.
+        place: where in the run this is; needed when one of the two strengths is not 0, and by techniques that draw
+            random numbers.
     """
     latents = batch.latents.float()
     noise = upload(noise.float(), latents.device)
-    if noise_offset:
-        noise = noise + noise_offset * sample_noise(latents[..., :1, :1, :1], _given(generator))
     in_input = noise
-    if input_perturbation:
-        in_input = noise + input_perturbation * sample_noise(latents, _given(generator))
+    if noise_offset or input_perturbation:
+        if place is None:
+            raise ValueError("noise_offset and input_perturbation draw random numbers: say where in the run this is")
+        generators = place.generators("perturbation")
+        if noise_offset:
+            in_input = noise = noise + noise_offset * sample_noise(latents[..., :1, :1, :1], generators)
+        if input_perturbation:
+            in_input = noise + input_perturbation * sample_noise(latents, generators)
     sigmas = upload(sigmas.float(), latents.device)
     share = sigmas.view(-1, 1, 1, 1, 1)
     return NoisyBatch(
@@ -128,12 +134,6 @@ def make_noisy(
         protected=None if batch.loss_mask is None else batch.loss_mask >= 0.5,
         place=place,
     )
-
-
-def _given(generator: torch.Generator | None) -> torch.Generator:
-    if generator is None:
-        raise ValueError("noise_offset and input_perturbation draw random numbers: pass a generator")
-    return generator
 
 
 TINY = 1e-300

@@ -29,6 +29,7 @@ from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, Checkpoint
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
+from simpletuner.world import World
 
 
 def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Flavour, list[DatasetConfig]]:
@@ -104,9 +105,9 @@ class Plan:
         done = self.resume is not None and self.resume.step >= self.length.total_steps
         return done and (self.output_dir / result).exists()
 
-    def sampler(self) -> Sampler:
-        """The order of samples, from the beginning."""
-        return make_sampler(self.trained, self.config, self.seed)
+    def sampler(self, world: World | None = None) -> Sampler:
+        """The order of samples, from the beginning, for one of the processes; the first one unless said."""
+        return make_sampler(self.trained, self.config, self.seed, world)
 
 
 def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
@@ -145,15 +146,14 @@ def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec 
     return None
 
 
-def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, rank: int = 0) -> Sampler:
-    """The sampler of a run. `rank` is that of the process among `num_processes`."""
+def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world: World | None = None) -> Sampler:
+    """The sampler of a run for one of its processes; the first of `num_processes` unless said."""
     return Sampler(
         trained,
         seed=seed,
         sampling=config.datasets.data_backend_sampling,
         accumulation=config.schedule.gradient_accumulation_steps,
-        rank=rank,
-        world=config.launch.num_processes,
+        world=world or World(size=config.launch.num_processes),
     )
 
 

@@ -29,7 +29,7 @@ def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, 
     Raises:
         RuntimeError: the file does not load as it was saved.
     """
-    if not assembly.accelerator.is_main_process:
+    if not assembly.world.is_main:
         return ""
     with assembly.sampling_weights():
         if assembly.lora is None:

@@ -59,7 +59,7 @@ def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool 
         assembly = assemble(config, intent_of(plan), adapter, choose_techniques(plan), accelerator)
     ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
     reader = BatchReader(workshop.catalogue, config.text.caption_dropout_probability, plan.seed, workshop.mend)
-    loader = BatchLoader(plan.sampler(), reader, config.caching, workshop.follow, pin=True)
+    loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, workshop.follow, pin=True)
     state = begin(plan, assembly, loader, ema)
     if plan.resume:
         progress.say(f"Continuing from {plan.resume.path.name}")
@@ -70,7 +70,7 @@ def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool 
         callbacks = build_callbacks(session, validation)
         if device.type == "cuda" if rehearsed is None else rehearsed:
             with progress.phase("Rehearsing the largest moments"):
-                for tried in rehearse(assembly, plan.sampler().batches(loader.epoch), reader, validation, budget):
+                for tried in rehearse(assembly, loader.sampler.batches(loader.epoch), reader, validation, budget):
                     progress.say(str(tried))
         with stop_on_interrupt() as stop:
             train(assembly, loader, state, callbacks, stop)

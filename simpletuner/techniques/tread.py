@@ -48,8 +48,8 @@ class Tread(Technique):
         protected = self._protected(noisy)
         units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._stream.unit
         for number, window in enumerate(self._windows):
-            generator = noisy.place.generator(f"tread {number}")
-            kept = draw_kept(len(noisy.sigmas), units, window.route.ratio, protected, generator)
+            generators = noisy.place.generators(f"tread {number}")
+            kept = draw_kept(units, window.route.ratio, protected, generators)
             tokens = None if kept.shape[1] == units else tokens_of(kept, self._stream.unit)
             window.begin(None if tokens is None else upload(tokens, noisy.sigmas.device))
         return noisy
@@ -120,7 +120,7 @@ class _Window:
         return together
 
 
-def draw_kept(samples: int, units: int, ratio: float, protected: Tensor | None, generator: torch.Generator) -> Tensor:
+def draw_kept(units: int, ratio: float, protected: Tensor | None, generators: Sequence[torch.Generator]) -> Tensor:
     """Which units of each sample are kept: int64, `B K`, ascending, on the CPU.
 
     K is (1 - ratio) of the units, rounded and at least 1: the same in every step, so that compiled blocks see one
@@ -128,10 +128,10 @@ def draw_kept(samples: int, units: int, ratio: float, protected: Tensor | None, 
 
     Args:
         protected: bool, `B units`, on the CPU, or None.
-        generator: on the CPU.
+        generators: one per sample, on the CPU.
     """
     count = count_kept(ratio, units)
-    chances = torch.rand(samples, units, generator=generator)
+    chances = torch.stack([torch.rand(units, generator=each) for each in generators])
     if protected is not None:
         count = max(count, int(protected.sum(1).max()))
         chances = chances + protected

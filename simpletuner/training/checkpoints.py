@@ -194,7 +194,7 @@ class CheckpointWriter:
 
     def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
         """Save now, then remove what is beyond the limit."""
-        if not assembly.accelerator.is_main_process:
+        if not assembly.world.is_main:
             return
         name = f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
         arguments = (assembly, state, self.loader, self.ema, self.identity, self.settings, self.note(state))

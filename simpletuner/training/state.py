@@ -19,6 +19,7 @@ from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.techniques.base import Technique
 from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.optimizers import sampling_weights
+from simpletuner.world import World
 
 # FLOPs that training on one sample takes, what checkpointing recomputes not counted, given its tokens and text tokens.
 SampleFlops = Callable[[int, int], float]
@@ -60,7 +61,7 @@ class StepSettings:
         total_steps: optimizer steps of the whole run.
         base_learning_rate: peak rate, scaling rules applied.
         shift_is_explicit: the user set `flow_schedule_shift`.
-        shared_noise: all processes draw the same noise.
+        shared_noise: the samples of every process draw what those of the first one draw.
     """
 
     seed: int
@@ -85,6 +86,7 @@ class Assembly:
         scaler: keeps small float16 gradients from vanishing; inert in other precisions.
         streamer: brings weights to the device while it computes; None when all of them stay there.
         sample_flops: what a sample costs; None in an assembly that is not metered.
+        world: the processes that train together.
     """
 
     adapter: FamilyAdapter
@@ -98,6 +100,7 @@ class Assembly:
     techniques: list[Technique] = field(default_factory=list)
     streamer: WeightStreamer | None = None
     sample_flops: SampleFlops | None = None
+    world: World = field(default_factory=World)
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """The weights to sample with and to publish, where the optimizer trains at others (schedule-free)."""

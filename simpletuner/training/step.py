@@ -2,14 +2,13 @@
 
     batch ─► noise ─► noisy batch ─► predict ─► loss ─► backward ─► clip ─► update
 
-Every random number of a step is derived from (seed, global step, micro-step, rank), so nothing that happens around
+Every random number of a step is derived from (seed, global step, micro-step, sample), so nothing that happens around
 a step can change it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -22,10 +21,11 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.diffusion.seeds import Place, seed_device
-from simpletuner.errors import NonFiniteLossError
+from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.meter import StepMeter, tokens_of
 from simpletuner.training.optimizers import learning_rate_at
 from simpletuner.training.state import Assembly
+from simpletuner.world import World
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, float]:
@@ -88,16 +88,21 @@ class _Losses:
     extra: dict[str, list[Tensor]] = field(default_factory=dict)
     names: list[list[str]] = field(default_factory=list)
 
+    @property
+    def counts(self) -> list[int]:
+        """Samples of each micro-batch."""
+        return [len(names) for names in self.names]
+
 
 def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) -> StepReport:
-    """Train on `accumulation` micro-batches and update the weights once.
+    """Train on `accumulation` micro-batches and update the weights once. Every sample of them weighs the same.
 
     Args:
         loader: an endless supply of batches, on the CPU.
         global_step: optimizer steps done before this one.
 
     Raises:
-        NonFiniteLossError: a loss is NaN or infinite; the weights are as they were.
+        NonFiniteError: a loss or the gradient is NaN or infinite; the weights are as they were.
     """
     settings, accelerator = assembly.settings, assembly.accelerator
     meter = StepMeter(assembly)
@@ -113,11 +118,13 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         last = micro_step == settings.accumulation - 1
         with nullcontext() if last else accelerator.no_sync(assembly.transformer):
             loss = micro_loss(assembly, batch, global_step, micro_step, losses)
-            accelerator.backward(assembly.scaler.scale(loss / settings.accumulation))
+            accelerator.backward(assembly.scaler.scale(loss / even_share(losses.counts, settings.accumulation)))
 
-    stop_if_not_finite(losses)
+    stop_if_losses_not_finite(torch.stack(losses.total).tolist(), losses.names)
     assembly.scaler.unscale_(assembly.optimizer)
+    weigh_samples_alike(assembly.parameters.values(), losses.counts)
     gradient = clip_gradients(assembly.parameters.values(), settings.optimizer)
+    stop_if_gradients_not_finite(gradient.values(), assembly.parameters, assembly.scaler, losses.names)
     assembly.scaler.step(assembly.optimizer)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
@@ -133,6 +140,21 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         flops=meter.flops,
         shapes=meter.shapes,
     )
+
+
+def even_share(counts: Sequence[int], accumulation: int) -> float:
+    """What the loss of the last micro-batch is divided by: `accumulation`, where all have as many samples as the first.
+
+    How many samples the window will have is not known before its last batch; `weigh_samples_alike` makes up for that.
+    """
+    return accumulation * counts[0] / counts[-1]
+
+
+def weigh_samples_alike(parameters: Iterable[nn.Parameter], counts: Sequence[int]) -> None:
+    """Scale gradients that were summed with `even_share`, so that they are those of the mean over all samples."""
+    factor = len(counts) * counts[0] / sum(counts)
+    if factor != 1:
+        torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
 
 
 def rehearse_micro_step(assembly: Assembly, batch: Batch) -> None:
@@ -168,42 +190,32 @@ def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: i
 def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
     """Draw sigmas and noise for this place in the run, and seed what the forward pass may draw (dropout)."""
     settings = assembly.settings
-    rank = 0 if settings.shared_noise else assembly.accelerator.process_index
-    place = Place(settings.seed, global_step, micro_step, rank)
-    seed_device(batch.latents.device, place.seed_for("forward"))
+    place = place_of(assembly, len(batch.names), global_step, micro_step)
+    seed_device(batch.latents.device, place.forward_seed)
     shift = choose_shift(settings.flow, tokens_of(assembly, batch), shift_is_explicit=settings.shift_is_explicit)
     return make_noisy(
         batch,
-        sample_sigmas(len(batch.names), settings.flow, shift, place.generator("sigmas")),
-        sample_noise(batch.latents, place.generator("noise")),
+        sample_sigmas(place, settings.flow, shift),
+        sample_noise(batch.latents, place.generators("noise")),
         input_perturbation=settings.loss.input_perturbation,
         noise_offset=settings.loss.noise_offset,
-        generator=place.generator("perturbation"),
         place=place,
     )
 
 
-def stop_if_not_finite(losses: _Losses) -> None:
-    """Look at all losses of the step at once, before the update.
-
-    Raises:
-        NonFiniteLossError: naming the files of the micro-batches at fault.
-    """
-    values = torch.stack(losses.total).tolist()
-    guilty = [
-        name for value, names in zip(values, losses.names, strict=True) if not math.isfinite(value) for name in names
-    ]
-    if guilty:
-        raise NonFiniteLossError(
-            f"The loss is {', '.join(str(value) for value in values)}. The weights were not touched. "
-            f"Trained on: {', '.join(guilty)}."
-        )
+def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) -> Place:
+    """Where in the run a micro-batch of so many samples is."""
+    # With shared noise every process draws as if it were alone.
+    world = World() if assembly.settings.shared_noise else assembly.world
+    return Place(assembly.settings.seed, global_step, micro_step, world.slots(count), world.size * count)
 
 
 def _means(losses: _Losses) -> dict[str, float]:
+    counts = torch.tensor(losses.counts, dtype=torch.float32)
+    shares = (counts / counts.mean()).to(losses.total[0].device)  # 1 where all batches are of one size
     means = {
         "train_loss": torch.cat(losses.per_sample).mean().item(),
-        "optimization_loss": torch.stack(losses.total).mean().item(),
+        "optimization_loss": (torch.stack(losses.total) * shares).mean().item(),
     }
     return means | {name: torch.stack(values).mean().item() for name, values in losses.extra.items()}
 

@@ -60,7 +60,7 @@ class EvaluationLoss:
         """Only steps of training are evaluated."""
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        if self.is_due(state.global_step) and assembly.accelerator.is_main_process:
+        if self.is_due(state.global_step) and assembly.world.is_main:
             losses = self.evaluate(assembly, state.global_step)
             report.metrics.update(losses)
             shown = ", ".join(f"{name.removeprefix(PREFIX)} {value:.5g}" for name, value in losses.items())
@@ -105,7 +105,7 @@ class EvaluationLoss:
         """The loss of a sample at each noise level, `1`."""
         batch = self.read(sample).to(assembly.accelerator.device)
         for index, sigma in enumerate(even_sigmas(self.config.eval_timesteps)):
-            noise = sample_noise(batch.latents, generator_for(self.seed, 0, index, 0, f"evaluate {sample.full_name}"))
+            noise = sample_noise(batch.latents, [generator_for(self.seed, 0, index, 0, f"evaluate {sample.full_name}")])
             noisy = assembly.adapter.prepare(make_noisy(batch, torch.tensor([sigma]), noise))
             prediction = assembly.adapter.predict(assembly.transformer, noisy)
             yield diffusion_loss(prediction, noisy, assembly.settings.loss)

@@ -132,7 +132,7 @@ class ValidationRunner:
         Args:
             benchmark: the model is untrained; the files go to `benchmarks/base_model`.
         """
-        if not self.subjects or not assembly.accelerator.is_main_process:
+        if not self.subjects or not assembly.world.is_main:
             return []
         weights = [False] if benchmark else weights_to_use(self.ema, self.config.ema.ema_validation)
         images = self.config.validation.num_validation_images

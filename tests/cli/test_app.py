@@ -10,7 +10,7 @@ import pytest
 from simpletuner.cli import app
 from simpletuner.cli.app import main
 from simpletuner.config.schema import all_options
-from simpletuner.errors import DiskFullError, Interrupted, NonFiniteLossError, UserError
+from simpletuner.errors import DiskFullError, Interrupted, NonFiniteError, UserError
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = [
@@ -69,7 +69,7 @@ def test_usage_errors(capsys: Capture, arguments: list[str]) -> None:
     [
         (UserError("do this"), 2, "error: do this\n"),
         (DiskFullError("full"), 2, "error: full\n"),
-        (NonFiniteLossError("NaN at step 3"), 1, "NaN at step 3\n"),
+        (NonFiniteError("NaN at step 3"), 1, "NaN at step 3\n"),
         (Interrupted("stopped at step 3"), 130, "stopped at step 3\n"),
         (KeyboardInterrupt(), 130, "Interrupted.\n"),
     ],

@@ -13,6 +13,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.errors import UserError
+from simpletuner.world import World
 
 SIZES = {"1.0": (100, 100), "1.5": (150, 100), "0.67": (100, 150)}
 
@@ -155,7 +156,7 @@ def test_step_windows_count_optimizer_steps_of_the_run() -> None:
 
 def test_processes_get_batches_of_one_shape_at_the_same_time() -> None:
     datasets = [make_dataset({"1.0": 30, "1.5": 13}, 1, "a"), make_dataset({"0.67": 9}, 0, "b")]
-    ranks = [Sampler(datasets, seed=2, rank=rank, world=3).batches(1) for rank in range(3)]
+    ranks = [Sampler(datasets, seed=2, world=World(rank, 3)).batches(1) for rank in range(3)]
     for together in zip(*ranks, strict=True):
         assert len({(batch.dataset_id, batch.size, batch.index) for batch in together}) == 1
         assert all(len(batch.samples) == 4 for batch in together)

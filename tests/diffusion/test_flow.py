@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from simpletuner.diffusion.flow import (
     sample_sigmas,
     shift_sigmas,
 )
+from simpletuner.diffusion.seeds import Place
 from tests.closeness import ELEMENTWISE, assert_close
 
 LAWS = {
@@ -28,6 +31,11 @@ LAWS = {
     "uniform": FlowConfig(flow_use_uniform_schedule=True),
     "beta": FlowConfig(flow_use_beta_schedule=True, flow_beta_schedule_alpha=2, flow_beta_schedule_beta=3),
 }
+
+
+def places(group: int) -> Iterator[Place]:
+    """The micro-batches of one process, step by step."""
+    return (Place(5, step, 0, range(group), group) for step in itertools.count())
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -54,8 +62,7 @@ def cdf(name: str, sigmas: Tensor) -> Tensor:
 def test_sigmas_follow_the_law(name: str, segmented: bool, shift: float) -> None:
     """Kolmogorov-Smirnov distance of 4000 draws; 0.03 would be exceeded by chance once in a thousand tries."""
     flow = LAWS[name].model_copy(update={"disable_segmented_timestep_sampling": not segmented})
-    source = generator(5)
-    sigmas = torch.cat([sample_sigmas(4, flow, shift, source) for _ in range(1000)])
+    sigmas = torch.cat([sample_sigmas(place, flow, shift) for place in itertools.islice(places(4), 1000)])
     unshifted = sigmas / (shift - (shift - 1) * sigmas)
     shares = cdf(name, unshifted).sort().values
     distance = (shares - torch.linspace(0, 1, len(shares), dtype=torch.float64)).abs().max()
@@ -64,10 +71,9 @@ def test_sigmas_follow_the_law(name: str, segmented: bool, shift: float) -> None
 
 @pytest.mark.parametrize("name", LAWS)
 def test_a_segmented_batch_has_one_sample_in_each_slice_in_shuffled_order(name: str) -> None:
-    source = generator(1)
     orders = set()
-    for _ in range(20):
-        slices = (cdf(name, sample_sigmas(8, LAWS[name], 1.0, source)) * 8).floor().int().tolist()
+    for place in itertools.islice(places(8), 20):
+        slices = (cdf(name, sample_sigmas(place, LAWS[name], 1.0)) * 8).floor().int().tolist()
         assert sorted(slices) == list(range(8))
         orders.add(tuple(slices))
     assert len(orders) > 15
@@ -75,13 +81,12 @@ def test_a_segmented_batch_has_one_sample_in_each_slice_in_shuffled_order(name: 
 
 def test_independent_draws_do_share_slices() -> None:
     flow = FlowConfig(disable_segmented_timestep_sampling=True, flow_use_uniform_schedule=True)
-    slices = (sample_sigmas(8, flow, 1.0, generator()) * 8).floor()
+    slices = (sample_sigmas(next(places(8)), flow, 1.0) * 8).floor()
     assert len(set(slices.tolist())) < 8
 
 
 def test_each_position_of_a_segmented_batch_follows_the_whole_law() -> None:
-    source = generator(3)
-    first = torch.stack([sample_sigmas(4, LAWS["uniform"], 1.0, source)[0] for _ in range(2000)])
+    first = torch.stack([sample_sigmas(each, LAWS["uniform"], 1.0)[0] for each in itertools.islice(places(4), 2000)])
     distance = (first.sort().values - torch.linspace(0, 1, 2000)).abs().max()
     assert distance < 0.05
 
@@ -97,7 +102,7 @@ def test_each_position_of_a_segmented_batch_follows_the_whole_law() -> None:
 )
 @pytest.mark.parametrize("shift", [1e-9, 1.0, 1e9])
 def test_sigmas_stay_inside(flow: FlowConfig, shift: float) -> None:
-    sigmas = sample_sigmas(200, flow, shift, generator())
+    sigmas = sample_sigmas(next(places(200)), flow, shift)
     assert sigmas.dtype == torch.float32
     assert sigmas.shape == (200,)
     assert torch.isfinite(sigmas).all()
@@ -108,7 +113,7 @@ def test_sigmas_stay_inside(flow: FlowConfig, shift: float) -> None:
 def test_draws_of_exactly_zero_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda size, generator, dtype: torch.zeros(size, dtype=dtype))
     for flow in LAWS.values():
-        sigmas = sample_sigmas(1, flow, 1.0, generator())
+        sigmas = sample_sigmas(next(places(1)), flow, 1.0)
         assert 0 < float(sigmas) < 1e-5
 
 
@@ -155,7 +160,7 @@ def batch(shape: tuple[int, ...] = (2, 4, 1, 6, 5), dtype: torch.dtype = torch.f
 
 def test_the_mix_is_the_definition() -> None:
     clean = batch()
-    noise = sample_noise(clean.latents, generator())
+    noise = sample_noise(clean.latents, [generator()] * 2)
     sigmas = torch.tensor([0.25, 1.0])
     noisy = make_noisy(clean, sigmas, noise)
     assert torch.equal(noisy.noisy_latents[0], 0.75 * clean.latents[0] + 0.25 * noise[0])
@@ -172,16 +177,16 @@ def test_everything_is_float32_even_from_bf16_latents() -> None:
 
 
 def test_the_true_velocity_leads_back_to_the_latents() -> None:
-    noisy = make_noisy(batch(), torch.tensor([0.3, 0.9]), sample_noise(batch().latents, generator()))
+    noisy = make_noisy(batch(), torch.tensor([0.3, 0.9]), sample_noise(batch().latents, [generator()] * 2))
     back = noisy.noisy_latents - noisy.sigmas.view(-1, 1, 1, 1, 1) * noisy.target
     assert_close(back, batch().latents, terms=ELEMENTWISE)
 
 
 def test_input_perturbation_changes_the_input_only() -> None:
-    noise = sample_noise(batch((1, 8, 1, 64, 64)).latents, generator())
+    noise = sample_noise(batch((1, 8, 1, 64, 64)).latents, [generator()])
     sigmas = torch.tensor([0.5])
     plain = make_noisy(batch((1, 8, 1, 64, 64)), sigmas, noise)
-    shaken = make_noisy(batch((1, 8, 1, 64, 64)), sigmas, noise, input_perturbation=0.1, generator=generator(1))
+    shaken = make_noisy(batch((1, 8, 1, 64, 64)), sigmas, noise, input_perturbation=0.1, place=next(places(1)))
     assert torch.equal(shaken.target, plain.target)
     added = shaken.noisy_latents - plain.noisy_latents
     assert float(added.std()) == pytest.approx(0.5 * 0.1, rel=0.02)
@@ -190,15 +195,16 @@ def test_input_perturbation_changes_the_input_only() -> None:
 
 def test_noise_offset_shifts_each_channel_in_input_and_target_alike() -> None:
     clean = batch((2, 4, 3, 6, 5))
-    noise = sample_noise(clean.latents, generator())
+    noise = sample_noise(clean.latents, [generator()] * 2)
     plain = make_noisy(clean, torch.tensor([0.5, 0.5]), noise)
-    offset = make_noisy(clean, torch.tensor([0.5, 0.5]), noise, noise_offset=0.2, generator=generator(1))
+    offset = make_noisy(clean, torch.tensor([0.5, 0.5]), noise, noise_offset=0.2, place=next(places(2)))
     shift = offset.target - plain.target
-    expected = 0.2 * torch.randn(2, 4, 1, 1, 1, generator=generator(1))
+    drawn = [torch.randn(4, 1, 1, 1, generator=each) for each in next(places(2)).generators("perturbation")]
+    expected = 0.2 * torch.stack(drawn)
     assert_close(offset.target, plain.target + expected, terms=ELEMENTWISE)
     assert_close(offset.noisy_latents, plain.noisy_latents + 0.5 * shift, terms=ELEMENTWISE)
 
 
-def test_extra_noise_without_a_generator_is_refused() -> None:
-    with pytest.raises(ValueError, match="generator"):
+def test_extra_noise_without_a_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="where in the run"):
         make_noisy(batch(), torch.tensor([0.5, 0.5]), torch.zeros(2, 4, 1, 6, 5), noise_offset=0.1)

@@ -22,10 +22,11 @@ def test_every_ingredient_changes_the_seed() -> None:
 
 
 def test_a_place_says_the_same() -> None:
-    place = Place(seed=42, global_step=7, micro_step=1, rank=0)
-    assert place.seed_for("noise") == step_seed(42, 7, 1, 0, "noise")
-    drawn = torch.rand(3, generator=place.generator("noise"))
-    assert torch.equal(drawn, torch.rand(3, generator=generator_for(42, 7, 1, 0, "noise")))
+    place = Place(seed=42, global_step=7, micro_step=1, slots=range(2, 4), group=4)
+    drawn = [torch.rand(3, generator=each) for each in place.generators("noise")]
+    expected = [torch.rand(3, generator=generator_for(42, 7, 1, slot, "noise")) for slot in (2, 3)]
+    assert torch.equal(torch.stack(drawn), torch.stack(expected))
+    assert place.forward_seed == step_seed(42, 7, 1, 2, "forward")
 
 
 def test_generators_repeat_and_differ() -> None:

@@ -15,6 +15,7 @@ from simpletuner.config.schema import FlowConfig, LossConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import CheckpointSetup, PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.geometry import rope_scale_of_size
@@ -117,10 +118,8 @@ def test_oracle(checkpoints: dict[str, Path], task: str) -> None:
     latents, first = encoder.encode(pixels, [4]), encoder.encode(pixels[:, :, :1], [9])
     assert latents.shape == (1, 16, 5, SIZE[1] // 8, SIZE[0] // 8)
     batch = Batch(latents, embeds, ["x"], condition=first if task == "i2v" else None)
-    noise = sample_noise(latents, torch.Generator().manual_seed(1))
-    noisy = adapter.prepare(
-        make_noisy(batch, sample_sigmas(1, FlowConfig(), 5.0, torch.Generator().manual_seed(2)), noise)
-    )
+    noise = sample_noise(latents, [torch.Generator().manual_seed(1)])
+    noisy = adapter.prepare(make_noisy(batch, sample_sigmas(Place(2, 0, 0, range(1), 1), FlowConfig(), 5.0), noise))
     transformer = adapter.load_transformer(torch.float32)
     target = (noise - latents).permute(0, 2, 3, 4, 1)
     if task == "i2v":
@@ -209,7 +208,9 @@ class TestNabla:
         transformer = adapter.load_transformer(torch.float32)
         latents = torch.randn(1, 16, *self.shape[1:4], generator=torch.Generator().manual_seed(1))
         noisy = make_noisy(
-            Batch(latents, embeds, ["x"]), torch.tensor([0.5]), sample_noise(latents, torch.Generator().manual_seed(2))
+            Batch(latents, embeds, ["x"]),
+            torch.tensor([0.5]),
+            sample_noise(latents, [torch.Generator().manual_seed(2)]),
         )
         sparse_out = adapter.predict(transformer, noisy)
         sparse_out.square().mean().backward()

@@ -15,6 +15,7 @@ from simpletuner.config.schema import FlowConfig, LossConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from tests.closeness import SAMPLING, limit
 from tests.fidelity.family import CPU, Recorder, make_adapter, picture
@@ -33,8 +34,8 @@ def test_oracle(task: str, t2i_checkpoint: Path, i2i_checkpoint: Path) -> None:
 
     # Training: the oracle knows this batch's noise.
     batch = Batch(latents, embeds, ["x"], condition=latents if source else None)
-    noise = sample_noise(latents, torch.Generator().manual_seed(1))
-    sigmas = sample_sigmas(1, FlowConfig(), 1.0, torch.Generator().manual_seed(2))
+    noise = sample_noise(latents, [torch.Generator().manual_seed(1)])
+    sigmas = sample_sigmas(Place(2, 0, 0, range(1), 1), FlowConfig(), 1.0)
     noisy = make_noisy(batch, sigmas, noise)
     target = (noise - latents).permute(0, 2, 3, 4, 1)
     Recorder(transformer, lambda inputs: target)

@@ -89,7 +89,7 @@ def test_oracle(sana_checkpoint: Path, task: str) -> None:
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
     encoder = adapter.load_latent_encoder(CPU, torch.float32)
     latents, first = encoder.encode(clip(), [0]), encoder.encode(clip()[:, :, :1], [0])
-    noise = sample_noise(latents, torch.Generator().manual_seed(1))
+    noise = sample_noise(latents, [torch.Generator().manual_seed(1)])
     batch = Batch(latents, embeds, ["x"], condition=first if task == "i2v" else None)
     noisy = adapter.prepare(make_noisy(batch, torch.tensor([0.7]), noise))
     target = noise - latents
@@ -129,7 +129,7 @@ class TestTimesteps:
         embeds = encoder.encode([TextRequest("a ball"), TextRequest("")])
         latents = torch.randn(2, *LATENT_SHAPE, generator=torch.Generator().manual_seed(0))
         sigmas = torch.tensor([timestep, 250.0]) / 1000
-        return make_noisy(Batch(latents, embeds, ["x", "y"]), sigmas, sample_noise(latents, torch.Generator()))
+        return make_noisy(Batch(latents, embeds, ["x", "y"]), sigmas, sample_noise(latents, [torch.Generator()] * 2))
 
     @pytest.mark.parametrize("training", [True, False])
     def test_equal_ones_equal_a_scalar(self, sana_checkpoint: Path, training: bool) -> None:

@@ -138,7 +138,7 @@ def test_the_loader_hands_out_locked_pages() -> None:
         datasets = ()
 
         def batches(self, epoch: int) -> list[PlannedBatch]:
-            return [PlannedBatch(epoch, 0, "d", "b", (8, 8), (), ())]
+            return [PlannedBatch(epoch, 0, "d", "b", (8, 8), (), (), range(0))]
 
         def batches_per_epoch(self, epoch: int) -> int:
             return 1

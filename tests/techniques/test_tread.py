@@ -32,7 +32,7 @@ from tests.training.assembly import make_assembly, make_batch
 BLOCKS, SIDE, TOKENS = 5, 16, 64
 CAPTIONS = ["a star", "two blue circles"]
 ROUTES = [Route(0.5, 1, 2), Route(0.75, 3, -2)]  # the second is one block
-PLACE = Place(seed=3, global_step=4, micro_step=1, rank=0)
+PLACE = Place(seed=3, global_step=4, micro_step=1, slots=range(2), group=2)
 CLIP = (1, 16, 2, 32, 32)  # 8 tiles
 Blocks = list[nn.Module]
 
@@ -56,6 +56,7 @@ def batch(deep: Path) -> Batch:
 
 def noisy_of(batch: Batch, place: Place = PLACE) -> NoisyBatch:
     noise = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(1))
+    place = replace(place, slots=place.slots[: len(batch.names)])
     return make_noisy(batch, torch.linspace(0.3, 0.7, len(batch.names)), noise, place=place)
 
 
@@ -269,8 +270,8 @@ def test_kept_tokens_follow_from_the_place_in_the_run(deep: Path, batch: Batch) 
 
     first = kept(PLACE)
     assert torch.equal(first, kept(PLACE))
-    for name in ("seed", "global_step", "micro_step", "rank"):
-        assert not torch.equal(first, kept(replace(PLACE, **{name: 9}))), name
+    for change in ({"seed": 9}, {"global_step": 9}, {"micro_step": 9}, {"slots": range(2, 4)}):
+        assert not torch.equal(first, kept(replace(PLACE, **change))), change
     assert not torch.equal(first[0], first[1]), "each sample keeps its own"
     assert first.shape == (2, TOKENS // 2)
     assert kept(PLACE, 3).shape == (2, TOKENS // 4)
@@ -282,22 +283,22 @@ def test_kept_tokens_follow_from_the_place_in_the_run(deep: Path, batch: Batch) 
 
 def test_all_tokens_are_kept_equally_often() -> None:
     generator = torch.Generator().manual_seed(0)
-    kept = draw_kept(4000, 10, 0.7, None, generator)
+    kept = draw_kept(10, 0.7, None, [generator] * 4000)
     assert kept.shape == (4000, 3)
     assert (kept.diff(dim=1) > 0).all()
     assert ((kept.flatten().bincount() / 4000 - 0.3).abs() < 0.03).all()
-    assert draw_kept(1, 10, 0.99, None, generator).shape == (1, 1), "one is left"
+    assert draw_kept(10, 0.99, None, [generator]).shape == (1, 1), "one is left"
 
 
 def test_protected_tokens_are_kept() -> None:
     protected = torch.zeros(2, 10, dtype=torch.bool)
     protected[0, [2, 7]] = True
     for seed in range(20):
-        kept = draw_kept(2, 10, 0.5, protected, torch.Generator().manual_seed(seed))
+        kept = draw_kept(10, 0.5, protected, [torch.Generator().manual_seed(seed)] * 2)
         assert kept.shape == (2, 5), "as many as without"
         assert {2, 7} <= set(kept[0].tolist())
     protected[1, :8] = True
-    kept = draw_kept(2, 10, 0.5, protected, torch.Generator())
+    kept = draw_kept(10, 0.5, protected, [torch.Generator()] * 2)
     assert kept.shape == (2, 8), "more only where they are needed"
     assert kept[1].tolist() == list(range(8))
 

@@ -16,6 +16,7 @@ from torch import nn
 from simpletuner.training.state import TrainState
 from simpletuner.validation import runner
 from simpletuner.validation.prompts import ValidationPrompt
+from simpletuner.world import World
 from tests.fidelity.family import CPU, make_config
 
 
@@ -56,12 +57,22 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
         make_config(tmp_path, **settings), [runner.Subject(ValidationPrompt("a", "a", "a star"), dict, dict)],
         [(16, 16)], tmp_path, 0, None, phase, lambda records: None,
     )  # fmt: skip
-    accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model, device=CPU)
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, device=CPU)
     assembly: Any = SimpleNamespace(
         accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load), transformer=nn.Identity(),
-        sampling_weights=nullcontext,
+        sampling_weights=nullcontext, world=World(),
     )  # fmt: skip
     for _ in range(2):
         validation.rehearse(assembly) if rehearsed else validation.render(assembly, TrainState())
     assert len(loaded) == 2
     assert alive == [False, False]
+
+
+def test_previews_leave_the_random_state_as_it_was() -> None:
+    assembly: Any = SimpleNamespace(transformer=nn.Identity(), sampling_weights=nullcontext)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    with runner.quiet(assembly):
+        torch.rand(5)
+    assert torch.equal(torch.rand(3), expected)

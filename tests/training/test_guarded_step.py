@@ -1,0 +1,162 @@
+"""`optimizer_step` against the same arithmetic in plain torch, and what it refuses to train on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from simpletuner.diffusion.batch import Batch
+from simpletuner.errors import NonFiniteError
+from simpletuner.training import step
+from simpletuner.training.finite import stop_if_weights_not_finite
+from simpletuner.training.state import Assembly
+from tests.training.assembly import fixed_noise, make_assembly, make_batch
+from tests.training.test_step import CAPTIONS, Batches, part
+
+SETTINGS: dict[str, Any] = {
+    "optimizer": "torch-sgd", "lr_scheduler": "constant", "lr_warmup_steps": 4, "gradient_accumulation_steps": 2,
+}  # fmt: skip
+RATES = [0.25, 0.5, 0.75]  # the warm-up to 1
+SCALE = 2.0**10
+
+
+def assembled(checkpoint: Path, **settings: Any) -> Assembly:
+    """At a rate that moves weights by much more than rounding."""
+    assembly = make_assembly(checkpoint, **{**SETTINGS, **settings})
+    return replace(assembly, settings=replace(assembly.settings, base_learning_rate=1.0))
+
+
+def scaled(assembly: Assembly, scale: float = SCALE) -> Assembly:
+    """With a scaler as float16 has one."""
+    return replace(assembly, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+
+
+def weights(assembly: Assembly) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
+
+
+def assert_moved_alike(found: Tensor, expected: Tensor, start: Tensor) -> None:
+    """The model rounds the gradients of queries and keys to bf16, so another scale of the loss rounds differently."""
+    largest = (expected - start).abs().max()
+    assert (found - expected).abs().max() <= 2**-7 * largest + 1e-7
+
+
+def train_in_plain_torch(assembly: Assembly, window: list[Batch], limit: float, method: str) -> None:
+    """What three optimizer steps are."""
+    parameters = list(assembly.parameters.values())
+    samples = sum(len(batch.names) for batch in window)
+    for global_step, rate in enumerate(RATES):
+        for micro_step, batch in enumerate(window):
+            noisy = assembly.adapter.prepare(step.add_noise(assembly, batch, global_step, micro_step))
+            error = assembly.adapter.predict(assembly.transformer, noisy).float() - noisy.target
+            (error.square().mean(dim=(1, 2, 3, 4)).sum() / samples).backward()
+        if limit and method == "norm":
+            nn.utils.clip_grad_norm_(parameters, limit)
+        elif limit:
+            nn.utils.clip_grad_value_(parameters, limit)
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.data -= rate * parameter.grad
+            parameter.grad = None
+
+
+@pytest.mark.parametrize(("first", "with_scaler"), [(2, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("limit", "method"), [(0.0, "norm"), (0.05, "norm"), (0.001, "value")])
+def test_a_step_is_what_plain_torch_does(
+    t2i_checkpoint: Path, first: int, with_scaler: bool, limit: float, method: str
+) -> None:
+    settings = {"max_grad_norm": limit, "grad_clip_method": method, "lora_dropout": 0.2}
+    plain, tried = (assembled(t2i_checkpoint, **settings) for _ in range(2))
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    window, start = [part(batch, slice(0, first)), part(batch, slice(first, 4))], weights(plain)
+    train_in_plain_torch(plain, window, limit, method)
+    tried = scaled(tried) if with_scaler else tried
+    reports = [step.optimizer_step(tried, Batches(*window), number) for number in range(len(RATES))]
+    assert [report.metrics["learning_rate"] for report in reports] == pytest.approx(RATES)
+    for name, expected in plain.parameters.items():
+        assert_moved_alike(tried.parameters[name], expected, start[name])
+        assert not torch.equal(expected, start[name]), name
+    sizes = [report.metrics["grad_norm" if method == "norm" else "grad_absmax"] for report in reports]
+    assert not limit or min(sizes) > limit, "every step was clipped"
+    assert all(parameter.grad is None for parameter in tried.parameters.values())
+
+
+def test_dropout_has_the_rate_that_was_asked_for(t2i_checkpoint: Path) -> None:
+    layers = make_assembly(t2i_checkpoint, lora_dropout=0.3).transformer.modules()
+    assert {each.p for each in layers if isinstance(each, nn.Dropout)} == {0.3}
+
+
+@pytest.fixture
+def noise_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that follows the sample, so that a batch can be cut in two without changing what is learned."""
+    monkeypatch.setattr(step, "add_noise", lambda assembly, batch, *place: fixed_noise(batch))
+
+
+@pytest.mark.usefixtures("noise_by_sample")
+@pytest.mark.parametrize("first", [1, 3])
+def test_unequal_batches_equal_the_larger_batch(t2i_checkpoint: Path, first: int) -> None:
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    whole, parts = assembled(t2i_checkpoint, gradient_accumulation_steps=1), assembled(t2i_checkpoint)
+    start = weights(whole)
+    expected = step.optimizer_step(whole, Batches(batch), 0).metrics
+    found = step.optimizer_step(parts, Batches(part(batch, slice(0, first)), part(batch, slice(first, 4))), 0).metrics
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found["optimization_loss"] == pytest.approx(found["train_loss"], rel=1e-6)
+    for name, parameter in parts.parameters.items():
+        assert_moved_alike(parameter, whole.parameters[name], start[name])
+
+
+def test_equal_batches_are_divided_by_their_number() -> None:
+    """Nothing else touches their gradients, so that no run changes in its last bit."""
+    for counts in ([1] * 7, [3] * 3, [5] * 10):
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.tensor([0.1])
+        step.weigh_samples_alike([parameter], counts)
+        assert parameter.grad.item() == torch.tensor(0.1).item()
+        assert {step.even_share(counts[:done], len(counts)) for done in range(1, len(counts) + 1)} == {len(counts)}
+
+
+def spoil(assembly: Assembly, *names: str) -> list[str]:
+    """Make gradients NaN; returns the names in full."""
+    found = [name for name in assembly.parameters if any(part in name for part in names)]
+    for name in found:
+        assembly.parameters[name].register_hook(lambda gradient: gradient * math.nan)
+    return found
+
+
+@pytest.mark.parametrize("method", ["value", "norm"])
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_a_gradient_that_is_not_finite_reaches_no_weight(t2i_checkpoint: Path, method: str, limit: float) -> None:
+    assembly = make_assembly(t2i_checkpoint, max_grad_norm=limit, grad_clip_method=method)
+    before, spoilt = weights(assembly), spoil(assembly, "to_value.lora_B")
+    with pytest.raises(NonFiniteError) as failure:
+        step.optimizer_step(assembly, Batches(make_batch(t2i_checkpoint, CAPTIONS[:2])), 0)
+    message = str(failure.value)
+    assert "d/0, d/1" in message
+    assert message.index(spoilt[-1]) < message.index(spoilt[-2]), "the backward pass begins at the last layer"
+    assert all(torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items())
+
+
+def test_a_scaler_skips_such_steps_until_its_scale_is_used_up(t2i_checkpoint: Path) -> None:
+    assembly = scaled(make_assembly(t2i_checkpoint), scale=2.0)
+    before, batch = weights(assembly), make_batch(t2i_checkpoint, CAPTIONS[:1])
+    spoil(assembly, "lora_B")
+    for number, scale in enumerate((1.0, 0.5)):
+        step.optimizer_step(assembly, Batches(batch), number)
+        assert assembly.scaler.get_scale() == scale
+    with pytest.raises(NonFiniteError, match="NaN or infinite"):
+        step.optimizer_step(assembly, Batches(batch), 2)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items())
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    sound = {"a": torch.full((3,), 3e38), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    stop_if_weights_not_finite(sound)
+    with pytest.raises(NonFiniteError, match=r"1 of 3 trained tensors .* not saved: c"):
+        stop_if_weights_not_finite({**sound, "c": torch.tensor([0.0, -math.inf])})
