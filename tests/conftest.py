@@ -18,7 +18,8 @@ from tests.workspace import Workspace
 
 # Tiny models gain nothing from threads, and tests must not fight over cores. To see that no test depends on the kernels
 # of one machine, ask for others: OMP_NUM_THREADS=2, MKLDNN=off, and torch's own ATEN_CPU_CAPABILITY=default.
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+torch.set_num_threads(THREADS)
 if os.environ.get("MKLDNN") == "off":
     torch.backends.mkldnn.set_flags(False)
 
@@ -32,7 +33,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of the developer's shell chooses the config of a test or adds to it."""
+    """No variable of the developer's shell chooses the config of a test or adds to it, and no run before it how many
+    threads share a sum."""
+    torch.set_num_threads(THREADS)
     others = (EXTRA_ARGUMENTS, "CONFIG_PATH", "CONFIG_BACKEND", "CONFIG_TYPE", "SIMPLETUNER_CONFIG_DIR")
     for name in (*ENV_VARIABLES, *LAUNCH_VARIABLES, *others):
         monkeypatch.delenv(name, raising=False)

@@ -99,6 +99,7 @@ def _fits(choice: Choice, changes: Sequence[Change], budget: Budget) -> bool:
 
 
 def phases_after(choice: Choice, changes: Sequence[Change], budget: Budget) -> list[Phase]:
+    """The phases of the run with some changes made."""
     for change in changes:
         choice = change.of(choice)
     config, workload = choice

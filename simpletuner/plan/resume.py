@@ -31,6 +31,7 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
 
 
 def check_resume(config: RunConfig, spec: FamilySpec, flavour: Flavour, problems: list[Problem]) -> Checkpoint | None:
+    """The checkpoint to resume from, unless it belongs to another model."""
     output_dir = Path(config.run.output_dir).expanduser()
     checkpoint = select_checkpoint(config.run.resume_from_checkpoint, output_dir, problems)
     if checkpoint is None:

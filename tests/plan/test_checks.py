@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import all_options
 from simpletuner.plan.checks import check_config, check_total
+from simpletuner.plan.resume import decide_seed
+from simpletuner.training.manifest import Checkpoint, Identity, Manifest
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 SWITCHES = [option for option in all_options().values() if option.planned == "switch"]
@@ -123,3 +126,16 @@ def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> 
     found = list(check_total(config, total))
     assert bool(found) == warned
     assert not any(each.fatal for each in found)
+
+
+@pytest.mark.parametrize("configured", [None, -1, 0])
+def test_a_seed_that_was_drawn_is_kept_when_the_run_goes_on(
+    configured: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simpletuner.plan.resume.time.time", lambda: 1234.5)
+    monkeypatch.setattr("simpletuner.plan.resume.secrets.randbelow", lambda bound: 1234)
+    identity = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, seed=77, datasets="", versions={})
+    manifest = Manifest(5, epoch=1, identity=identity, files={})
+    earlier = Checkpoint(Path("checkpoint-5"), 5, rolling=False, manifest=manifest)
+    assert decide_seed(configured, None) == 1234
+    assert decide_seed(configured, earlier) == 77

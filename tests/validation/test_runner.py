@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 
-from simpletuner.training.state import TrainState
+from simpletuner.training.state import TrainState, random_states, restore_random_states
 from simpletuner.validation import runner
 from simpletuner.validation.prompts import ValidationPrompt
 from simpletuner.world import World
 from tests.fidelity.family import CPU, make_config
+from tests.training.assembly import make_assembly
 
 
 class Pipeline:
@@ -68,11 +71,19 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     assert alive == [False, False]
 
 
-def test_previews_leave_the_random_state_as_it_was() -> None:
-    assembly: Any = SimpleNamespace(transformer=nn.Identity(), sampling_weights=nullcontext)
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
+def test_whatever_sampling_draws_the_random_states_come_back(t2i_checkpoint: Path) -> None:
+    assembly = make_assembly(t2i_checkpoint)
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    with pytest.raises(RuntimeError, match="out of paint"), runner.quiet(assembly):
+        raise RuntimeError("out of paint")
+    states = random_states()
+    expected = draw()
+    restore_random_states(states)
     with runner.quiet(assembly):
-        torch.rand(5)
-    assert torch.equal(torch.rand(3), expected)
+        assert not assembly.transformer.training
+        draw()
+    assert draw() == expected
+    assert assembly.transformer.training

@@ -72,6 +72,7 @@ def start_draft(file: Path, talk: Talk) -> Draft:
 
 
 def ask_step(step: Step, draft: Draft, talk: Talk) -> None:
+    """Ask what applies to the draft as it is by then."""
     for question in step.questions:
         if question.applies(draft):
             talk.ask(question, draft)
