@@ -190,3 +190,11 @@ def test_moving_crops_are_those_of_the_epoch() -> None:
 def test_counting_the_batches_of_a_long_run_is_quick() -> None:
     sampler = Sampler([make_dataset({"1.0": 5000, "1.5": 5000})], seed=0)
     assert sum(sampler.batches_per_epoch(epoch) for epoch in range(1, 101)) == 250_000
+
+
+def test_an_epoch_begins_with_its_own_first_batch() -> None:
+    sampler = Sampler([make_dataset({"1.0": 12})], seed=0)
+    count = sampler.batches_per_epoch(1)
+    drawn = [next(sampler) for _ in range(2 * count)]
+    assert [batch.epoch for batch in drawn] == [1] * count + [2] * count
+    assert drawn == [*Sampler(sampler.datasets, seed=0).batches(1), *Sampler(sampler.datasets, seed=0).batches(2)]
