@@ -317,3 +317,20 @@ BROKEN: dict[str, Writer] = {
     "cut.avi": _cut(".avi", 0.6),
     "cut.flv": _cut(".flv", 0.6),
 }
+
+
+def write_plain(path: Path, size: tuple[int, int], colour: tuple[int, int, int], matrix: str, *, tagged: bool) -> None:
+    """Five frames of one colour, coded by a matrix that the file names or does not."""
+    number, name = {"bt709": (1, "ITU709"), "bt601": (6, "ITU601")}[matrix]
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=24, options={"crf": "1"})
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv444p"
+        stream.codec_context.colorspace = number if tagged else 2
+        pixels = np.full((size[1], size[0], 3), colour, dtype=np.uint8)
+        for index in range(5):
+            frame = VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv444p", dst_colorspace=name)
+            frame.colorspace = number if tagged else 2
+            frame.pts = index
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))

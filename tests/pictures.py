@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -208,8 +209,21 @@ def _cut(name: str, share: float) -> Writer:
     return write
 
 
+def _garbage_png(path: Path) -> None:
+    """Whole by its structure and its checksums, but the compressed data is garbage."""
+    _damaged_png(path)
+    content = path.read_bytes()
+    position, chunks = 8, [content[:8]]
+    while position < len(content):
+        length = int.from_bytes(content[position : position + 4], "big")
+        body = content[position + 4 : position + 8 + length]
+        chunks += [content[position : position + 4], body, zlib.crc32(body).to_bytes(4, "big")]
+        position += 12 + length
+    path.write_bytes(b"".join(chunks))
+
+
 def _damaged_png(path: Path) -> None:
-    """Whole by its structure, but the compressed data is garbage."""
+    """Whole by its structure, but some bytes of the pixels were lost."""
     Image.fromarray(photographs.chelsea()).save(path)
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
@@ -218,6 +232,7 @@ def _damaged_png(path: Path) -> None:
 
 
 BROKEN: dict[str, Writer] = {
+    "damaged.png": _damaged_png,
     "empty.png": _bytes(b""),
     "text.png": _bytes(b"not a picture at all"),
     "page.jpg": _bytes(b"<html>404</html>"),
@@ -233,7 +248,7 @@ BROKEN: dict[str, Writer] = {
     "cut.tif": _cut("x.tif", 0.6),
 }
 # Found only by decoding.
-DAMAGED_INSIDE: dict[str, Writer] = {"garbage.png": _damaged_png}
+DAMAGED_INSIDE: dict[str, Writer] = {"garbage.png": _garbage_png}
 
 
 def write_all(folder: Path, collection: dict[str, Writer]) -> list[Path]:

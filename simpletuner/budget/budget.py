@@ -25,13 +25,12 @@ from simpletuner.budget.estimate import (
 )
 from simpletuner.budget.parts import Parts, encoder_bytes, parts_of
 from simpletuner.budget.workload import Bucket, Workload, workload_of
-from simpletuner.caching.catalogue import LatentEntry, missing
 from simpletuner.config.load import RunConfig
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import CachingConfig
 from simpletuner.models.cost import BYTES, VaeLoad
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import make_catalogue, wanted_entries
+from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 
 # What the process takes before any weight: the interpreter, torch, diffusers and transformers.
 HOST_BASE = 1.2e9
@@ -66,22 +65,12 @@ class BucketCost:
 
 
 @dataclass(frozen=True)
-class Missing:
-    """Cache entries that are still to be made, of how many; None while the checkpoint is not here."""
-
-    texts: int
-    all_texts: int
-    latents: Sequence[LatentEntry]
-    all_latents: int
-
-
-@dataclass(frozen=True)
 class Budget:
     """The whole estimate.
 
     Attributes:
         config: the settings it is for; with `offload: auto` those that were chosen.
-        missing: what the caches lack; None while the checkpoint is not here.
+        listing: what the first epoch reads of its caches; None while the checkpoint is not here.
         decisions: what `offload: auto` chose, with reasons.
     """
 
@@ -92,7 +81,7 @@ class Budget:
     setup: Setup
     phases: Sequence[Phase]
     buckets: Sequence[BucketCost]
-    missing: Missing | None
+    listing: Listing | None
     decisions: Sequence[str] = ()
 
     @property
@@ -112,25 +101,18 @@ class Budget:
         return steps * (2 if guided else 1) * sum(passes)
 
 
-def find_missing(plan: Plan) -> Missing | None:
-    """What the caches lack for the first epoch."""
-    catalogue = make_catalogue(plan)
-    if catalogue is None:
-        return None
-    texts, latents = wanted_entries(plan, catalogue, epoch=1)
-    absent = [entry for entry in missing(latents) if isinstance(entry, LatentEntry)]
-    return Missing(len(missing(texts)), len(texts), absent, len(latents))
-
-
 def make_budget(plan: Plan, device: Device) -> Budget:
     """The estimate of a plan as it is configured."""
-    lacking = find_missing(plan)
-    samples = [entry.sample for entry in lacking.latents] if lacking else [s for d in plan.trained for s in d.samples]
-    workload = workload_of(plan, lacking.texts if lacking else 1, samples)
-    return estimate(plan.config, parts_of(plan), workload, device, lacking)
+    catalogue = make_catalogue(plan)
+    listing = list_entries(plan, catalogue) if catalogue else None
+    samples = [sample for dataset in plan.trained for sample in dataset.samples]
+    if listing is not None:
+        samples = [entry.sample for entry in listing.missing_latents]
+    workload = workload_of(plan, len(listing.missing_texts) if listing else 1, samples)
+    return estimate(plan.config, parts_of(plan), workload, device, listing)
 
 
-def estimate(config: RunConfig, parts: Parts, workload: Workload, device: Device, lacking: Missing | None) -> Budget:
+def estimate(config: RunConfig, parts: Parts, workload: Workload, device: Device, listing: Listing | None) -> Budget:
     """The estimate of settings and a workload."""
     setup = parts.setup(config)
     phases = list(find_phases(config, parts, workload, setup))
@@ -139,7 +121,7 @@ def estimate(config: RunConfig, parts: Parts, workload: Workload, device: Device
         load = parts.load(bucket)
         memory = step_memory(parts.transformer, setup, load)
         buckets.append(BucketCost(bucket, memory, step_cost(parts.transformer, setup, load, device)))
-    return Budget(device, config, parts, workload, setup, phases, buckets, lacking)
+    return Budget(device, config, parts, workload, setup, phases, buckets, listing)
 
 
 def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setup) -> Iterator[Phase]:

@@ -54,15 +54,17 @@ def _offloaded(plan: Plan, budget: Budget) -> Iterator[Writing]:
 
 
 def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
-    if budget.missing is None:
+    if budget.listing is None:
         return
     latents = sum(latent_bytes(plan.spec, *each.sample.geometry.size, each.sample.frames) *
-                  (COMPRESSED if each.compress else 1.0) for each in budget.missing.latents)  # fmt: skip
-    if budget.missing.latents:
-        yield Writing("latents", budget.missing.latents[0].folder, latents, latents)
+                  (COMPRESSED if each.compress else 1.0) for each in budget.listing.missing_latents)  # fmt: skip
+    if budget.listing.missing_latents:
+        yield Writing("latents", budget.listing.missing_latents[0].folder, latents, latents)
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
     width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
-    texts = float(budget.missing.texts * longest * width * BYTES[text_encoder_dtype(plan.config.precision)])
+    texts = float(
+        len(budget.listing.missing_texts) * longest * width * BYTES[text_encoder_dtype(plan.config.precision)]
+    )
     if texts:
         yield Writing("text embeddings", text_folder(plan), texts, texts * USUAL_CAPTION)
 

@@ -105,17 +105,18 @@ def _fate(entry: LedgerEntry) -> str:
     resized = f"{geometry.resized[0]}x{geometry.resized[1]}"
     frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
     fitted = f"resized to {resized}, cropped to {width}x{height} at {left},{top}"
-    return f"{size}, {frames}{fitted}, {_count(entry.captions, 'caption')}"
+    note = f", {entry.note}" if entry.note else ""
+    return f"{size}, {frames}{fitted}, {_count(entry.captions, 'caption')}{note}"
 
 
 def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
-    lacking = budget.missing
-    if lacking is None:
+    listing = budget.listing
+    if listing is None:
         yield "Caches: the checkpoint is not on this machine yet; it will be downloaded, then everything encoded once."
         return
     for what, absent, total in (
-        ("captions and prompts", lacking.texts, lacking.all_texts),
-        (plan.spec.samples, len(lacking.latents), lacking.all_latents),
+        ("captions and prompts", len(listing.missing_texts), len(listing.texts)),
+        (plan.spec.samples, len(listing.missing_latents), len(listing.latents)),
     ):
         yield f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
 

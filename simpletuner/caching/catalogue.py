@@ -7,10 +7,11 @@ and therefore agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from simpletuner.caching.entry import find_entry
+from simpletuner.caching.entry import list_keys
 from simpletuner.caching.keys import EncoderIdentity, LatentKey, TextKey, digest
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
@@ -42,6 +43,9 @@ class TextEntry:
     negative: bool = False
 
 
+CacheEntry = TypeVar("CacheEntry", LatentEntry, TextEntry)
+
+
 @dataclass(frozen=True)
 class Encoders:
     """What the keys of a run say about the encoders.
@@ -62,10 +66,11 @@ class Encoders:
     bare_template: str | None = None
 
 
+@dataclass(frozen=True)
 class Catalogue:
-    """Entries by what they are for.
+    """Entries by what they are for. What was asked once is known: filling, training and previews ask again.
 
-    Args:
+    Attributes:
         latent_folders: latent cache of each dataset, by id.
         text_folders: text cache of each dataset, by id.
         default_text_folder: text cache of prompts that belong to no dataset.
@@ -74,33 +79,39 @@ class Catalogue:
         completed: what is added to the captions of a dataset, by id; others are taken as they are.
     """
 
-    def __init__(
-        self,
-        encoders: Encoders,
-        latent_folders: Mapping[str, Path],
-        text_folders: Mapping[str, Path],
-        default_text_folder: Path,
-        compressed: Mapping[str, bool],
-        compress: bool,
-        completed: Mapping[str, Callable[[str], str]] | None = None,
-    ) -> None:
-        self.encoders = encoders
-        self.latent_folders = latent_folders
-        self.text_folders = text_folders
-        self.default_text_folder = default_text_folder
-        self.compressed = compressed
-        self.compress = compress
-        self.completed = completed or {}
+    encoders: Encoders
+    latent_folders: Mapping[str, Path]
+    text_folders: Mapping[str, Path]
+    default_text_folder: Path
+    compressed: Mapping[str, bool]
+    compress: bool
+    completed: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
+    _latents: dict[Sample, LatentEntry] = field(default_factory=dict)
+    _texts: dict[tuple[str | None, str, Sample | None, bool], TextEntry] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Let go of what was asked, before an epoch with other crops."""
+        self._latents.clear()
+        self._texts.clear()
 
     def latent(self, sample: Sample) -> LatentEntry:
         """Where the latents of a sample are or will be."""
-        geometry, vae = sample.geometry, self.encoders.vae
-        # The first frame is the same one at every rate.
-        rate = sample.frame_rate if sample.frames > 1 else None
-        key = LatentKey(
-            sample.content, geometry.size, geometry.resized, geometry.crop, vae, frames=sample.frames, rate=rate
-        )
-        return LatentEntry(key, self.latent_folders[sample.dataset_id], sample, self.compressed[sample.dataset_id])
+        if sample not in self._latents:
+            geometry = sample.geometry
+            key = LatentKey(
+                sample.content,
+                geometry.size,
+                geometry.resized,
+                geometry.crop,
+                self.encoders.vae,
+                frames=sample.frames,
+                # The first frame is the same one at every rate.
+                rate=sample.frame_rate if sample.frames > 1 else None,
+                read_as=sample.read_as,
+            )
+            name = sample.dataset_id
+            self._latents[sample] = LatentEntry(key, self.latent_folders[name], sample, self.compressed[name])
+        return self._latents[sample]
 
     def condition(self, sample: Sample) -> LatentEntry | None:
         """The latents that a sample is conditioned on: of its partner, or of its frame 0 encoded alone (i2v)."""
@@ -120,26 +131,30 @@ class Catalogue:
             negative: it is a negative prompt.
         """
         held = picture if self.encoders.prompt_holds_picture else None
-        fingerprint = None if held is None else picture_fingerprint(held)
-        encoders = self.encoders
-        if dataset_id is not None and dataset_id in self.completed and not negative:
-            caption = self.completed[dataset_id](caption)
+        asked = (dataset_id, caption, held, negative)
+        if asked not in self._texts:
+            self._texts[asked] = self._text(dataset_id, caption, held, source, negative)
+        return self._texts[asked]
+
+    def _text(
+        self, dataset_id: str | None, caption: str, picture: Sample | None, source: str, negative: bool
+    ) -> TextEntry:
+        encoders, folder, compress = self.encoders, self.default_text_folder, self.compress
+        if dataset_id is not None:
+            folder, compress = self.text_folders.get(dataset_id, folder), self.compressed[dataset_id]
+            if dataset_id in self.completed and not negative:
+                caption = self.completed[dataset_id](caption)
         cleaned = encoders.clean(caption)
         bare = encoders.bare_template if negative or not cleaned else None
+        fingerprint = None if picture is None else picture_fingerprint(picture)
         key = TextKey(cleaned, bare or encoders.template, encoders.max_length, encoders.text, fingerprint)
-        folder = self.text_folders.get(dataset_id, self.default_text_folder) if dataset_id else self.default_text_folder
-        compress = self.compressed[dataset_id] if dataset_id else self.compress
-        return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, held, negative)
+        return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, picture, negative)
 
     def latents_of(self, datasets: Iterable[Dataset], epoch: int) -> list[LatentEntry]:
         """Every latent that training in an epoch reads: of the samples and of what they are conditioned on."""
-        entries = {}
-        for dataset in datasets:
-            for sample in dataset.at_epoch(epoch).samples:
-                for entry in (self.latent(sample), self.condition(sample)):
-                    if entry is not None:
-                        entries[(entry.key.digest(), entry.folder)] = entry
-        return list(entries.values())
+        samples = (sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples)
+        found = (entry for sample in samples for entry in (self.latent(sample), self.condition(sample)))
+        return list({(entry.key, entry.folder): entry for entry in found if entry is not None}.values())
 
     def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> list[TextEntry]:
         """Every embedding that training in an epoch reads.
@@ -152,15 +167,21 @@ class Catalogue:
         for dataset in datasets:
             for sample in dataset.at_epoch(epoch).samples:
                 for caption in (*sample.captions, "") if with_empty else sample.captions:
-                    source = sample.full_name
-                    entry = self.text(sample.dataset_id, caption, sample.partner, source)
-                    entries[(entry.key.digest(), entry.folder)] = entry
+                    entry = self.text(sample.dataset_id, caption, sample.partner, sample.full_name)
+                    entries[(entry.key, entry.folder)] = entry
         return list(entries.values())
 
 
-def missing(entries: Iterable[LatentEntry | TextEntry]) -> list[LatentEntry | TextEntry]:
-    """Those of the entries that are not in their cache."""
-    return [entry for entry in entries if find_entry(entry.folder, entry.key.digest()) is None]
+def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
+    """Those of the entries that are not in their cache; each folder is listed once."""
+    there: dict[Path, frozenset[str]] = {}
+    absent = []
+    for entry in entries:
+        if entry.folder not in there:
+            there[entry.folder] = frozenset(list_keys(entry.folder))
+        if entry.key.digest() not in there[entry.folder]:
+            absent.append(entry)
+    return absent
 
 
 def picture_fingerprint(sample: Sample) -> str:

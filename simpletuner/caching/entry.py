@@ -7,6 +7,7 @@ another's name are noticed on reading.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +18,17 @@ import zstandard
 
 from simpletuner.caching.keys import canonical_json
 from simpletuner.errors import SimpleTunerError
-from simpletuner.headers import METADATA, header_end, join_header, split_header
+from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, join_header, split_header
 
 PLAIN = ".safetensors"
 COMPRESSED = ".safetensors.zst"
+ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors(?:\.zst)?")
 ZSTD_LEVEL = 3
 # What is read at first for the header alone, and the longest header that is believed.
 HEAD_BYTES = 1 << 14
+
+# Ten seconds at 1280x768 take 60 MB.
+LARGEST_ENTRY = 1 << 30
 
 # What parsing arbitrary bytes can raise. Running out of memory is not among it: that is no fault of the file.
 UNREADABLE = (zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError)
@@ -32,7 +37,7 @@ KEY, CHECKSUM = "key", "checksum"
 
 
 class DamagedEntryError(SimpleTunerError):
-    """An entry is there but is not what was written; it must be made anew."""
+    """An entry is there but is not what was written; it must be encoded again."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,13 @@ def find_entry(folder: Path, key: str) -> Path | None:
 
 
 def list_keys(folder: Path) -> Iterator[str]:
-    """The keys of all entries, sorted, without opening a file. A folder that is not there has none."""
-    for fan in sorted(folder.glob("[0-9a-f][0-9a-f]")):
-        yield from sorted(
-            {path.name.split(".")[0] for path in fan.iterdir() if path.name.endswith((PLAIN, COMPRESSED))}
-        )
+    """The keys of all entries, sorted, without opening a file; files of another kind of name are no entries.
+
+    A folder that is not there has none.
+    """
+    for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
+        keys = {name.group(1) for path in fan.iterdir() if (name := ENTRY_NAME.fullmatch(path.name))}
+        yield from sorted(key for key in keys if key.startswith(fan.name))
 
 
 def seal(blob: bytes, key: str, provenance: dict[str, str]) -> bytes:
@@ -91,11 +98,12 @@ def read_entry(path: Path, key: str) -> Entry:
         DamagedEntryError: it is not what was written under this key.
         FileNotFoundError: it is gone.
     """
-    blob = path.read_bytes()
     try:
+        if path.stat().st_size > LARGEST_ENTRY:
+            raise ValueError("it is larger than any entry")
+        blob = path.read_bytes()
         if path.name.endswith(COMPRESSED):
-            # Not decompress(): it believes the size that a damaged frame claims and allocates it.
-            blob = zstandard.ZstdDecompressor().decompressobj().decompress(blob)
+            blob = _unpack(blob)
         start, header = split_header(blob)
         provenance = header[METADATA]
         checksum = provenance.pop(CHECKSUM)
@@ -105,6 +113,24 @@ def read_entry(path: Path, key: str) -> Entry:
     if not sound:
         raise DamagedEntryError(f"{path}: damaged cache entry (the checksum does not fit)")
     return Entry(blob, provenance)
+
+
+def _unpack(frame: bytes) -> bytes:
+    """What is in a zstd frame, but at most what the header inside asks for.
+
+    A few kilobytes of zeros can claim, and unpack to, any number of gigabytes.
+
+    Raises:
+        ValueError: the header is not readable or asks for more than any entry needs.
+    """
+    source = zstandard.ZstdDecompressor().stream_reader(frame)
+    head = source.read(LENGTH_BYTES)
+    head += source.read(min(header_end(head), LARGEST_ENTRY) - len(head))
+    entries = (entry for name, entry in split_header(head)[1].items() if name != METADATA)
+    end = max((entry["data_offsets"][1] for entry in entries), default=0)
+    if end > LARGEST_ENTRY:
+        raise ValueError(f"it claims {end:,} bytes")
+    return bytes(head + source.read(end + 1))  # one more, so that the checksum notices what should not be there
 
 
 def read_provenance(path: Path) -> dict[str, str]:

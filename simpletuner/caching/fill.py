@@ -9,6 +9,7 @@ suffice, batches become smaller (`shrink`).
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections import defaultdict, deque
@@ -23,10 +24,11 @@ from torch import Tensor
 
 from simpletuner.caching.catalogue import LatentEntry, TextEntry
 from simpletuner.caching.keys import provenance_of
-from simpletuner.caching.shrink import ShrinkingEncoder, available
+from simpletuner.caching.shrink import ShrinkingEncoder
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.schema import CachingConfig
-from simpletuner.data import clips, media
+from simpletuner.data import clips, files, media
+from simpletuner.data.clips import ClipFacts
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.errors import UserError
@@ -41,14 +43,14 @@ Decoded = tuple[LatentEntry, np.ndarray]
 WAITING_BYTES = 1 << 30
 
 
-class Phase(Protocol):
-    """A progress bar."""
+class ProgressBar(Protocol):
+    """What is told how far encoding is."""
 
     def advance(self, count: int = 1, note: str = "") -> None: ...
 
 
 def fill_texts(
-    entries: Sequence[TextEntry], load: Callable[[], TextEncoder], config: CachingConfig, phase: Phase
+    entries: Sequence[TextEntry], load: Callable[[], TextEncoder], config: CachingConfig, bar: ProgressBar
 ) -> list[str]:
     """Encode captions; returns notes about captions that were too long.
 
@@ -64,22 +66,23 @@ def fill_texts(
     with ThreadPoolExecutor(WRITERS) as writers:
         for group in _chunks(_long_ones_first(entries), config.text_encoder_batch_size):
             for entry, embeds in zip(group, encode(group), strict=True):
-                writes.append(writers.submit(_write, entry, embeds))
+                writes.append(writers.submit(_write, entry, embeds, encode.at_once(group)))
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
                     notes.append(f"{entry.source}: the caption is too long, this is not read: {cut!r}")
             writes = _settle(writes)
-            phase.advance(len(group), group[-1].source)
+            bar.advance(len(group), group[-1].source)
     _settle(writes, wait=True)
     return notes
 
 
 def fill_latents(
-    entries: Sequence[LatentEntry], load: Callable[[], LatentEncoder], config: CachingConfig, phase: Phase
+    entries: Sequence[LatentEntry], load: Callable[[], LatentEncoder], config: CachingConfig, bar: ProgressBar
 ) -> dict[tuple[str, str], str]:
     """Encode pictures and clips; returns the files that could not be decoded, (dataset id, name) to reason.
 
-    Those of one size and length are encoded together. `vae_batch_size`, threads and order never change a latent.
+    Threads and order never change a latent. Where `vae_batch_size` is above 1, those of one size and length are encoded
+    together, and which of them are changes their rounding; the entry then says with how many it was encoded.
 
     Raises:
         UserError: one does not fit into memory, or the VAE's values are not finite.
@@ -95,9 +98,9 @@ def fill_latents(
         decoding = _decode_ahead(entries, ahead, decoders)
         for group in _batches(decoding, config.vae_batch_size, failures):
             for (entry, _), latent in zip(group, encode(group), strict=True):
-                writes.append(writers.submit(_write, entry, {"latents": latent}))
+                writes.append(writers.submit(_write, entry, {"latents": latent}, encode.at_once(group)))
             writes = _settle(writes)
-            phase.advance(len(group), group[-1][0].sample.name)
+            bar.advance(len(group), group[-1][0].sample.name)
     _settle(writes, wait=True)
     return failures
 
@@ -130,14 +133,13 @@ def _described_sample(sample: Sample) -> str:
 
 
 def _text_advice() -> str:
-    return f"These need less: {available('group_offload_text_encoder', 'tokenizer_max_length')}."
+    return "These need less: group_offload_text_encoder, tokenizer_max_length."
 
 
 def _latent_advice(config: CachingConfig) -> str:
-    keys = available("group_offload_vae", *(() if config.vae_enable_tiling else ("vae_enable_tiling",)))
-    tiles = "" if config.vae_enable_tiling else " (tiles change latents a little at their seams)"
-    less = f" These need less for the same: {keys}{tiles}." if keys else ""
-    return f"A smaller resolution helps, and fewer frames of a clip (video.num_frames).{less}"
+    tiles = "" if config.vae_enable_tiling else ", vae_enable_tiling (tiles change latents a little at their seams)"
+    less = f"These need less for the same: group_offload_vae{tiles}."
+    return f"A smaller resolution helps, and fewer frames of a clip (video.num_frames). {less}"
 
 
 def stop_if_not_finite(latents: Tensor, names: Sequence[str]) -> None:
@@ -160,7 +162,9 @@ def to_pixels(frames: np.ndarray) -> Tensor:
 
 def prepared_picture(sample: Sample) -> Image.Image:
     """A sample's picture, or frame 0 of its clip, resized and cropped as its geometry says."""
-    return Image.fromarray(_decode(sample.first_frame)[0])
+    if sample.clip is None:
+        return Image.fromarray(media.fit(media.decode(sample.path), sample.geometry))
+    return Image.fromarray(_frames(sample.first_frame, sample.clip)[0])
 
 
 def _batches(
@@ -171,7 +175,11 @@ def _batches(
     for entry, decoded in decoding:
         try:
             array = decoded.result()
-        except media.MediaError as error:
+        except files.UnreadableError as error:
+            raise UserError(
+                f"{entry.sample.path} {error}. It could be read when the run was planned; start again."
+            ) from error
+        except files.MediaError as error:
             failures[(entry.sample.dataset_id, entry.sample.name)] = str(error)
             continue
         except MemoryError as error:
@@ -219,19 +227,51 @@ def _bytes(sample: Sample) -> int:
 
 
 def _decode(sample: Sample) -> np.ndarray:
-    """Its pixels 0..255, `F H W 3`."""
-    if sample.frame_rate is None:
-        return media.fit(media.decode(sample.path), sample.geometry)[None]
-    return clips.fit_clip(clips.frames_of(sample.path, sample.frames, sample.frame_rate), sample.geometry)
+    """Its pixels 0..255, `F H W 3`.
+
+    Raises:
+        MediaError: what is in the file is damaged.
+        UserError: the file is not the one that the key is of, or cannot be read.
+    """
+    clip = sample.clip
+    if clip is None:
+        data = files.read(sample.path, files.LARGEST_PICTURE)
+        _check_same(sample, hashlib.sha256(data).hexdigest())
+        return media.fit(media.decode(data), sample.geometry)[None]
+    try:
+        return clips.surely(lambda: _frames(sample, clip))
+    finally:  # afterwards: readers open a clip by its name
+        _check_same(sample, files.content_hash(sample.path))
+
+
+def _frames(sample: Sample, clip: ClipFacts) -> np.ndarray:
+    return clips.fit_clip(clips.frames_of(sample.path, sample.frames, sample.frame_rate or 1, clip), sample.geometry)
+
+
+def _check_same(sample: Sample, content: str) -> None:
+    """Latents must not be stored under the hash of what was there before."""
+    if content != sample.content:
+        raise UserError(
+            f"{sample.path} was changed after the plan had looked at it; start again to train what it holds now."
+        )
 
 
 def _picture(sample: Sample | None) -> Image.Image | None:
-    return None if sample is None else prepared_picture(sample)
+    """What a prompt holds."""
+    if sample is None:
+        return None
+    try:
+        return Image.fromarray(_decode(sample.first_frame)[0])
+    except files.MediaError as error:
+        raise UserError(f"{sample.path} {error}. It is part of a prompt; replace it or take its pair out.") from error
 
 
-def _write(entry: LatentEntry | TextEntry, tensors: dict[str, Tensor]) -> None:
+def _write(entry: LatentEntry | TextEntry, tensors: dict[str, Tensor], together: int) -> None:
     source = entry.source if isinstance(entry, TextEntry) else entry.sample.full_name
-    CacheStore(entry.folder, entry.compress).write(entry.key.digest(), tensors, provenance_of(entry.key, source))
+    provenance = provenance_of(entry.key, source)
+    if together > 1:
+        provenance["encoded_together"] = str(together)
+    CacheStore(entry.folder, entry.compress).write(entry.key.digest(), tensors, provenance)
 
 
 def _settle(writes: list[Future[None]], *, wait: bool = False) -> list[Future[None]]:

@@ -6,6 +6,7 @@ Nothing is deleted unless asked for, and `gc` deletes only what it listed.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,11 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.atomic import TEMPORARY_SUFFIX
-from simpletuner.caching.entry import DamagedEntryError, entry_path, find_entry, list_keys, read_entry, read_provenance
+from simpletuner.caching.entry import (
+    ENTRY_NAME,
+    DamagedEntryError,
+    entry_path,
+    find_entry,
+    list_keys,
+    read_entry,
+    read_provenance,
+)
 from simpletuner.caching.keys import CacheKey, Ingredients
 
 # A temporary file this old belongs to no writer that is still alive.
 LEFTOVER_AGE_SECONDS = 3600.0
+LEFTOVER_NAME = re.compile(rf"\.{ENTRY_NAME.pattern}\.[0-9a-f]+{re.escape(TEMPORARY_SUFFIX)}")
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,8 @@ def find_garbage(folder: Path, wanted: Collection[str], *, now: float | None = N
     known = frozenset(wanted)
     entries = [key for key in list_keys(folder) if key not in known]
     oldest = (time.time() if now is None else now) - LEFTOVER_AGE_SECONDS
-    leftovers = [path for path in sorted(folder.glob(f"*/.*{TEMPORARY_SUFFIX}")) if path.stat().st_mtime < oldest]
+    unfinished = [path for path in sorted(folder.glob(f"*/.*{TEMPORARY_SUFFIX}")) if LEFTOVER_NAME.fullmatch(path.name)]
+    leftovers = [path for path in unfinished if path.stat().st_mtime < oldest]
     files = [*leftovers, *(path for key in entries if (path := find_entry(folder, key)) is not None)]
     return Garbage(entries, leftovers, sum(path.stat().st_size for path in files))
 

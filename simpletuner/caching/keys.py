@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 # Raised when the meaning of an entry changes, so that entries of older versions are not read as new ones.
 VERSION = 1
@@ -42,7 +43,33 @@ class EncoderIdentity:
 
 
 @dataclass(frozen=True)
-class LatentKey:
+class CacheKey:
+    """Identity of one entry: its fields are everything that the entry depends on."""
+
+    kind: ClassVar[str]
+
+    def ingredients(self) -> Ingredients:
+        """The fields one level deep, tuples as lists, with kind and version in front."""
+        result: Ingredients = {"kind": self.kind, "version": VERSION}
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, EncoderIdentity):
+                result |= {f"{name}.{inner}": innermost for inner, innermost in vars(value).items()}
+            else:
+                result[name] = list(value) if isinstance(value, tuple) else value
+        return result
+
+    def digest(self) -> str:
+        """The name of the entry: 64 hexadecimal digits."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return digest(self.ingredients())
+
+
+@dataclass(frozen=True)
+class LatentKey(CacheKey):
     """Identity of one latent.
 
     Attributes:
@@ -53,7 +80,10 @@ class LatentKey:
         frames: frames that are encoded; 1 for pictures.
         rate: frames a second they were taken at; None for pictures.
         encoder: which VAE.
+        read_as: `Sample.read_as`; left out where it is empty, as in entries from before it was there.
     """
+
+    kind = "latent"
 
     content: str
     size: tuple[int, int]
@@ -62,14 +92,12 @@ class LatentKey:
     encoder: EncoderIdentity
     frames: int = 1
     rate: float | None = None
+    read_as: tuple[str, ...] = ()
 
     def ingredients(self) -> Ingredients:
         """Everything the entry depends on, flat."""
-        return _flat("latent", asdict(self))
-
-    def digest(self) -> str:
-        """The key of the entry: 64 hexadecimal digits."""
-        return digest(self.ingredients())
+        found = super().ingredients()
+        return found if self.read_as else {name: value for name, value in found.items() if name != "read_as"}
 
     def seed(self) -> int:
         """A seed in [0, 2^63) for the draw from the VAE's posterior: the same entry is always the same draw."""
@@ -77,7 +105,7 @@ class LatentKey:
 
 
 @dataclass(frozen=True)
-class TextKey:
+class TextKey(CacheKey):
     """Identity of the embeddings of one caption.
 
     Attributes:
@@ -88,22 +116,13 @@ class TextKey:
         picture: `LatentKey.digest` (or another hash) of the picture that the prompt holds, if it holds one.
     """
 
+    kind = "text"
+
     caption: str
     template: str
     max_length: int
     encoder: EncoderIdentity
     picture: str | None = None
-
-    def ingredients(self) -> Ingredients:
-        """Everything the entry depends on, flat."""
-        return _flat("text", asdict(self))
-
-    def digest(self) -> str:
-        """The key of the entry: 64 hexadecimal digits."""
-        return digest(self.ingredients())
-
-
-CacheKey = LatentKey | TextKey
 
 
 def provenance_of(key: CacheKey, source: str) -> dict[str, str]:
@@ -129,17 +148,6 @@ def hash_file(path: Path) -> str:
     """SHA-256 of a file's bytes, as 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flat(kind: str, fields: Mapping[str, Any]) -> Ingredients:
-    """One level deep, tuples as lists, with the kind and version in front."""
-    result: Ingredients = {"kind": kind, "version": VERSION}
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            result |= {f"{name}.{inner}": innermost for inner, innermost in value.items()}
-        else:
-            result[name] = list(value) if isinstance(value, tuple) else value
-    return result
 
 
 WHOLE_FILES = frozenset({".json", ".txt", ".model", ".jinja"})

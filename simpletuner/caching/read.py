@@ -23,7 +23,7 @@ class BatchReader:
     Args:
         caption_dropout: chance that a sample is trained with the empty caption.
         seed: of the run; decides with the place in the run which captions are dropped.
-        mend: makes a damaged entry anew.
+        restore: encodes a damaged entry again.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class BatchReader:
         catalogue: Catalogue,
         caption_dropout: float,
         seed: int,
-        mend: Callable[[LatentEntry | TextEntry], None],
+        restore: Callable[[LatentEntry | TextEntry], None],
     ) -> None:
         self.catalogue = catalogue
         self.caption_dropout = caption_dropout
         self.seed = seed
-        self.mend = mend
+        self.restore = restore
         self._stores: dict[Path, CacheStore] = {}
 
     def __call__(self, planned: PlannedBatch) -> Batch:
@@ -82,5 +82,5 @@ class BatchReader:
             return store.read(key)
         except (DamagedEntryError, KeyError):
             store.remove(key)
-            self.mend(entry)
+            self.restore(entry)
             return store.read(key)

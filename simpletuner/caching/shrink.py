@@ -13,7 +13,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from simpletuner.config.schema import all_options
 from simpletuner.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -70,6 +69,10 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
                 done += made
         return done
 
+    def at_once(self, items: Sequence[Item]) -> int:
+        """How many of these are encoded together, as far as is known."""
+        return min(len(items), self.most or len(items))
+
     def _tried(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
         """The results, or None when memory did not suffice; by then the error holds no tensor alive any more."""
         try:
@@ -92,8 +95,3 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
         else:
             problem = f"{self.name(items[0])} does not fit into memory, not even alone."
             raise UserError(f"{problem} {self.advice} ({self._reason})")
-
-
-def available(*names: str) -> str:
-    """Those of the keys that can be set, as a list for a sentence."""
-    return ", ".join(name for name in names if all_options()[name].planned is None)

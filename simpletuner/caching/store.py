@@ -58,7 +58,7 @@ class CacheStore:
     def write(self, key: str, tensors: Mapping[str, Tensor], provenance: dict[str, str]) -> None:
         """Write an entry, or replace one of that key.
 
-        Not flushed to the disk one by one: after a power cut a torn entry is found by its checksum and made anew.
+        Not flushed to the disk one by one: after a power cut a torn entry is found by its checksum and encoded again.
 
         Args:
             tensors: of any dtype and device.
@@ -99,7 +99,7 @@ class CacheStore:
     def _verified(self, key: str) -> Entry:
         try:
             return read_entry(self._path(key), key)
-        except FileNotFoundError:  # written anew in the other form since we looked
+        except FileNotFoundError:  # written again in the other form since we looked
             return read_entry(self._path(key), key)
 
     def _path(self, key: str) -> Path:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
+from simpletuner.caching.catalogue import LatentEntry, TextEntry
 from simpletuner.caching.entry import DamagedEntryError, find_entry
 from simpletuner.caching.inspect import Garbage, explain, explain_miss, find_damaged, find_garbage, remove_garbage
 from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import make_catalogue, text_folder, wanted_entries
+from simpletuner.plan.entries import Listing, list_entries, make_catalogue, text_folder
 
 Say = Callable[[str], object]
 
@@ -32,14 +32,14 @@ def verify_caches(plan: Plan, say: Say) -> str:
             damaged += 1
             say(f"{folder}/{damage.key}: {damage.reason}")
     if damaged:
-        raise UserError(f"{damaged} damaged entries; the next run makes them anew.")
+        raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
     return f"Every entry in {', '.join(map(str, folders))} is whole."
 
 
 def clean_caches(plan: Plan, say: Say, *, remove: bool) -> str:
     """Name the entries that the plan does not refer to, and delete them where that is asked for."""
-    texts, latents = wanted_entries(plan, _catalogue(plan), epoch=1)
-    wanted = {entry.key.digest() for entry in texts} | {entry.key.digest() for entry in latents}
+    listing = _listing(plan)
+    wanted = {entry.key.digest() for entry in listing.texts} | {entry.key.digest() for entry in listing.latents}
     total = 0
     for folder in cache_folders(plan):
         garbage = _of_family(folder, find_garbage(folder, wanted), plan.spec.name)
@@ -57,13 +57,12 @@ def explain_caching(plan: Plan, file: str) -> Iterator[str]:
     Raises:
         UserError: the configuration does not use the file.
     """
-    catalogue = _catalogue(plan)
-    texts, latents = wanted_entries(plan, catalogue, epoch=1)
-    own = [entry for entry in latents if _is_of(entry.sample, file)]
-    samples = [entry.sample for entry in own]
-    captions = {catalogue.text(one.dataset_id, text, one.partner).key for one in samples for text in one.captions}
+    listing = _listing(plan)
+    own = [entry for entry in listing.latents if _is_of(entry.sample, file)]
+    samples, text_of = [entry.sample for entry in own], listing.catalogue.text
+    captions = {text_of(one.dataset_id, text, one.partner).key for one in samples for text in one.captions}
     found: list[LatentEntry | TextEntry] = [*own]
-    found += [entry for entry in texts if entry.source == file or entry.key in captions]
+    found += [entry for entry in listing.texts if entry.source == file or entry.key in captions]
     if not found:
         raise UserError(f"{file!r} is not used by this configuration; `simpletuner plan` lists every file.")
     for entry in found:
@@ -78,11 +77,11 @@ def cache_folders(plan: Plan) -> list[Path]:
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
-def _catalogue(plan: Plan) -> Catalogue:
+def _listing(plan: Plan) -> Listing:
     catalogue = make_catalogue(plan)
     if catalogue is None:
         raise UserError("The checkpoint is not on this machine yet, so no entry can belong to it.")
-    return catalogue
+    return list_entries(plan, catalogue)
 
 
 def _of_family(folder: Path, garbage: Garbage, family: str) -> Garbage:
@@ -111,7 +110,7 @@ def _explanation(entry: LatentEntry | TextEntry) -> list[str]:
     lines = [f"{kind} of {what}: {'cached in ' + str(path) if path else 'not cached'}"]
     ingredients = _origin(entry.folder, key) if path else entry.key.ingredients()
     if path and not ingredients:
-        lines.append("  it is damaged; the next run makes it anew")
+        lines.append("  it is damaged; the next run encodes it again")
     lines += [f"  {name}: {value}" for name, value in ingredients.items()]
     if path is None:
         misses = explain_miss(entry.folder, entry.key, source)

@@ -59,6 +59,9 @@ class VideoConfig(Group):
     is_i2v: Flag | None = option(None, "Frame 0 is the condition.")
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = option("aspect_ratio", "How clips are grouped.")
     frame_interval: Integer | None = option(None, "Round lengths down to a multiple.", ge=1)
+    color_matrix: Literal["bt601", "bt709"] | None = option(
+        None, "How colours are read of clips that do not say it; unset: bt709 from 1280 or 720 pixels on."
+    )
 
 
 class DatasetConfig(Group):

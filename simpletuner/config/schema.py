@@ -386,8 +386,8 @@ class OffloadConfig(Group):
 
     offload: Literal["manual", "auto"] = option(
         "manual",
-        "auto chooses, by the plan's estimate, what is unset of offloading, checkpointing, speed_keep_attention and "
-        "vae_batch_size, so that the run fits the device and wastes none of it.",
+        "auto chooses, by the plan's estimate, what is unset of offloading, checkpointing and speed_keep_attention, "
+        "so that the run fits the device and wastes none of it.",
     )
     plan_device_memory_gb: Number | None = option(
         None,
@@ -435,7 +435,7 @@ class CachingConfig(Group):
         None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
     )
     vae_batch_size: Integer = option(
-        4, "Encoded at a time, fewer where memory does not suffice; never changes the result.", ge=1
+        1, "Encoded at a time, fewer where memory does not suffice; above 1 it changes rounding only.", ge=1
     )
     vae_enable_slicing: Flag = option(False, "Encode and decode a batch one by one.")
     vae_enable_tiling: Flag = option(
@@ -760,11 +760,6 @@ def all_options() -> dict[str, Option]:
         for group in (*GROUPS.values(), *family_groups())
         for name, field in group.model_fields.items()
     }
-
-
-def is_built(name: str) -> bool:
-    """Whether what a key controls is there."""
-    return all_options()[name].planned is None
 
 
 @functools.cache

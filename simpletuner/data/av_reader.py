@@ -24,12 +24,14 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from simpletuner.data.media import NOT_THE_FILES_FAULT, MediaError
-from simpletuner.data.timing import MISSING_SECONDS, TOLERANCE, ClipFacts
+from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, stays
+from simpletuner.data.files import EXHAUSTED, LARGEST_CLIP, MediaError, check_regular, content_hash
 
 # What a decoder says of brightness and colours that an 8-bit sRGB picture cannot hold (ITU-T H.273, tables 2 and 3).
 HDR_CURVES = {16: "PQ", 18: "HLG"}
 WIDE_COLOURS = {9: "BT.2020"}
+# Its numbers for the matrix between brightness with colour differences and RGB (table 4).
+UNSPECIFIED, MATRICES = 2, {"bt709": 1, "bt601": 6}
 # Fixed point of a display matrix, and how far its angle may be from a right one.
 UNIT, RIGHT_ANGLE = 1 << 16, 0.01
 # The most frames that a decoder holds back to put them in order.
@@ -55,11 +57,15 @@ def probe(path: Path) -> ClipFacts:
         seconds = last - start
         rate = (len(listing.times) - 1) / seconds if seconds > 0 else 0.0
         fallback = 1 / rate if rate else 1 / float(stream.guessed_rate or 1)
-        return ClipFacts(width, height, seconds + (listing.durations.get(last) or fallback), rate)
+        length = seconds + (listing.durations.get(last) or fallback)
+        return ClipFacts(width, height, length, rate, _guessed_matrix(listing.first))
 
 
-def read(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
+def read(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Iterator[NDArray[np.uint8]]:
     """The frames shown at increasing moments, upright RGB, `H W 3`.
+
+    Args:
+        matrix: how colours are read; None: as the file says.
 
     Raises:
         MediaError: damaged, or it ends before the last moment.
@@ -69,9 +75,11 @@ def read(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
         shown: VideoFrame | None = None
         begin = end = 0.0
         for frame, time in _timed(container, stream):
-            while shown is not None and wanted and wanted[0] + TOLERANCE < time:
+            taken = False
+            while shown is not None and wanted and stays(wanted[0], time, taken=taken):
                 wanted.popleft()
-                yield _to_rgb(shown)
+                yield _to_rgb(shown, matrix)
+                taken = True
             if not wanted:
                 return
             end = time + max(float((frame.duration or 0) * (frame.time_base or 0)), time - begin)
@@ -79,7 +87,7 @@ def read(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
         if shown is None or wanted[-1] > end + MISSING_SECONDS:
             raise MediaError(f"ends after {end:.2f} seconds, and a frame at {moments[-1]:.2f} is needed")
         for _ in wanted:
-            yield _to_rgb(shown)
+            yield _to_rgb(shown, matrix)
 
 
 @dataclass
@@ -107,9 +115,9 @@ class _Listing:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     """The container and its clip; what PyAV raises inside the block becomes a MediaError where the file is at fault."""
+    if check_regular(path, LARGEST_CLIP)[0] == 0:
+        raise MediaError("is empty")
     try:
-        if path.stat().st_size == 0:
-            raise MediaError("is empty")
         # A playlist in the guise of a clip must not fetch anything.
         options = {"protocol_whitelist": "file"}
         with av.open(f"file:{path}", options=options, metadata_errors="ignore") as container:
@@ -117,13 +125,11 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     except MemoryError:
         raise
     except av.FFmpegError as error:
-        if error.errno in NOT_THE_FILES_FAULT:
+        if error.errno in EXHAUSTED:
             raise
+        # FFmpeg calls broken data an input error as well; a file that can be read to its end is what is broken.
+        content_hash(path)
         raise MediaError(f"cannot be decoded: {error.strerror}") from error
-    except OSError as error:
-        if error.errno in NOT_THE_FILES_FAULT:
-            raise
-        raise MediaError(f"cannot be read: {error.strerror}") from error
 
 
 def _clip_of(container: InputContainer) -> VideoStream:
@@ -176,7 +182,7 @@ def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:
 def _check_turn(matrix: NDArray[np.float64]) -> None:
     """Takes the first five numbers of a display matrix, row by row: a, b, u, c, d."""
     a, b, _, c, d = matrix
-    remedy = "; writing it anew with ffmpeg gives it the way it is shown"
+    remedy = "; re-encoding it with ffmpeg stores it the way it is shown"
     if a * d - b * c < 0:
         raise MediaError(f"is shown mirrored, by its display matrix{remedy}")
     quarters = math.atan2(b, a) / (math.pi / 2)
@@ -226,6 +232,15 @@ def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
     return (height, width) if frame.rotation % 180 else (width, height)
 
 
-def _to_rgb(frame: VideoFrame) -> NDArray[np.uint8]:
+def _guessed_matrix(frame: VideoFrame) -> ColorMatrix | None:
+    """What players take for the matrix of a clip that does not name it, by its stored size; None where it does."""
+    if frame.format.is_rgb or frame.colorspace != UNSPECIFIED:
+        return None
+    return "bt709" if frame.width >= 1280 or frame.height >= 720 else "bt601"
+
+
+def _to_rgb(frame: VideoFrame, matrix: ColorMatrix | None) -> NDArray[np.uint8]:
     """8-bit RGB, turned upright."""
+    if matrix is not None:
+        frame.colorspace = MATRICES[matrix]
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))

@@ -28,9 +28,11 @@ from simpletuner.data.checks import (
     check_default_text_cache,
     check_entry,
     check_folders,
+    check_output,
     check_start,
     link_partners,
     summarise_rejected,
+    warn_of_enlarged,
 )
 from simpletuner.data.clip_rules import ClipLengthError, build_clip_rules, check_speed
 from simpletuner.data.context import DataContext, latent_dir_of, text_entry_of
@@ -79,7 +81,8 @@ def _without_partner(name: str, dataset: Dataset) -> Rejected | None:
 
 def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, captions: CaptionSource) -> Sample:
     clips = dataset.clips
-    frames = clips.frames_of(facts.clip) if clips and facts.clip else 1
+    clip = clips.read(facts.clip) if clips and facts.clip else None
+    frames = clips.frames_of(clip) if clips and clip else 1
     geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
     return Sample(
         dataset_id=dataset.id,
@@ -92,6 +95,7 @@ def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, capti
         partner=partner,
         frames=frames,
         frame_rate=clips.rate if clips else None,
+        clip=clip,
         is_i2v=clips is not None and clips.is_i2v,
     )
 
@@ -116,6 +120,7 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
     for entry in entries:
         check_entry(entry, context, problems)
     check_folders(entries, context, problems)
+    check_output(entries, context, problems)
     check_caches(entries, context, problems)
     check_start(entries, problems)
     check_default_text_cache(entries, problems)
@@ -184,6 +189,7 @@ class _Builder:
         )
         dataset = self._choose(self._fill(dataset, folder, captions))
         summarise_rejected(dataset, self.problems)
+        warn_of_enlarged(dataset, self.problems)
         self._check_speed(dataset)
         return check_amount(dataset, self.context, self.problems)
 

@@ -23,11 +23,22 @@ from simpletuner.config.messages import problems_of
 from simpletuner.config.option import Flag, Group, Integer, option
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import pair_key
+from simpletuner.data.files import LARGEST_CAPTION, UnreadableError, read
 from simpletuner.errors import Problem, did_you_mean
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 Edit = Callable[[str], Sequence[str]]  # a caption in, its replacements out
+
+
+# Words that tokenizers take for a command: they would end the prompt or stand for a picture that is not there.
+CONTROL_TOKEN = re.compile(r"<\|\w+\|>|</?(?:s|bos|eos|pad|unk|mask|start_of_turn|end_of_turn|image|start_of_image)>")
+
+
+def control_token(text: str) -> str | None:
+    """The first word of a text that a tokenizer would not read as text, or None."""
+    found = CONTROL_TOKEN.search(text)
+    return found.group() if found else None
 
 
 class CaptionError(Exception):
@@ -76,6 +87,10 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
     captions = tuple(caption for caption in captions if caption)
     if not captions:
         raise CaptionError("has a caption of which nothing is left after caption_filter_list")
+    for caption in captions:
+        token = control_token(caption)
+        if token is not None:
+            raise CaptionError(f"has a caption with {token}, which the tokenizer takes for a command; remove it")
     return captions
 
 
@@ -112,14 +127,17 @@ def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
 
     Raises:
         CaptionError: unreadable, in another encoding, or empty.
+        DeviceError: the device failed.
     """
     try:
-        content = path.read_bytes()
+        content = read(path, LARGEST_CAPTION)
         text = content.decode("utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig")
-    except OSError as error:
-        raise CaptionError(f"has a caption file that cannot be read: {error.strerror}") from error
+    except UnreadableError as error:
+        raise CaptionError(f"has a caption file that {error}") from error
     except UnicodeDecodeError as error:
         raise CaptionError(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
+    if "\0" in text:
+        raise CaptionError("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
     lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     captions = ("\n".join(lines).strip(),) if whole else tuple(lines)
     captions = tuple(caption for caption in captions if caption)
@@ -192,13 +210,13 @@ def read_filters(value: Any, where: str, problems: list[Problem]) -> Edit | None
 
 def _read_list(path: Path, where: str, problems: list[Problem]) -> list[Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read(path, LARGEST_CAPTION).decode("utf-8-sig")
         if path.suffix.lower() == ".json":
             content = json.loads(text)
             return content if isinstance(content, list) else [content]
         return [line for line in text.splitlines() if line.strip()]
-    except OSError as error:
-        problems.append(Problem(where, f"{str(path)!r} cannot be read: {error.strerror}."))
+    except UnreadableError as error:
+        problems.append(Problem(where, f"{str(path)!r} {error}."))
     except ValueError as error:
         problems.append(Problem(where, f"{str(path)!r} is not a list of texts: {error}."))
     return []

@@ -17,6 +17,7 @@ from simpletuner.errors import Problem, did_you_mean
 FILE_KINDS = ("image", "video", "conditioning", "eval")
 CACHE_KINDS = ("text_embeds", "image_embeds")
 SKIPPABLE = ("vae", "aspect", "metadata", "text")
+NOTICEABLE_ENLARGEMENT = 1.5
 REFERENCES = ("reference_strict", "reference_loose")
 
 
@@ -115,6 +116,15 @@ def check_folders(configs: Sequence[DatasetConfig], context: DataContext, proble
         hint = "paths count from the working directory"
         message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
         problems.append(Problem("instance_data_dir", message))
+
+
+def check_output(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> None:
+    """Previews lie below the output folder and are pictures or clips, too."""
+    for config in configs:
+        folder = config.instance_data_dir
+        if holds_files(config) and folder and context.output_dir.resolve().is_relative_to(Path(folder).resolve()):
+            message = f"{folder!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
+            problems.append(Problem(f"{config.id}.instance_data_dir", message))
 
 
 def check_caches(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> None:
@@ -223,6 +233,22 @@ def summarise_rejected(dataset: Dataset, problems: list[Problem]) -> None:
         total = sum(map(len, names.values()))
         message = f"{total} files are left out: {left_out}. The plan lists each with its reason."
         problems.append(Problem(dataset.id, message, fatal=False))
+
+
+def warn_of_enlarged(dataset: Dataset, problems: list[Problem]) -> None:
+    """One warning with every sample that is much smaller than what it is trained at."""
+    factors = {each.name: each.geometry.resized[0] / each.original_size[0] for each in dataset.samples}
+    enlarged = {name: factor for name, factor in factors.items() if factor > NOTICEABLE_ENLARGEMENT}
+    if not enlarged:
+        return
+    most = max(dataset.samples, key=lambda sample: factors[sample.name])
+    before, after = ("x".join(map(str, size)) for size in (most.original_size, most.geometry.resized))
+    message = (
+        f"{len(enlarged)} of {len(factors)} files are enlarged to be trained at this resolution, the most {most.name} "
+        f"from {before} to {after}: the model learns their blur. minimum_image_size leaves small files out; a smaller "
+        "resolution enlarges less."
+    )
+    problems.append(Problem(f"{dataset.id}.resolution", message, fatal=False))
 
 
 def check_amount(dataset: Dataset, context: DataContext, problems: list[Problem]) -> Dataset:

@@ -12,8 +12,8 @@ from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
+from simpletuner.data.clips import ClipFacts, ColorMatrix
 from simpletuner.data.context import DataContext
-from simpletuner.data.timing import ClipFacts
 from simpletuner.errors import Problem
 
 DEFAULT_SECONDS = 5
@@ -41,6 +41,7 @@ class ClipRules:
         minimum, maximum: clips with fewer or more frames are left out.
         names_size: buckets are labelled with size and frames instead of the ratio.
         is_i2v: frame 0 is the condition.
+        matrix: how colours are read of clips that do not say it; None: as players guess.
     """
 
     rate: float
@@ -51,6 +52,11 @@ class ClipRules:
     maximum: int | None
     names_size: bool = False
     is_i2v: bool = False
+    matrix: ColorMatrix | None = None
+
+    def read(self, clip: ClipFacts) -> ClipFacts:
+        """A clip as the dataset wants it read."""
+        return replace(clip, matrix=self.matrix) if clip.matrix and self.matrix else clip
 
     def frames_of(self, clip: ClipFacts) -> int:
         """How many frames of a clip are trained.
@@ -106,6 +112,7 @@ def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list
         maximum=video.max_frames,
         names_size=video.bucket_strategy == "resolution_frames",
         is_i2v=context.task == "i2v" if video.is_i2v is None else video.is_i2v,
+        matrix=video.color_matrix,
     )
     _check_limits(config, rules, problems)
     return _check_condition(config, rules, context, problems)

@@ -1,4 +1,7 @@
-"""Clips from files: what they are without decoding them, their frames as the models take them.
+"""Clips from files: what they are without decoding them, when their frames are shown, and which of them are taken.
+
+Trained frame k shows what the source shows at k / rate seconds, whatever its own rate is, constant or not. Times count
+from the first frame that is shown.
 
 decord reads first, PyAV whatever decord cannot read, or not rightly. Both see a clip upright, and both take frames by
 the times at which they are shown, never by their number.
@@ -7,24 +10,109 @@ the times at which they are shown, never by their number.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.media import MediaError, fit
-from simpletuner.data.timing import ClipFacts, moments_of
+from simpletuner.data.files import MediaError, UnreadableError
+from simpletuner.data.media import fit
 
-__all__ = ["CLIP_SUFFIXES", "ClipFacts", "MediaError", "fit_clip", "frames_of", "is_clip", "probe_clip", "read_clip"]
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 CLIP_SUFFIXES = frozenset(
     {".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".3gp", ".ogv"}
 )
+
+ColorMatrix = Literal["bt601", "bt709"]
+
+# Containers round times to milliseconds or to 1/600 s, so a frame may seem to begin this much too late.
+TOLERANCE = 0.002
+# Where the next frame begins so soon, it is taken rather than the same one a second time.
+RELUCTANCE = 3 * TOLERANCE
+# What may be missing at the end of a clip before it counts as cut off; headers are not that exact.
+MISSING_SECONDS = 0.25
+# 23.976 and 24 frames a second are the same speed: television slows films and clocks by 1000 / 1001.
+SAME_RATE = 0.002
+
+
+@dataclass(frozen=True)
+class ClipFacts:
+    """What is known of a clip without decoding it.
+
+    Attributes:
+        width, height: pixels as shown: upright, with square pixels.
+        seconds: from the first frame to the end of the last one.
+        source_rate: its own frames per second, on average; 0 when it has one frame.
+        matrix: how its colours are read where the file does not say; None where it does.
+    """
+
+    width: int
+    height: int
+    seconds: float
+    source_rate: float
+    matrix: ColorMatrix | None = None
+
+    def frames_at(self, rate: float) -> int:
+        """How many frames it gives at a rate; at least one."""
+        return max(1, math.ceil((self.seconds - TOLERANCE) * rate / self.slowed(rate)))
+
+    def moments(self, frames: int, rate: float) -> list[float]:
+        """The times in seconds at which the first frames are taken."""
+        return moments_of(frames, rate / self.slowed(rate))
+
+    def slowed(self, rate: float) -> float:
+        """The factor, about 1, by which time passes more slowly so that neither its rate nor `rate` has a fraction.
+
+        Without it, 24 frames a second of a clip of 23.976 repeat one frame every 42 seconds, and the first of these
+        repetitions may lie anywhere.
+        """
+        own = self.source_rate
+        if not own:
+            return 1.0
+        if abs(own / rate - 1) <= SAME_RATE:
+            return rate / own
+        return _whole(own) / own * rate / _whole(rate)
+
+
+def _whole(rate: float) -> float:
+    """The whole number that a rate stands for, or the rate itself."""
+    whole = round(rate)
+    return float(whole) if whole and abs(rate / whole - 1) <= SAME_RATE else rate
+
+
+def moments_of(frames: int, rate: float) -> list[float]:
+    """The times in seconds at which the first frames are taken."""
+    return [index / rate for index in range(frames)]
+
+
+def stays(moment: float, following: float, *, taken: bool) -> bool:
+    """Whether a frame is what is shown at a moment, the next one beginning at `following`.
+
+    Args:
+        taken: it was taken before; where there are enough frames none is taken twice.
+    """
+    return moment + (RELUCTANCE if taken else TOLERANCE) < following
+
+
+def shown_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:
+    """Which of the frames that begin at `times` is taken at each moment; both grow."""
+    found: list[int] = []
+    index = 0
+    for moment in moments:
+        while index + 1 < len(times) and not stays(moment, times[index + 1], taken=found[-1:] == [index]):
+            index += 1
+        found.append(index)
+    return found
+
 
 # The readers are imported when the first clip is met: runs on pictures start without them.
 
@@ -42,27 +130,44 @@ def probe_clip(path: Path) -> ClipFacts:
     """
     from simpletuner.data import av_reader
 
-    return av_reader.probe(path)
+    return surely(lambda: av_reader.probe(path))
 
 
-def frames_of(path: Path, frames: int, rate: float) -> Iterator[NDArray[np.uint8]]:
+def frames_of(path: Path, frames: int, rate: float, clip: ClipFacts) -> Iterator[NDArray[np.uint8]]:
     """The first frames of a clip at a rate, one by one: upright RGB, `H W 3`.
+
+    Args:
+        clip: what `probe_clip` said of it.
 
     Raises:
         MediaError: it cannot be decoded that far.
     """
     from simpletuner.data import av_reader, decord_reader
 
-    moments = moments_of(frames, rate)
+    moments = clip.moments(frames, rate)
     done = 0
-    try:
-        for frame in decord_reader.read(path, moments):
-            yield frame
-            done += 1
-    except decord_reader.NotForDecordError as error:
-        logger.debug("%s is read by PyAV from frame %d on: %s", path, done, error)
+    if clip.matrix != "bt709":
+        try:
+            for frame in decord_reader.read(path, moments):
+                yield frame
+                done += 1
+        except decord_reader.NotForDecordError as error:
+            logger.debug("%s is read by PyAV from frame %d on: %s", path, done, error)
     if done < frames:
-        yield from av_reader.read(path, moments[done:])
+        yield from av_reader.read(path, moments[done:], clip.matrix)
+
+
+def surely(attempt: Callable[[], T]) -> T:
+    """What `attempt` returns; a clip counts as damaged only when it cannot be decoded twice.
+
+    Readers of clips do not say whether the data or the device was at fault.
+    """
+    try:
+        return attempt()
+    except UnreadableError:
+        raise
+    except MediaError:
+        return attempt()
 
 
 def read_clip(path: Path, frames: int, rate: float) -> NDArray[np.uint8]:
@@ -71,7 +176,7 @@ def read_clip(path: Path, frames: int, rate: float) -> NDArray[np.uint8]:
     Raises:
         MediaError: it cannot be decoded that far.
     """
-    return np.stack(list(frames_of(path, frames, rate)))
+    return np.stack(list(frames_of(path, frames, rate, probe_clip(path))))
 
 
 def fit_clip(frames: Iterable[NDArray[np.uint8]], geometry: Geometry) -> NDArray[np.uint8]:

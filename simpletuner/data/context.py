@@ -46,6 +46,7 @@ class DataContext:
         spec, task: the model family and what its flavour does.
         latent_root: folder below which each dataset has its latent cache, unless it names one.
         text_root: text cache of datasets that name none.
+        output_dir: of the run.
         frame_rate: frames per second of clips that do not say otherwise; None for families of pictures.
         train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step.
         seed: for crop positions and random aspects. None, when the user set no seed, makes them depend on file names
@@ -58,6 +59,7 @@ class DataContext:
     task: Task
     latent_root: Path
     text_root: Path
+    output_dir: Path = Path("output")
     frame_rate: float | None = None
     train_batch_size: int = 1
     gradient_accumulation_steps: int = 1
@@ -79,6 +81,7 @@ class DataContext:
             task=task,
             latent_root=Path(run.cache_dir_vae or cache / "vae").expanduser() / spec.name,
             text_root=Path(run.cache_dir_text or cache / "text").expanduser() / spec.name,
+            output_dir=Path(run.output_dir).expanduser(),
             frame_rate=config.validation.framerate or spec.frame_rate if spec.media == "video" else None,
             train_batch_size=config.schedule.train_batch_size,
             gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,

@@ -128,7 +128,7 @@ class Dataset:
 
     @property
     def changes_each_epoch(self) -> bool:
-        """Whether random places are drawn anew each epoch."""
+        """Whether random places are drawn again each epoch."""
         return bool(self.config.vae_cache_clear_each_epoch)
 
     def at_epoch(self, epoch: int) -> Dataset:
@@ -189,6 +189,7 @@ class Dataset:
             LedgerEntry(
                 self.id,
                 sample.name,
+                note=f"read as {' and '.join(sample.read_as)}" if sample.read_as else "",
                 original_size=sample.original_size,
                 geometry=sample.geometry,
                 captions=len(sample.captions),

@@ -1,4 +1,5 @@
 """Clips through decord: quick, but not maintained, made for some machines only, and wrong about some files.
+It reads colours as BT.601 where a file does not say how.
 
 The one place that knows it. `read` refuses whatever decord may be wrong about, and `clips` asks PyAV then.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simpletuner.data.timing import MISSING_SECONDS, shown_at
+from simpletuner.data.clips import MISSING_SECONDS, shown_at
 
 # Frames that are decoded at once; 200 of them at 1280x720 would be half a gigabyte.
 SLICE = 8

@@ -19,11 +19,19 @@ from pydantic import TypeAdapter, ValidationError
 from simpletuner.atomic import write_atomically
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.buckets import Size
-from simpletuner.data.clips import CLIP_SUFFIXES, is_clip, probe_clip
+from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
 from simpletuner.data.context import DataContext
-from simpletuner.data.media import PICTURE_SUFFIXES, MediaError, probe
+from simpletuner.data.files import (
+    LARGEST_CLIP,
+    LARGEST_PICTURE,
+    MediaError,
+    UnreadableError,
+    check_regular,
+    content_hash,
+    read,
+)
+from simpletuner.data.media import PICTURE_SUFFIXES, probe
 from simpletuner.data.sample import Reason, Rejected
-from simpletuner.data.timing import ClipFacts
 
 CAPTION_SUFFIX = ".txt"
 
@@ -149,8 +157,8 @@ def _suffix(name: str) -> str:
 
 
 INDEX_NAME = "index.json"
-# 2: clips with HDR or a mirroring matrix are refused.
-INDEX_VERSION = 2
+# 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips.
+INDEX_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -208,21 +216,24 @@ def inspect_files(
 
 
 def _inspect(path: Path, known: FileFacts | None) -> FileFacts:
+    clip = is_clip(path)
+    facts = FileFacts(0, 0, "")
     try:
-        status = path.stat()
-        if known is not None and (known.size, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
+        size, mtime_ns = check_regular(path, LARGEST_CLIP if clip else LARGEST_PICTURE)
+        if known is not None and (known.size, known.mtime_ns) == (size, mtime_ns):
             return known
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return FileFacts(0, 0, "", problem=f"cannot be read: {error.strerror}")
-    facts = FileFacts(status.st_size, status.st_mtime_ns, content)
-    try:
-        clip = probe_clip(path) if is_clip(path) else None
-        width, height = (clip.width, clip.height) if clip else probe(path)
+        data = b"" if clip else read(path, LARGEST_PICTURE)
+        content = content_hash(path) if clip else hashlib.sha256(data).hexdigest()
+        facts = FileFacts(size, mtime_ns, content)
+        if clip:
+            shown = probe_clip(path)
+            return replace(facts, width=shown.width, height=shown.height, clip=shown)
+        width, height = probe(data)
+        return replace(facts, width=width, height=height)
+    except UnreadableError as error:
+        return FileFacts(0, 0, "", problem=str(error))
     except MediaError as error:
         return replace(facts, problem=str(error))
-    return replace(facts, width=width, height=height, clip=clip)
 
 
 def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:

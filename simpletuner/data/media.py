@@ -6,7 +6,7 @@ of a broken download or a full disk, so the structure of every file is checked a
 
 from __future__ import annotations
 
-import errno
+import io
 import re
 import struct
 import zlib
@@ -32,6 +32,7 @@ from PIL import (
 )
 
 from simpletuner.data.buckets import Geometry
+from simpletuner.data.files import LARGEST_PICTURE, MediaError, read
 
 # What a file may begin with, and the name of Pillow's reader for it.
 MAGIC = (
@@ -48,16 +49,13 @@ MAGIC = (
 # Containers that cameras and browsers write and that are not read here; the name helps the user to convert.
 FOREIGN = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF"}
 
+PNG_SHOWN = frozenset({b"IHDR", b"PLTE", b"IDAT", b"tRNS", b"eXIf"})
 JPEG_END = b"\xff\xd9"
 # Inside compressed data FF is followed by 00, by a restart marker or by more FF; anything else is a marker.
 JPEG_MARKER_IN_DATA = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 JPEG_START_OF_SCAN, JPEG_END_OF_IMAGE = 0xDA, 0xD9
 
 STRIP_TAGS = ((273, 279), (324, 325))  # TIFF offsets and byte counts of strips, and of tiles
-
-
-class MediaError(Exception):
-    """A file that cannot be used as a picture; the text says why and fits after the file's name."""
 
 
 def sniff(head: bytes) -> str:
@@ -140,7 +138,14 @@ def _png_chunks(file: BinaryIO, size: int) -> list[tuple[bytes, int, int]]:
 
 
 def _png_end(file: BinaryIO, size: int) -> bool:
+    """Also compares the checksums of what shows, which Pillow leaves out for pixels."""
     chunks = _png_chunks(file, size)
+    for kind, start, length in chunks:
+        if kind in PNG_SHOWN:
+            file.seek(start - 4)
+            covered = file.read(length + 4)
+            if zlib.crc32(covered) != int.from_bytes(file.read(4), "big"):
+                raise MediaError(f"is damaged: the checksum of a {kind.decode()} chunk does not match")
     return bool(chunks) and chunks[-1][0] == b"IEND"
 
 
@@ -206,7 +211,6 @@ DAMAGE = (
     zlib.error,
     NotImplementedError,
 )
-NOT_THE_FILES_FAULT = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EINTR})
 
 SIDEWAYS = frozenset({5, 6, 7, 8})
 UPRIGHT = {
@@ -220,13 +224,16 @@ UPRIGHT = {
 }
 
 
-def probe(path: Path) -> tuple[int, int]:
+def probe(source: Path | bytes) -> tuple[int, int]:
     """Width and height of a picture in pixels after EXIF rotation, read from its header.
+
+    Args:
+        source: a file, or what is in it.
 
     Raises:
         MediaError: unreadable, empty, not a picture, damaged or cut.
     """
-    with _opened(path) as (file, picture, kind):
+    with _opened(source) as (file, picture, kind):
         size = file.seek(0, 2)
         width, height = picture.size
         if width < 1 or height < 1:
@@ -239,8 +246,11 @@ def probe(path: Path) -> tuple[int, int]:
         return (height, width) if _orientation(picture) in SIDEWAYS else (width, height)
 
 
-def decode(path: Path) -> Image.Image:
+def decode(source: Path | bytes) -> Image.Image:
     """The first frame of a picture, upright, as RGB with 8 bits; what is transparent becomes white.
+
+    Args:
+        source: a file, or what is in it.
 
     Raises:
         MediaError: it cannot be decoded completely.
@@ -248,7 +258,7 @@ def decode(path: Path) -> Image.Image:
     """
     # Another package may have told Pillow to fill up what is missing; here damage must show.
     ImageFile.LOAD_TRUNCATED_IMAGES = False
-    with _opened(path) as (_, picture, kind):
+    with _opened(source) as (_, picture, kind):
         picture.load()
         turn = None if kind == "TIFF" else UPRIGHT.get(_orientation(picture))
         rgb = _to_rgb(picture)
@@ -273,18 +283,18 @@ def fit(picture: Image.Image, geometry: Geometry) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, Image.Image, str]]:
+def _opened(source: Path | bytes) -> Iterator[tuple[BinaryIO, Image.Image, str]]:
     """A file that is whole by its structure, opened by Pillow; damage inside the block becomes a MediaError."""
+    data = source if isinstance(source, bytes) else read(source, LARGEST_PICTURE)
+    file = io.BytesIO(data)
     try:
-        with path.open("rb") as file:
-            kind = sniff(file.read(16))
-            size = file.seek(0, 2)
-            check_complete(file, kind, size)
-            file.seek(0)
-            with Image.open(file, formats=[kind]) as picture:
-                if isinstance(picture, TiffImagePlugin.TiffImageFile):
-                    check_strips(picture.tag_v2, size)
-                yield file, picture, kind
+        kind = sniff(data[:16])
+        check_complete(file, kind, len(data))
+        file.seek(0)
+        with Image.open(file, formats=[kind]) as picture:
+            if isinstance(picture, TiffImagePlugin.TiffImageFile):
+                check_strips(picture.tag_v2, len(data))
+            yield file, picture, kind
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise MediaError(f"has too many pixels to be a training picture; make it smaller ({error})") from error
     except UnidentifiedImageError as error:
@@ -296,10 +306,8 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, Image.Image, str]]:
 def _blame(error: Exception) -> Exception:
     """What a failure of a reader means: damage, or a machine that has run out of something."""
     if isinstance(error, OSError):
-        if error.errno in NOT_THE_FILES_FAULT:
+        if error.errno is not None:  # all bytes are in memory already
             return error
-        if error.errno is not None:
-            return MediaError(f"cannot be read: {error.strerror}")
         if "out of memory" in str(error):
             return MemoryError(str(error))
         if "truncated" in str(error):

@@ -7,6 +7,7 @@ both stay together.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,8 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import CAPTION_SUFFIX, pair_key
 from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.data.sample import Reason, Rejected
+
+logger = logging.getLogger(__name__)
 
 FOLDER_NAME = "quarantine"
 REASONS_NAME = "reasons.jsonl"
@@ -34,6 +37,8 @@ def unwelcome(dataset: Dataset) -> list[Rejected]:
 def quarantine(root: Path, files: Iterable[Rejected], output_dir: Path) -> list[Path]:
     """Move files to `<output_dir>/quarantine`, their folders below `root` kept, and list them there.
 
+    A file in a linked folder that lies elsewhere is not the dataset's own and stays where it is.
+
     Args:
         root: the dataset's folder.
         files: what to move and why; a file that is gone already is skipped.
@@ -49,6 +54,9 @@ def quarantine(root: Path, files: Iterable[Rejected], output_dir: Path) -> list[
     moved = []
     for file in files:
         if not _exists(root / file.name):
+            continue
+        if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
+            logger.warning("%s lies outside of %s and is not moved: it %s", root / file.name, root, file.detail)
             continue
         for name in [file.name, *_own_captions(root, file.name)]:
             target = _free_place(folder / PurePosixPath(name))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from simpletuner.data.buckets import Geometry, Size
+from simpletuner.data.clips import ClipFacts
 
 # Why a file is not trained on; the words of the log, which counts them.
 Reason = Literal[
@@ -46,6 +47,10 @@ NOTEWORTHY: frozenset[Reason] = frozenset(
 )
 
 
+# A rate that is measured in a container that rounds times differs so much from the whole one that it is.
+SAME_TIME = 5e-4
+
+
 @dataclass(frozen=True)
 class Sample:
     """One picture or clip as it is trained.
@@ -61,6 +66,7 @@ class Sample:
         partner: the paired picture of a conditioning dataset, or None.
         frames: how many are trained, from the first one on.
         frame_rate: frames per second at which they are taken; None for pictures.
+        clip: what is known of the clip; None for pictures.
         is_i2v: frame 0 is the condition that the others are trained to follow.
     """
 
@@ -74,12 +80,22 @@ class Sample:
     partner: Sample | None = None
     frames: int = 1
     frame_rate: float | None = None
+    clip: ClipFacts | None = None
     is_i2v: bool = False
 
     @property
     def first_frame(self) -> Sample:
         """Its frame 0 as a clip of one frame, without a condition of its own."""
         return replace(self, frames=1, is_i2v=False)
+
+    @property
+    def read_as(self) -> tuple[str, ...]:
+        """How its frames are read where that is not what the file says or leaves to BT.601."""
+        if self.clip is None or self.frame_rate is None:
+            return ()
+        slowed = self.clip.slowed(self.frame_rate) if self.frames > 1 else 1.0
+        speed = (f"{self.clip.source_rate * slowed:.6g} frames a second",) if abs(slowed - 1) > SAME_TIME else ()
+        return (*speed, "colours of BT.709") if self.clip.matrix == "bt709" else speed
 
     @property
     def full_name(self) -> str:
@@ -101,12 +117,14 @@ class Rejected:
 class LedgerEntry:
     """One line of the plan: a file, and what becomes of it.
 
-    `use` is empty for a file that is trained, with its geometry beside; else it says why not.
+    `use` is empty for a file that is trained, with its geometry beside; else it says why not. `note` says what was
+    assumed about it.
     """
 
     dataset_id: str
     name: str
     use: str = ""
+    note: str = ""
     original_size: Size | None = None
     geometry: Geometry | None = None
     captions: int = 0

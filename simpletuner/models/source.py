@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         WeightsError: the file is no safetensors file, or its end is missing.
     """
     try:
+        status = path.stat()
+    except OSError as error:
+        raise WeightsError(f"cannot be read: {error.strerror}") from None
+    return _shapes(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
+    """The same for a file as it is at the moment: a plan asks for it from several sides."""
+    try:
         entries = {name: entry for name, entry in read_header(path).items() if name != METADATA}
         shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
         with path.open("rb") as file:
@@ -41,8 +52,8 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise WeightsError(f"cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise WeightsError("is not a safetensors file (perhaps a pointer that git lfs has not replaced)") from None
-    if path.stat().st_size < end:
-        raise WeightsError(f"is truncated: {path.stat().st_size} of {end} bytes are there")
+    if size < end:
+        raise WeightsError(f"is truncated: {size} of {end} bytes are there")
     return shapes
 
 

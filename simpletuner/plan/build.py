@@ -24,7 +24,15 @@ from simpletuner.models.lora_targets import Targets, check_targets, linear_modul
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.checks import check_config, check_datasets, check_family, check_flavour, check_total, check_tread
+from simpletuner.plan.checks import (
+    check_config,
+    check_datasets,
+    check_family,
+    check_flavour,
+    check_prompts,
+    check_total,
+    check_tread,
+)
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, Checkpoint
@@ -171,6 +179,7 @@ def _plan_family(
     problems.extend(check_tread(config, spec, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
+    problems.extend(check_prompts(prompts, config.validation.validation_negative_prompt))
     sizes = _sizes(config, spec, problems)
     resume = check_resume(config, spec, flavour, problems)
     seed = decide_seed(config.run.seed, resume)
@@ -289,6 +298,10 @@ def _check_datasets(
         if chosen not in ids:
             message = f"{chosen!r} is not the id of a dataset ({', '.join(ids)}).{did_you_mean(chosen, ids)}"
             problems.append(Problem("eval_dataset_id", message))
+    for each in trained:
+        if each.id in (config.validation.eval_dataset_id or []):
+            message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
+            problems.append(Problem("eval_dataset_id", message, fatal=False))
 
 
 def _check_last_epoch(config: RunConfig, trained: Sequence[Dataset], length: Length, problems: list[Problem]) -> None:

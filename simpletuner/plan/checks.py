@@ -12,6 +12,7 @@ from simpletuner.config.precision import check_quantisations, text_encoder_dtype
 from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
+from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
@@ -20,6 +21,7 @@ from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import why_not_writable
 from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
+from simpletuner.validation.prompts import ValidationPrompt
 
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
@@ -237,6 +239,16 @@ def check_datasets(
                 "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
             )
             yield Problem(dataset.id, message, fatal=False)
+
+
+def check_prompts(prompts: Sequence[ValidationPrompt], negative: str | None) -> Iterator[Problem]:
+    """Words in a prompt that the tokenizer takes for commands."""
+    texts = [(each.nickname, each.prompt) for each in prompts] + [("validation_negative_prompt", negative or "")]
+    for name, text in texts:
+        token = control_token(text)
+        if token is not None:
+            message = f"the prompt {name!r} holds {token}, which the tokenizer takes for a command; remove it."
+            yield Problem("validation_prompt", message)
 
 
 def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
-from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, TextEntry
+from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, TextEntry, missing
 from simpletuner.caching.keys import EncoderIdentity, checkpoint_identity
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.precision import text_encoder_dtype, text_encoder_storage, vae_dtype
@@ -72,16 +72,43 @@ def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
     return DataContext.of(plan.config, plan.spec, plan.flavour.task).text_root
 
 
-def wanted_entries(plan: Plan, catalogue: Catalogue, epoch: int) -> tuple[list[TextEntry], list[LatentEntry]]:
-    """Every entry that the run reads in an epoch: captions, prompts, latents, of eval datasets too."""
+@dataclass(frozen=True)
+class Listing:
+    """Every cache entry that a run reads in an epoch: captions and prompts, latents; of eval datasets, too."""
+
+    plan: Plan
+    epoch: int
+    catalogue: Catalogue
+    texts: Sequence[TextEntry]
+    latents: Sequence[LatentEntry]
+
+    def holds_for(self, plan: Plan, epoch: int) -> bool:
+        """Whether another plan reads the same entries, as far as that can be told without listing them again."""
+        same_epoch = epoch == self.epoch or not any(each.changes_each_epoch for each in plan.datasets)
+        return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
+
+    @cached_property
+    def missing_texts(self) -> list[TextEntry]:
+        """The captions that were not in their cache when this was asked first."""
+        return missing(self.texts)
+
+    @cached_property
+    def missing_latents(self) -> list[LatentEntry]:
+        """The latents that were not in their cache when this was asked first."""
+        return missing(self.latents)
+
+
+def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
+    """What the run reads in an epoch."""
     dropout = plan.config.text.caption_dropout_probability > 0
     watched = evaluated(plan)
     texts = catalogue.texts_of(plan.trained, epoch, with_empty=dropout)
     known = {(entry.key, entry.folder) for entry in texts}
     others = catalogue.texts_of(watched, 1, with_empty=False)
     texts += [entry for entry in others if (entry.key, entry.folder) not in known]
+    texts += prompt_entries(plan, catalogue)
     latents = catalogue.latents_of(plan.trained, epoch) + catalogue.latents_of(watched, 1)
-    return texts + prompt_entries(plan, catalogue), latents
+    return Listing(plan, epoch, catalogue, texts, latents)
 
 
 def evaluated(plan: Plan) -> list[Dataset]:

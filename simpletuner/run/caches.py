@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter, LatentEnc
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length
 from simpletuner.plan.checks import check_tread
-from simpletuner.plan.entries import make_catalogue, wanted_entries
+from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.progress import Progress
 from simpletuner.training.assemble import make_accelerator
 
@@ -39,41 +40,46 @@ class CacheWorkshop:
     """Encodes what a run lacks.
 
     Attributes:
-        catalogue: set by `fetch`, once every encoder is on this machine and has an identity.
+        plan: without the files that proved to be damaged.
+        listing: the entries of the epoch that was filled last.
     """
 
     plan: Plan
     adapter: FamilyAdapter
     device: torch.device
     progress: Progress
-    catalogue: Catalogue
+    listing: Listing
 
-    def fill(self, epoch: int) -> None:
-        """Complete the caches for an epoch, and leave the files that prove to be damaged out of the plan.
+    @property
+    def catalogue(self) -> Catalogue:
+        return self.listing.catalogue
+
+    def fill(self) -> None:
+        """Complete the caches of the listing, and leave the files that prove to be damaged out of the plan.
 
         Raises:
             UserError: too few samples are left, or an entry could not be made.
         """
-        texts, latents = wanted_entries(self.plan, self.catalogue, epoch)
-        self.remove_damaged(latents)
-        self.encode_texts([entry for entry in missing(texts) if isinstance(entry, TextEntry)])
-        failures = self.encode_latents([entry for entry in missing(latents) if isinstance(entry, LatentEntry)])
+        self.remove_damaged(self.listing.latents)
+        self.encode_texts(missing(self.listing.texts))
+        failures = self.encode_latents(missing(self.listing.latents))
         if failures:
             self.plan = without_failures(self.plan, failures)
-        texts, latents = wanted_entries(self.plan, self.catalogue, epoch)
-        holes = missing([*texts, *latents])
+            self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
+        holes = [entry.key.digest() for entry in missing(self.listing.texts)]
+        holes += [entry.key.digest() for entry in missing(self.listing.latents)]
         if holes:
-            raise UserError(
-                f"The cache lacks {len(holes)} entries after filling, the first is {holes[0].key.digest()}."
-            )
+            raise UserError(f"The cache lacks {len(holes)} entries after filling, the first is {holes[0]}.")
 
     def follow(self, epoch: int) -> None:
         """Encode what an epoch with new random crops lacks; other datasets lack nothing."""
-        if any(dataset.changes_each_epoch for dataset in self.plan.datasets):
-            self.fill(epoch)
+        if not self.listing.holds_for(self.plan, epoch):
+            self.catalogue.forget()
+            self.listing = list_entries(self.plan, self.catalogue, epoch)
+            self.fill()
 
-    def remove_damaged(self, entries: list[LatentEntry]) -> None:
-        """Read the entries of datasets with `scan_for_errors` in full; damaged ones are encoded anew."""
+    def remove_damaged(self, entries: Sequence[LatentEntry]) -> None:
+        """Read the entries of datasets with `scan_for_errors` in full; damaged ones are encoded again."""
         scanned = {dataset.id for dataset in self.plan.datasets if dataset.config.scan_for_errors}
         for entry in entries:
             store, key = CacheStore(entry.folder), entry.key.digest()
@@ -81,7 +87,7 @@ class CacheWorkshop:
                 try:
                     store.verify(key)
                 except DamagedEntryError as error:
-                    logger.warning("%s: %s It is made anew.", entry.sample.full_name, error)
+                    logger.warning("%s: %s It is encoded again.", entry.sample.full_name, error)
                     store.remove(key)
 
     def encode_texts(self, entries: list[TextEntry]) -> None:
@@ -104,9 +110,9 @@ class CacheWorkshop:
         self._release()
         return failures
 
-    def mend(self, entry: LatentEntry | TextEntry) -> None:
-        """Make one damaged entry anew, in the middle of a run."""
-        logger.warning("The cache entry of %s was damaged and is made anew.", entry.key.digest())
+    def restore(self, entry: LatentEntry | TextEntry) -> None:
+        """Encode one damaged entry again, in the middle of a run."""
+        logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
         if isinstance(entry, TextEntry):
             self.encode_texts([entry])
         elif self.encode_latents([entry]):
@@ -158,19 +164,32 @@ def fill_caches(plan: Plan, progress: Progress) -> None:
 
 
 def open_workshop(
-    plan: Plan, adapter: FamilyAdapter, device: torch.device, progress: Progress, *, epoch: int
+    plan: Plan,
+    adapter: FamilyAdapter,
+    device: torch.device,
+    progress: Progress,
+    *,
+    epoch: int,
+    listing: Listing | None = None,
 ) -> CacheWorkshop:
-    """Fetch the model and complete the caches for an epoch; the workshop's plan is without the damaged files."""
+    """Fetch the model and complete the caches for an epoch; the workshop's plan is without the damaged files.
+
+    Args:
+        listing: what the plan's estimate has listed; used again where it holds for this plan and epoch.
+    """
     quarantine_rejected(plan)
-    workshop = CacheWorkshop(plan, adapter, device, progress, fetch(plan, progress))
-    workshop.fill(epoch)
+    fetch(plan, progress)
+    if listing is None or not listing.holds_for(plan, epoch):
+        listing = list_entries(plan, complete_catalogue(plan), epoch)
+    workshop = CacheWorkshop(plan, adapter, device, progress, listing)
+    workshop.fill()
     for dataset in workshop.plan.datasets:
         dataset.save_index()
     return workshop
 
 
-def fetch(plan: Plan, progress: Progress) -> Catalogue:
-    """Bring every part of the checkpoint onto this machine; returns the catalogue, which needs them.
+def fetch(plan: Plan, progress: Progress) -> None:
+    """Bring every part of the checkpoint onto this machine.
 
     Raises:
         UserError: a part cannot be had, or the parts do not belong together.
@@ -184,6 +203,14 @@ def fetch(plan: Plan, progress: Progress) -> Catalogue:
         found = plan.spec.check_checkpoint(plan.flavour, plan.source)
         found += check_tread(plan.config, plan.spec, plan.source)  # now that the number of blocks is known
         raise_if_fatal(found)
+
+
+def complete_catalogue(plan: Plan) -> Catalogue:
+    """The catalogue of a plan whose checkpoint is on this machine.
+
+    Raises:
+        UserError: it is not.
+    """
     catalogue = make_catalogue(plan)
     if catalogue is None:
         raise UserError(f"The checkpoint {plan.source['transformer'].location!r} is not complete.")

@@ -51,14 +51,14 @@ def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool 
     adapter = build_adapter(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     epoch = plan.resume.manifest.epoch if plan.resume else 1
-    workshop = open_workshop(plan, adapter, device, progress, epoch=epoch)
+    workshop = open_workshop(plan, adapter, device, progress, epoch=epoch, listing=budget.listing)
     plan = workshop.plan
 
     rates = device_rates(plan.output_dir, device, DTYPES[transformer_dtype(config.precision)])
     with progress.phase("Loading the transformer"):
         assembly = assemble(config, intent_of(plan), adapter, choose_techniques(plan), accelerator)
     ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
-    reader = BatchReader(workshop.catalogue, config.text.caption_dropout_probability, plan.seed, workshop.mend)
+    reader = BatchReader(workshop.catalogue, config.text.caption_dropout_probability, plan.seed, workshop.restore)
     loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, workshop.follow, pin=True)
     state = begin(plan, assembly, loader, ema)
     if plan.resume:

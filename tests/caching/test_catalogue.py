@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
+import pytest
+
+from simpletuner.caching import keys
+from simpletuner.caching.keys import digest
+from simpletuner.headers import read_header
+from simpletuner.models import source
 from tests.workspace import DATASETS, Workspace
 
 
@@ -27,3 +34,22 @@ def test_each_dataset_decides_whether_its_entries_are_compressed(workspace: Work
     latents = [path.name for path in workspace.path("output/cache/vae").rglob("*.safetensors*")]
     assert len(latents) == 8
     assert all(name.endswith(".safetensors") for name in latents)
+
+
+def test_a_run_digests_every_key_once_and_reads_every_header_once(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plan, filling, training and evaluation ask for the same entries; a picture of one caption has two keys."""
+    for caption in workspace.path("datasets/pictures").glob("*.txt"):
+        caption.write_text(f"picture {caption.stem}")
+    evaluated = {**DATASETS[0], "id": "seen", "dataset_type": "eval", "repeats": None}
+    workspace.write_datasets([DATASETS[0], DATASETS[1], evaluated])
+    digests: list[object] = []
+    headers: list[Path] = []
+    monkeypatch.setattr(keys, "digest", lambda asked: digests.append(asked) or digest(asked))
+    monkeypatch.setattr(source, "read_header", lambda path: headers.append(path) or read_header(path))
+    source._shapes.cache_clear()
+    assert workspace.train("eval_steps_interval=2", "validation_disable=true") == 0
+    pictures = 8
+    assert len(digests) == 2 * pictures + pictures + 1  # the evaluated folder's own latents, and the empty caption
+    assert len(headers) == len(set(headers)) == 4

@@ -22,6 +22,8 @@ from simpletuner.caching.read import BatchReader
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data.buckets import Geometry
+from simpletuner.data.clips import probe_clip
+from simpletuner.data.files import content_hash
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch
 from tests.clips import time_in, write_clip
@@ -65,7 +67,16 @@ def film(tmp_path: Path) -> Sample:
     path = tmp_path / "film.mp4"
     write_clip(path, seconds=1)
     geometry = Geometry("1.5", SIZE, SIZE, (0, 0))
-    return Sample("films", "film.mp4", path, "a" * 64, SIZE, geometry, ("a film",), frames=17, frame_rate=24)
+    content = content_hash(path)
+    clip = probe_clip(path)
+    return Sample("films", "film.mp4", path, content, SIZE, geometry, ("a film",), frames=17, frame_rate=24, clip=clip)
+
+
+def copy_of(film: Sample) -> Sample:
+    """The same clip in a file of other bytes."""
+    path = film.path.with_name("copy.mp4")
+    path.write_bytes(film.path.read_bytes() + b"\0\0\0\x08free")
+    return replace(film, name=path.name, path=path, content=content_hash(path))
 
 
 def config_of(**changes: object) -> CachingConfig:
@@ -92,7 +103,7 @@ def test_an_i2v_sample_has_its_first_frame_encoded_alone(catalogue: Catalogue, f
 
 def test_clips_are_encoded_by_size_and_length(catalogue: Catalogue, film: Sample) -> None:
     samples = [film, replace(film, frames=13), replace(film, frame_rate=12.0, frames=9), film.first_frame]
-    samples += [replace(film, content="b" * 64)]
+    samples += [copy_of(film)]
     entries = [catalogue.latent(each) for each in samples]
     encoder = SmallEncoder()
     assert fill_latents(entries, lambda: encoder, config_of(vae_batch_size=2), Silent()) == {}
@@ -105,7 +116,7 @@ def test_clips_are_encoded_by_size_and_length(catalogue: Catalogue, film: Sample
 
 
 def test_a_batch_carries_its_conditions(catalogue: Catalogue, film: Sample) -> None:
-    samples = tuple(replace(film, is_i2v=True, content=letter * 64) for letter in "ab")
+    samples = tuple(replace(each, is_i2v=True) for each in (film, copy_of(film)))
     entries = [entry for each in samples for entry in (catalogue.latent(each), catalogue.condition(each)) if entry]
     fill_latents(entries, SmallEncoder, config_of(), Silent())
     text = catalogue.text("films", "a film", None)
@@ -121,10 +132,11 @@ def test_a_batch_carries_its_conditions(catalogue: Catalogue, film: Sample) -> N
 
 
 def test_a_clip_that_cannot_be_decoded_is_named(catalogue: Catalogue, film: Sample) -> None:
-    broken = replace(film, name="broken.mp4", path=film.path.with_name("broken.mp4"), content="b" * 64)
-    broken.path.write_bytes(film.path.read_bytes()[:500])
-    short = replace(film, name="short.mp4", frames=81, content="c" * 64)
-    entries = [catalogue.latent(each) for each in (broken, film, short)]
+    broken = film.path.with_name("broken.mp4")
+    broken.write_bytes(film.path.read_bytes()[:500])
+    broken_film = replace(film, name="broken.mp4", path=broken, content=content_hash(broken))
+    short = replace(film, name="short.mp4", frames=81)
+    entries = [catalogue.latent(each) for each in (broken_film, film, short)]
     failures = fill_latents(entries, SmallEncoder, config_of(), Silent())
     assert set(failures) == {("films", "broken.mp4"), ("films", "short.mp4")}
     assert "ends after 1.00 seconds" in failures["films", "short.mp4"]
@@ -172,7 +184,8 @@ def test_decoding_and_writing_go_on_while_the_encoder_works(
     catalogue: Catalogue, film: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wall time is the encoder's own, though decoding takes as long again."""
-    entries = [catalogue.latent(replace(film, content=f"{index:064}")) for index in range(12)]
+    crops = [replace(film.geometry, resized=(108, 72), crop=(index, 0)) for index in range(12)]
+    entries = [catalogue.latent(replace(film, geometry=crop)) for crop in crops]
     decode = fill._decode
 
     def slowly(sample: Sample) -> np.ndarray:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 
 from simpletuner.caching import fill
 from simpletuner.caching.store import CacheStore
+from simpletuner.data import files
 from simpletuner.errors import DiskFullError
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
@@ -60,12 +63,12 @@ def test_captions_of_about_one_length_share_a_batch(workspace: Workspace, monkey
 def test_a_file_that_does_not_decode_is_left_out_and_kept(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decode = fill.media.decode
+    decode, damaged = fill.media.decode, workspace.path("datasets/pictures/p3.png").read_bytes()
 
-    def fail(path: Any) -> Image.Image:
-        if path.name == "p3.png":
-            raise fill.media.MediaError("its pixels are damaged")
-        return decode(path)
+    def fail(source: Any) -> Image.Image:
+        if source == damaged:
+            raise files.MediaError("its pixels are damaged")
+        return decode(source)
 
     monkeypatch.setattr(fill.media, "decode", fail)
     assert workspace.train() == 0
@@ -77,12 +80,12 @@ def test_a_file_that_does_not_decode_is_left_out_and_kept(
 
 
 def test_quarantine_moves_what_does_not_decode(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = fill.media.decode
+    decode, damaged = fill.media.decode, workspace.path("datasets/pictures/p3.png").read_bytes()
 
-    def fail(path: Any) -> Image.Image:
-        if path.name == "p3.png":
-            raise fill.media.MediaError("its pixels are damaged")
-        return decode(path)
+    def fail(source: Any) -> Image.Image:
+        if source == damaged:
+            raise files.MediaError("its pixels are damaged")
+        return decode(source)
 
     monkeypatch.setattr(fill.media, "decode", fail)
     workspace.write_config(delete_problematic_images="true")
@@ -154,3 +157,64 @@ def test_a_vae_that_overflows_fills_no_cache(
     assert workspace.train() == 2
     assert "not finite for pictures/p" in capsys.readouterr().err
     assert not list(workspace.path("output/cache/vae").rglob("*.safetensors*"))
+
+
+def test_a_picture_changed_after_the_plan_is_not_stored_under_its_old_hash(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = Kandinsky5ImageAdapter.load_latent_encoder
+
+    def change_one(self: Any, *arguments: Any) -> Any:
+        Image.new("RGB", (64, 64), "red").save(workspace.path("datasets/pictures/p1.png"))
+        return load(self, *arguments)
+
+    monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", change_one)
+    assert workspace.run("cache", "fill") == 2
+    assert "p1.png was changed after the plan" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert workspace.run("cache", "fill") == 0
+    assert workspace.run("cache", "verify") == 0
+
+
+def test_an_error_of_the_device_while_encoding_condemns_no_file(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read_bytes = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        if path.name == "p1.png":
+            raise OSError(errno.EIO, "Input/output error")
+        return read_bytes(path)
+
+    load = Kandinsky5ImageAdapter.load_latent_encoder
+
+    def then_fail(self: Any, *arguments: Any) -> Any:
+        monkeypatch.setattr(Path, "read_bytes", failing)
+        return load(self, *arguments)
+
+    monkeypatch.setattr(files, "PAUSES", (0.0,))
+    workspace.write_config(delete_problematic_images=True)
+    monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", then_fail)
+    assert workspace.run("cache", "fill") == 2
+    assert "p1.png: Input/output error" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert workspace.run("cache", "fill") == 0
+    assert len(list(workspace.path("output/cache/vae").rglob("*.zst"))) == 8
+
+
+def test_entries_do_not_depend_on_which_others_were_encoded(workspace: Workspace) -> None:
+    """As after a kill in the middle: what is missing is encoded again, beside other entries than at first."""
+    assert workspace.run("cache", "fill") == 0
+    entries = sorted([*workspace.path("output/cache").rglob("*.zst"), *workspace.path("cache").rglob("*.zst")])
+    whole = {path: path.read_bytes() for path in entries}
+    for path in entries[::3]:
+        path.unlink()
+    assert workspace.run("cache", "fill") == 0
+    assert {path: path.read_bytes() for path in entries} == whole
+
+
+def test_an_entry_says_with_how_many_it_was_encoded(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.write_config(vae_batch_size=4)
+    assert workspace.run("cache", "fill") == 0
+    assert workspace.run("cache", "explain", "pictures/p1.png") == 0
+    assert "encoded_together: 4" in capsys.readouterr().out

@@ -57,7 +57,7 @@ def test_gc_lists_first_and_removes_only_what_it_listed(store: CacheStore) -> No
 
 def test_gc_takes_old_leftovers_and_spares_a_writer_at_work(store: CacheStore) -> None:
     folder = file_of(store, SMALL).parent
-    old, young = folder / ".x.safetensors.0a.tmp", folder / ".y.safetensors.0b.tmp"
+    old, young = (folder / f".{OTHER.digest()}.safetensors.zst.{number}.tmp" for number in ("0a", "0b"))
     for path in (old, young):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
@@ -68,6 +68,24 @@ def test_gc_takes_old_leftovers_and_spares_a_writer_at_work(store: CacheStore) -
     remove_garbage(store.folder, garbage)
     assert young.exists()
     assert not old.exists()
+
+
+def test_foreign_files_in_a_cache_folder_are_left_alone(store: CacheStore) -> None:
+    """Someone's model, notes and editor files, also where entries lie."""
+    fan = file_of(store, SMALL).parent
+    foreign = [store.folder / "ab" / "model.safetensors", fan / "model.safetensors.zst", store.folder / "cd"]
+    foreign += [fan / ".notes.tmp", store.folder / "mine" / ".draft.safetensors.tmp", store.folder / "README"]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+        os.utime(path, (0, 0))
+    assert len(list(store.keys())) == 4
+    assert list(find_damaged(store.folder)) == []
+    garbage = find_garbage(store.folder, [])
+    assert len(garbage.entries) == 4
+    assert not garbage.leftovers
+    remove_garbage(store.folder, garbage)
+    assert all(path.exists() for path in foreign)
 
 
 def test_explain_tells_source_and_ingredients(store: CacheStore) -> None:

@@ -17,6 +17,7 @@ TEXT = TextKey(caption="एक लाल सितारा", template="official
 
 LATENT_CHANGES = {
     "content": "b" * 64, "size": (384, 512), "resized": (575, 384), "crop": (0, 32), "frames": 61, "rate": 24.0,
+    "read_as": ("colours of BT.709",),
 }  # fmt: skip
 TEXT_CHANGES = {"caption": "a red star", "template": "", "max_length": 255, "picture": "d" * 64}
 ENCODER_CHANGES = {
@@ -84,7 +85,7 @@ def test_files_are_hashed_by_content(tmp_path: Path) -> None:
 
 
 def test_keys_need_no_torch() -> None:
-    modules = "keys", "entry", "inspect"
+    modules = "keys", "entry", "inspect", "catalogue"
     code = (
         "; ".join(f"import simpletuner.caching.{name}" for name in modules)
         + "; import sys; assert 'torch' not in sys.modules"

@@ -6,12 +6,14 @@ import errno
 import hashlib
 import itertools
 import os
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import zstandard
 from safetensors import safe_open
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from simpletuner import atomic
 from simpletuner.caching.entry import DamagedEntryError
 from simpletuner.caching.store import CacheStore
 from simpletuner.errors import DiskFullError
+from simpletuner.headers import METADATA, join_header
 
 
 def key(name: object) -> str:
@@ -192,3 +195,21 @@ def test_threads_read_and_write_at_once(tmp_path: Path, compress: bool) -> None:
         list(pool.map(work, range(600)))
     assert list(writers[0].keys()) == sorted(keys)
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("claimed", [4 * 10, 1 << 40])
+def test_an_entry_unpacks_at_most_to_what_its_header_needs(tmp_path: Path, claimed: int) -> None:
+    """A megabyte of zeros takes a few bytes; a header that asks for less or for a terabyte gets neither."""
+    name = key("bomb")
+    header = {"x": {"dtype": "F32", "shape": [claimed // 4], "data_offsets": [0, claimed]}}
+    entry = tmp_path / name[:2] / f"{name}.safetensors.zst"
+    entry.parent.mkdir()
+    writer = zstandard.ZstdCompressor().compressobj()
+    parts = [writer.compress(join_header({**header, METADATA: {}}, b""))]
+    parts += [writer.compress(bytes(1 << 20)) for _ in range(256)] + [writer.flush()]
+    entry.write_bytes(b"".join(parts))
+    tracemalloc.start()
+    with pytest.raises(DamagedEntryError):
+        CacheStore(tmp_path).read(name)
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()

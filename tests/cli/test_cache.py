@@ -49,7 +49,7 @@ def test_verify_reads_every_entry(filled: Workspace, capsys: Capture) -> None:
     assert said(filled, capsys, "verify") == f"Every entry in cache/text, {LATENTS} is whole.\n"
     broken = entries(filled)[3]
     damage(broken)
-    assert complaint(filled, capsys, "cache", "verify") == "1 damaged entries; the next run makes them anew."
+    assert complaint(filled, capsys, "cache", "verify") == "1 damaged entries; the next run encodes them again."
     assert filled.run("cache", "fill") == 0
 
 
@@ -101,7 +101,7 @@ def test_explain_says_why_an_entry_is_not_reused(filled: Workspace, capsys: Capt
 def test_explain_of_a_damaged_entry(filled: Workspace, capsys: Capture) -> None:
     for path in entries(filled):
         path.write_bytes(b"nothing")
-    assert "it is damaged; the next run makes it anew" in said(filled, capsys, "explain", "p2.png")
+    assert "it is damaged; the next run encodes it again" in said(filled, capsys, "explain", "p2.png")
 
 
 def test_explain_of_a_file_that_is_not_used(workspace: Workspace, capsys: Capture) -> None:

@@ -94,7 +94,7 @@ def test_every_file_is_used_or_listed_with_its_reason(context: DataContext, phot
     assert all(bool(entry.use) == (entry.geometry is None) for entry in ledger)
     assert dataset.counts()["damaged"] == len(pictures.BROKEN)
     assert not fatal(problems)
-    assert "15 files are left out" in str(problems[0])
+    assert "16 files are left out" in str(problems[0])
 
 
 def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: DataContext, photos: Path) -> None:
@@ -290,7 +290,7 @@ def test_random_crops_move_each_epoch_and_only_then(context: DataContext, photos
 def test_random_aspects_change_buckets_each_epoch(context: DataContext, photos: Path) -> None:
     entry = folder(photos, crop=True, crop_aspect="random", crop_aspect_buckets=[0.5, 1.0, 2.0])
     (dataset,), problems = build(context, entry)
-    assert not problems
+    assert not fatal(problems)
     assert {sample.geometry.bucket for epoch in range(1, 9) for sample in dataset.at_epoch(epoch).samples} == {
         "0.5", "1.0", "2.0",
     }  # fmt: skip
@@ -423,7 +423,8 @@ def test_the_guides_entry_works(context: DataContext, photos: Path, task: Task) 
     entry = folder(photos, resolution=1024, crop=True, crop_aspect="square", repeats=10, id="my-image-dataset")
     text = {"id": "text-embeds", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache/text/kandinsky5"}
     (dataset,), problems = build(context, entry, text, task=task)
-    assert [problem.where for problem in problems] == ([] if task == "t2i" else ["my-image-dataset.conditioning_data"])
+    missing = [] if task == "t2i" else ["my-image-dataset.conditioning_data"]
+    assert [problem.where for problem in problems if problem.fatal] == missing
     assert {sample.geometry.size for sample in dataset.samples} == {(1024, 1024)}
 
 
@@ -441,6 +442,39 @@ def test_real_photographs_are_all_usable(context: DataContext) -> None:
 
 
 def test_the_data_room_needs_no_torch() -> None:
-    modules = "build, buckets, captions, dataset, discovery, media, quarantine, sampler"
+    modules = "build, buckets, captions, dataset, discovery, files, media, quarantine, sampler"
     code = f"import sys; from simpletuner.data import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_output_folder_inside_a_dataset_is_refused(context: DataContext, photos: Path) -> None:
+    _, problems = build(context, folder(photos), output_dir=photos / "runs" / "output")
+    assert [problem.where for problem in fatal(problems)] == ["set0.instance_data_dir"]
+    assert "previews would be trained" in fatal(problems)[0].message
+
+
+def test_enlarged_pictures_are_counted_with_the_key_that_changes_it(context: DataContext, tmp_path: Path) -> None:
+    for number, size in enumerate([(300, 200), (600, 400), (1500, 1000)]):
+        pictures.photograph(tmp_path / "p" / f"{number}.png", size)
+    _, problems = build(context, folder(tmp_path / "p", caption_strategy="filename"), resolution=1024)
+    (told,) = [problem for problem in problems if problem.where == "set0.resolution"]
+    assert not told.fatal
+    assert "2 of 3 files are enlarged" in told.message
+    assert "0.png from 300x200 to 12" in told.message
+    assert "minimum_image_size" in told.message
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|im_end|>", "<eos>", "<start_of_turn>"])
+def test_control_tokens_in_captions_are_refused_by_file(context: DataContext, photos: Path, token: str) -> None:
+    (photos / "sub 0" / "photo_0.txt").write_text(f"a photo {token} of a cat")
+    (dataset,), problems = build(context, folder(photos))
+    (left_out,) = dataset.rejected
+    assert (left_out.name, left_out.reason) == ("sub 0/photo_0.png", "no caption")
+    assert token in left_out.detail
+    assert any("photo_0.png" in problem.message for problem in problems)
+
+
+def test_angle_brackets_are_text(context: DataContext, photos: Path) -> None:
+    (photos / "sub 0" / "photo_0.txt").write_text("a <red> square | <lora> a < b > c")
+    (dataset,), _ = build(context, folder(photos))
+    assert not dataset.rejected

@@ -15,10 +15,10 @@ from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data import discovery
 from simpletuner.data.build import build_datasets
 from simpletuner.data.clip_rules import ClipLengthError, ClipRules, build_clip_rules, fitting_frames
+from simpletuner.data.clips import ClipFacts
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
-from simpletuner.data.timing import ClipFacts
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO

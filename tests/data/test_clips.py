@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,9 +18,8 @@ from PIL import Image
 
 from simpletuner.data import av_reader, clips, decord_reader
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.clips import fit_clip, frames_of, probe_clip, read_clip
+from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, moments_of, probe_clip, read_clip, shown_at
 from simpletuner.data.media import MediaError
-from simpletuner.data.timing import moments_of, shown_at
 from tests.clips import (
     BROKEN,
     HEIGHT,
@@ -30,6 +30,7 @@ from tests.clips import (
     filmed,
     time_in,
     write_clip,
+    write_plain,
     write_with_colours,
 )
 from tests.pictures import BLUE, GREEN, RED, WHITE, corners
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def through_both(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
-    return frames_of(path, len(moments), len(moments) / SECONDS)
+    return frames_of(path, len(moments), len(moments) / SECONDS, probe_clip(path))
 
 
 READERS: dict[str, Reader] = {"av": av_reader.read, "decord": decord_reader.read, "both": through_both}
@@ -104,7 +105,7 @@ def test_facts_are_known_without_decoding(name: str, folder: Path) -> None:
     rates = {"slow.mp4": 12, "fast.mp4": 60, "uneven.mp4": 20.5, "uneven.mkv": 20.5}
     assert facts.source_rate == pytest.approx(rates.get(name, 24), rel=0.01)
     if not name.startswith("uneven"):
-        assert [facts.frames_at(rate) for rate in (24, 12, 1)] == ([49, 25, 3] if name == "film.mp4" else [48, 24, 2])
+        assert [facts.frames_at(rate) for rate in (24, 12, 1)] == [48, 24, 2]
 
 
 @pytest.mark.parametrize("frames", [1, 5, 49, 81, 121])
@@ -253,3 +254,66 @@ def test_planning_needs_no_torch_and_pictures_need_no_readers() -> None:
         "import simpletuner.data.av_reader, simpletuner.validation.clip_writer, sys; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def rounded(frames: int, rate: float, unit: Fraction | None) -> tuple[list[float], ClipFacts]:
+    """When frames begin in a container that counts in such units, and what is measured of the clip."""
+    times = [index / rate if unit is None else float(round(index / rate / unit) * unit) for index in range(frames)]
+    return times, ClipFacts(64, 64, times[-1] + 1 / rate, (frames - 1) / times[-1])
+
+
+@pytest.mark.parametrize("unit", [None, Fraction(1, 1000), Fraction(1, 600), Fraction(1, 90000)])
+@pytest.mark.parametrize(("target", "length"), [(16, 81), (24, 121), (24, 241), (15, 81), (30, 121), (23.976, 121)])
+@pytest.mark.parametrize(
+    "source", [*(whole * 1000 / 1001 for whole in (24, 30, 48, 60, 120)), 24, 25, 30, 50, 60, 24.04, 29.9, 31.7]
+)
+def test_no_frame_is_taken_twice_and_speed_is_exact(
+    source: float, target: float, length: int, unit: Fraction | None
+) -> None:
+    """Rates with 1001 below the line count as the whole ones, so that every step is the same as theirs."""
+    times, clip = rounded(round(length * source / target) + 20, source, unit)
+    if source < target * 0.998:
+        return
+    taken = shown_at(times, clip.moments(length, target))
+    steps = np.diff(taken)
+    assert steps.min() >= 1, taken
+    exact = clip.slowed(1000.0 if abs(source / target - 1) > 0.002 else target)
+    assert exact == pytest.approx(1, abs=0.0021)
+    whole = [index * round(source) / round(target) for index in range(length)]
+    if abs(source / round(source) - 1) <= 0.002 and float(round(source)) != source:
+        assert np.abs(np.subtract(taken, whole)).max() <= 1.0
+    if abs(source / target - 1) <= 0.002:
+        assert steps.max() == 1
+    assert clip.frames_at(target) >= length
+
+
+@pytest.mark.parametrize(("source", "target"), [(24000 / 1001, 24), (30000 / 1001, 15), (60000 / 1001, 24)])
+def test_written_clips_of_television_rates(source: float, target: float, tmp_path: Path) -> None:
+    path, length = tmp_path / "tv.mp4", 121
+    write_clip(path, rate=source, seconds=length / target * 1.001, size=(32, 32), codec_options={"preset": "ultrafast"})
+    clip = probe_clip(path)
+    assert clip.frames_at(target) == length
+    moments = clip.moments(length, target)
+    for frames in (list(av_reader.read(path, moments)), read_clip(path, length, target)):
+        brightness = [float(frame[14:18, 14:18].mean()) for frame in frames]
+        whole = [int(index * round(source) / target) / source for index in range(length)]
+        shown = [min(255.0, 50 + round(time * 80)) for time in whole]
+        assert np.abs(np.subtract(brightness, shown)).max() < 3
+
+
+@pytest.mark.parametrize(("size", "guessed"), [((1280, 64), "bt709"), ((64, 720), "bt709"), ((96, 64), "bt601")])
+@pytest.mark.parametrize("tagged", [True, False])
+def test_colours_of_clips_that_do_not_say_how_are_read_as_players_do(
+    size: tuple[int, int], guessed: str, tagged: bool, tmp_path: Path
+) -> None:
+    path, colour = tmp_path / "red.mp4", (200, 40, 90)
+    write_plain(path, size, colour, "bt709" if tagged or guessed == "bt709" else "bt601", tagged=tagged)
+    clip = probe_clip(path)
+    assert clip.matrix == (None if tagged else guessed)
+    assert np.abs(read_clip(path, 2, 24)[:, 8, 8].astype(int) - colour).max() <= 2
+    by_av = next(av_reader.read(path, [0.0], clip.matrix))
+    assert np.abs(by_av[8, 8].astype(int) - colour).max() <= 2
+    other = replace(clip, matrix="bt601" if guessed == "bt709" else "bt709")
+    if not tagged:  # the dataset's key, where the guess is wrong
+        wrong = next(frames_of(path, 1, 24, other))
+        assert np.abs(wrong[8, 8].astype(int) - colour).max() >= 10

@@ -79,3 +79,15 @@ def test_the_next_start_does_not_miss_them(tmp_path: Path) -> None:
     context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", tmp_path / "l", tmp_path / "t")
     (again,) = build_datasets([dataset.config], context, [])
     assert "gone" not in again.counts()
+
+
+def test_nothing_outside_of_the_folder_is_moved(tmp_path: Path) -> None:
+    """A linked folder is read as part of the dataset, but its files belong to someone else."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "bad.png").write_text("no picture")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "elsewhere")
+    dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
+    moved = quarantine(tmp_path / "set", unwelcome(dataset), tmp_path / "run")
+    assert "both.png" in {path.name for path in moved}
+    assert files(tmp_path / "elsewhere") == ["bad.png"]

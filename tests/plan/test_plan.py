@@ -203,3 +203,13 @@ def test_a_run_that_continues_keeps_the_seed_that_was_drawn(configured: int | No
     checkpoint = Checkpoint(Path("checkpoint-1"), 1, False, Manifest(1, 1, identity, {}))
     assert decide_seed(configured, checkpoint) == 4711
     assert decide_seed(5, checkpoint) == 5
+
+
+def test_control_tokens_in_prompts_are_refused(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.run("plan", "validation_prompt=a cat <|image_pad|>", "validation_disable=false") == 2
+    assert "the prompt 'validation' holds <|image_pad|>" in capsys.readouterr().err
+
+
+def test_pictures_of_previews_are_not_trained_without_a_word(workspace: Workspace, capsys: Capture) -> None:
+    told = warnings(workspace, capsys, "eval_dataset_id=pictures")
+    assert "pictures is also trained; give it dataset_type eval" in told

@@ -138,7 +138,6 @@ KANDINSKY5_VIDEO = FamilySpec(
         "resolution": 512,
         "aspect_bucket_alignment": "16",
         "tokenizer_max_length": 256,
-        "vae_batch_size": 1,
         "framerate": 24,
         "validation_guidance": 5.0,
         "validation_num_inference_steps": 30,

@@ -124,7 +124,6 @@ SANA_VIDEO = FamilySpec(
         "aspect_bucket_alignment": "32",
         "tokenizer_max_length": TEXT_LENGTH,
         "vae_dtype": "fp32",
-        "vae_batch_size": 1,
         "framerate": 16,
         "validation_guidance": 6.0,
         "validation_num_inference_steps": 50,

@@ -1,0 +1,113 @@
+"""Reading the user's files: only regular ones of a plausible size, and a device that stumbles is asked again.
+
+A device or a network that fails says nothing about the file, so it condemns none: the run ends and names it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from simpletuner.errors import UserError
+
+# Bounds against sparse files and mistakes, far above what is used: bytes of a caption, a picture, a clip.
+LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
+
+# The file itself: its rights, its name, or that it is gone.
+OF_THE_FILE = frozenset(
+    {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+)
+# This process or machine has run out of something.
+EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EINTR})
+# Seconds to wait before the next attempt.
+PAUSES = (0.05, 0.5)
+
+T = TypeVar("T")
+
+
+class MediaError(Exception):
+    """A file that cannot be used; the text says why and fits after the file's name."""
+
+
+class UnreadableError(MediaError):
+    """A file that could not be read, so that nothing is known of its content."""
+
+
+class DeviceError(UserError):
+    """What holds a file cannot be read at the moment."""
+
+
+def read(path: Path, most: int) -> bytes:
+    """The bytes of a file.
+
+    Args:
+        most: a larger file is refused.
+
+    Raises:
+        UnreadableError: it is no regular file, too large, gone, or not ours to read.
+        DeviceError: reading failed for a reason that lies outside the file, more than once.
+    """
+    check_regular(path, most)
+    return steadily(path, path.read_bytes)
+
+
+def content_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes in hex, read piece by piece.
+
+    Raises:
+        UnreadableError, DeviceError: as in `read`.
+    """
+
+    def hashed() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return steadily(path, hashed)
+
+
+def check_regular(path: Path, most: int) -> tuple[int, int]:
+    """Size and time of the last change (ns) of a file that may be opened: opening a pipe would wait for ever.
+
+    Raises:
+        UnreadableError, DeviceError: as in `read`.
+    """
+    status = steadily(path, path.stat)
+    if not stat.S_ISREG(status.st_mode):
+        raise UnreadableError("is not a regular file but a folder, a pipe, a socket or a device")
+    if status.st_size > most:
+        raise UnreadableError(f"has {status.st_size:,} bytes; the most that is read is {most:,}")
+    return status.st_size, status.st_mtime_ns
+
+
+def steadily(path: Path, attempt: Callable[[], T]) -> T:
+    """What `attempt` returns, which reads `path`; after an error of the device it is tried again.
+
+    Raises:
+        UnreadableError, DeviceError: as in `read`.
+        OSError: this machine has run out of something.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return attempt()
+        except OSError as error:
+            if error.errno in OF_THE_FILE:
+                raise UnreadableError(f"cannot be read: {error.strerror}") from error
+            if error.errno in EXHAUSTED:
+                raise
+            if pause is None:
+                raise DeviceError(_device_message(path, error)) from error
+            time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _device_message(path: Path, error: OSError) -> str:
+    mount = next(folder for folder in path.absolute().parents if folder.is_mount() or folder == folder.parent)
+    return (
+        f"{path}: {error.strerror or error}, {len(PAUSES) + 1} times. That is an error of the device or network behind "
+        f"{mount}, not of the file: no file is marked as damaged for it. Start again when it can be read."
+    )
