@@ -14,13 +14,12 @@ from simpletuner.budget.budget import Budget, Phase, estimate, find_phases, fits
 from simpletuner.budget.device import Device
 from simpletuner.budget.workload import Choice, Workload
 from simpletuner.config.load import CHOSEN, RunConfig
-from simpletuner.config.schema import PLAIN_PRECISIONS, is_built
+from simpletuner.config.schema import PLAIN_PRECISIONS
 from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
 
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
-Built = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,15 @@ def written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def check_fit(budget: Budget, built: Built = is_built) -> Iterator[Problem]:
+def check_fit(budget: Budget) -> Iterator[Problem]:
     """What does not fit, and the smallest change that makes it; a warning where the user knows better."""
     device, fatal = budget.device, not budget.config.run.i_know_what_i_am_doing
     lacking = [text for phase in budget.phases if (text := shortage(phase, device)) is not None]
     if not lacking:
         return
-    changes = smallest_change(budget, built)
+    changes = smallest_change(budget)
     fitting = f"This would fit: {'; '.join(map(str, changes))}."
-    advice = fitting if changes else _no_help(budget, lacking[0], built)
+    advice = fitting if changes else _no_help(budget, lacking[0])
     if not device.is_gpu:
         advice += " To plan for a GPU elsewhere: simpletuner plan --device-memory 24."
     others = len(lacking) - 1
@@ -66,22 +65,22 @@ def check_fit(budget: Budget, built: Built = is_built) -> Iterator[Problem]:
     yield Problem("memory", message if not fatal else f"{message} i_know_what_i_am_doing goes on anyway.", fatal=fatal)
 
 
-def _no_help(budget: Budget, told: str, built: Built) -> str:
+def _no_help(budget: Budget, told: str) -> str:
     """What is still missing when everything possible has been changed, where that is another thing than was told."""
-    changes = list(possible_changes(budget, built))
+    changes = list(possible_changes(budget))
     phases = phases_after((budget.config, budget.workload), changes, budget)
     rest = next(text for phase in phases if (text := shortage(phase, budget.device)) is not None)
     return "No setting makes it fit." if rest == told else f"With every setting that helps, {rest}."
 
 
-def smallest_change(budget: Budget, built: Built = is_built) -> list[Change]:
+def smallest_change(budget: Budget) -> list[Change]:
     """The changes, in the order of `possible_changes`, that are needed together; empty when none suffice.
 
     They are taken up to the first that makes everything fit; those that turn out not to be needed are dropped again.
     """
     start: Choice = budget.config, budget.workload
     taken: list[Change] = []
-    for change in possible_changes(budget, built):
+    for change in possible_changes(budget):
         taken.append(change)
         if _fits(start, taken, budget):
             break
@@ -106,14 +105,14 @@ def phases_after(choice: Choice, changes: Sequence[Change], budget: Budget) -> l
     return list(find_phases(config, budget.parts, workload, budget.parts.setup(config)))
 
 
-def possible_changes(budget: Budget, built: Built) -> Iterator[Change]:
+def possible_changes(budget: Budget) -> Iterator[Change]:
     """Changes that this configuration has not made yet, the gentlest first."""
     config, workload = budget.config, budget.workload
-    yield from _lossless_changes(budget, built)
+    yield from _lossless_changes(budget)
     if config.model.model_type == "lora" and config.precision.base_model_precision in PLAIN_PRECISIONS:
-        yield from _if_built(built, "base_model_precision", "int8-quanto")
+        yield Change({"base_model_precision": "int8-quanto"})
     if config.precision.text_encoder_1_precision in PLAIN_PRECISIONS:
-        yield from _if_built(built, "text_encoder_1_precision", "int8-quanto")
+        yield Change({"text_encoder_1_precision": "int8-quanto"})
     batch = max((bucket.batch for bucket in workload.buckets), default=1)
     while batch > 1:
         batch //= 2
@@ -135,7 +134,7 @@ def _smaller_samples(workload: Workload, spec: FamilySpec) -> Iterator[Change]:
         yield Change({}, words, partial(Workload.scaled, spec=spec, sides=share))
 
 
-def _lossless_changes(budget: Budget, built: Built) -> Iterator[Change]:
+def _lossless_changes(budget: Budget) -> Iterator[Change]:
     """Those that leave every number as it is (tiles of the VAE excepted)."""
     config = budget.config
     precision, caching = config.precision, config.caching
@@ -146,27 +145,22 @@ def _lossless_changes(budget: Budget, built: Built) -> Iterator[Change]:
     if caching.vae_batch_size > 1:
         yield Change({"vae_batch_size": 1})
     if budget.device.is_gpu:
-        yield from _offload_changes(config, built)
+        yield from _offload_changes(config)
     if not caching.vae_enable_tiling:
         yield Change({"vae_enable_tiling": True})
 
 
-def _offload_changes(config: RunConfig, built: Built) -> Iterator[Change]:
+def _offload_changes(config: RunConfig) -> Iterator[Change]:
     """From the device into host memory."""
     offload, may_move = config.offload, graph_key(config.launch) is None
-    streams = offload.enable_group_offload or not built("enable_group_offload")
+    streams = offload.enable_group_offload
     if config.model.model_type == "lora" and may_move and not streams:
         # The two exclude each other.
         yield Change({**STREAMED, **({"enable_model_cpu_offload": False} if offload.enable_model_cpu_offload else {})})
     if may_move and not offload.offload_block_inputs:
-        yield from _if_built(built, "offload_block_inputs", True)
+        yield Change({"offload_block_inputs": True})
     if not offload.group_offload_text_encoder:
-        yield from _if_built(built, "group_offload_text_encoder", True)
-
-
-def _if_built(built: Built, key: str, value: Any) -> Iterator[Change]:
-    if built(key):
-        yield Change({key: value})
+        yield Change({"group_offload_text_encoder": True})
 
 
 HEADROOM = 0.05  # that auto leaves free: a driver, a browser, an estimate that is a little off
@@ -179,15 +173,15 @@ OWN_KEYS = (
 Way = tuple[Change, str]  # with its reason
 
 
-def choose(budget: Budget, built: Built = is_built) -> Budget:
+def choose(budget: Budget) -> Budget:
     """What `offload: auto` makes of a budget: the fastest settings that fit with some room to spare.
 
     Only keys that the user left unset are touched. When nothing fits, the leanest settings are returned, and
     `check_fit` says what is missing.
     """
-    budget = _with_encoders(budget, built)
-    ladders = [list(ladder) for ladder in _ladders(budget, built)]
-    leanest = _in_8_bits(budget, built, ladders[-1][-1])
+    budget = _with_encoders(budget)
+    ladders = [list(ladder) for ladder in _ladders(budget)]
+    leanest = _in_8_bits(budget, ladders[-1][-1])
     beyond = _beyond(budget, leanest)
     fitting = [way for ladder in ladders if (way := _first_that_fits(ladder, budget, beyond)) is not None]
     if fitting:  # the earlier one, where two are equally fast
@@ -214,33 +208,28 @@ def _first_that_fits(ladder: Sequence[Way], budget: Budget, beyond: frozenset[st
     return None
 
 
-def _with_encoders(budget: Budget, built: Built) -> Budget:
-    """What text encoders and VAE need before training; each is chosen only where its own phase lacks room."""
+def _with_encoders(budget: Budget) -> Budget:
+    """The text encoders streamed, where encoding captions lacks room."""
+    key = "group_offload_text_encoder"
     lacking = {phase.name: shortage(phase, budget.device, headroom=HEADROOM) for phase in budget.phases}
-    encoders: dict[str, dict[str, Any]] = {
-        "captions": {"group_offload_text_encoder": True},
-        budget.parts.spec.samples: {"vae_batch_size": 1},
-    }
-    for subject, values in encoders.items() if budget.device.is_gpu else ():
-        config, reason = budget.config, lacking.get(f"encoding {subject}")
-        free = all(not config.is_explicit(key) and built(key) for key in values)
-        if reason and free and values.items() - config.flat().items():
-            budget = _with(budget, Change(values), reason)
+    reason = lacking.get("encoding captions")
+    if reason and budget.device.is_gpu and not budget.config.is_explicit(key):
+        return _with(budget, Change({key: True}), reason)
     return budget
 
 
 def _with(budget: Budget, change: Change, reason: str) -> Budget:
     config, workload = change.of((budget.config, budget.workload))
-    fitted = estimate(config, budget.parts, workload, budget.device, budget.missing)
+    fitted = estimate(config, budget.parts, workload, budget.device, budget.listing)
     chosen = [f"{key} {written(value)}" for key, value in change.values.items()]
     decision = f"{', '.join(chosen) or 'nothing to change'}: {reason}"
     return replace(fitted, decisions=[*budget.decisions, decision])
 
 
-def _ladders(budget: Budget, built: Built) -> Iterator[Iterable[Way]]:
+def _ladders(budget: Budget) -> Iterator[Iterable[Way]]:
     """Ladders of settings; on each, one step further down is slower and leaner."""
     config = budget.config
-    free = {key: not config.is_explicit(key) and built(key) for key in OWN_KEYS}
+    free = {key: not config.is_explicit(key) for key in OWN_KEYS}
     if graph_key(config.launch) is not None:
         free |= {"enable_group_offload": False, "offload_block_inputs": False}
     if free["gradient_checkpointing"] and free["gradient_checkpointing_interval"]:
@@ -256,10 +245,10 @@ def _ladders(budget: Budget, built: Built) -> Iterator[Iterable[Way]]:
             yield _streamed(budget, {**values, **streamed}, free, on_host=on_host, twice=twice)
 
 
-def _in_8_bits(budget: Budget, built: Built, leanest: Way) -> Way:
+def _in_8_bits(budget: Budget, leanest: Way) -> Way:
     """The last resort, where it may be taken."""
     key, config = "base_model_precision", budget.config
-    if config.is_explicit(key) or not built(key) or config.model.model_type != "lora":
+    if config.is_explicit(key) or config.model.model_type != "lora":
         return leanest
     lean = Change({**leanest[0].values, key: "int8-quanto"})
     return lean, f"in 16 bits the run does not fit {_room(budget.device)}"
