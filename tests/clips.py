@@ -321,6 +321,7 @@ BROKEN: dict[str, Writer] = {
 
 def write_plain(path: Path, size: tuple[int, int], colour: tuple[int, int, int], matrix: str, *, tagged: bool) -> None:
     """Five frames of one colour, coded by a matrix that the file names or does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     number, name = {"bt709": (1, "ITU709"), "bt601": (6, "ITU601")}[matrix]
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=24, options={"crf": "1"})

@@ -233,6 +233,7 @@ def _damaged_png(path: Path) -> None:
 
 BROKEN: dict[str, Writer] = {
     "damaged.png": _damaged_png,
+    "half.webp": _cut("x.webp", 0.6),
     "empty.png": _bytes(b""),
     "text.png": _bytes(b"not a picture at all"),
     "page.jpg": _bytes(b"<html>404</html>"),
@@ -243,12 +244,13 @@ BROKEN: dict[str, Writer] = {
     "phone.jpg": _bytes(b"\0\0\0\x18ftypheic" + bytes(64)),
     "cut.jpg": _cut("x.jpg", 0.6),
     "cut.png": _cut("x.png", 0.6),
-    "cut.webp": _cut("x.webp", 0.6),
+}
+# Found only by decoding.
+DAMAGED_INSIDE: dict[str, Writer] = {
+    "garbage.png": _garbage_png,
     "cut.bmp": _cut("x.bmp", 0.6),
     "cut.tif": _cut("x.tif", 0.6),
 }
-# Found only by decoding.
-DAMAGED_INSIDE: dict[str, Writer] = {"garbage.png": _garbage_png}
 
 
 def write_all(folder: Path, collection: dict[str, Writer]) -> list[Path]:

@@ -136,7 +136,7 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setu
         loads = [_at_a_time(load, config.caching) for load in workload.encoded]
         peak = max(parts.cost.vae_encode(parts.vae, load) for load in loads) * size
         clip = max(load.samples * load.frames * load.width * load.height for load in loads)
-        yield Phase(f"encoding {parts.spec.samples}", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
+        yield Phase(f"encoding {parts.spec.media_noun}", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
     whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
     yield Phase("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
     on_disk = config.offload.group_offload_to_disk_path is not None

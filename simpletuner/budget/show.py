@@ -116,7 +116,7 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         return
     for what, absent, total in (
         ("captions and prompts", len(listing.missing_texts), len(listing.texts)),
-        (plan.spec.samples, len(listing.missing_latents), len(listing.latents)),
+        (plan.spec.media_noun, len(listing.missing_latents), len(listing.latents)),
     ):
         yield f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
 

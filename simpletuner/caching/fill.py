@@ -43,6 +43,14 @@ Decoded = tuple[LatentEntry, np.ndarray]
 WAITING_BYTES = 1 << 30
 
 
+class ChangedFileError(UserError):
+    """A file no longer holds what the plan has seen in it."""
+
+    def __init__(self, sample: Sample) -> None:
+        super().__init__(f"{sample.path} was changed after the plan had looked at it; start again.")
+        self.sample = sample
+
+
 class ProgressBar(Protocol):
     """What is told how far encoding is."""
 
@@ -251,9 +259,7 @@ def _frames(sample: Sample, clip: ClipFacts) -> np.ndarray:
 def _check_same(sample: Sample, content: str) -> None:
     """Latents must not be stored under the hash of what was there before."""
     if content != sample.content:
-        raise UserError(
-            f"{sample.path} was changed after the plan had looked at it; start again to train what it holds now."
-        )
+        raise ChangedFileError(sample)
 
 
 def _picture(sample: Sample | None) -> Image.Image | None:

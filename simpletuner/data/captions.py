@@ -154,7 +154,7 @@ class CaptionShuffle(Group):
     """caption_shuffle"""
 
     enable: Flag = option(False, "Whether to shuffle at all.")
-    count: Integer = option(1, "Shuffled alternatives per caption.", ge=1)
+    count: Integer = option(1, "Shuffled alternatives per caption.", ge=1, le=1000)
     seed: Integer = option(0, "Another seed, other orders.")
     split_on: Literal["comma", "space", "period"] = option("comma", "What separates the parts.")
     position_start: Integer = option(0, "Parts before this one stay where they are.", ge=0)

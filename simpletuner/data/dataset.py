@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -189,7 +189,7 @@ class Dataset:
             LedgerEntry(
                 self.id,
                 sample.name,
-                note=f"read as {' and '.join(sample.read_as)}" if sample.read_as else "",
+                note=f"counts as {' and '.join(sample.read_as)}" if sample.read_as else "",
                 original_size=sample.original_size,
                 geometry=sample.geometry,
                 captions=len(sample.captions),
@@ -204,14 +204,18 @@ class Dataset:
         """How many files are left out, by reason."""
         return Counter(file.reason for file in self.rejected)
 
-    def save_index(self) -> None:
+    def save_index(self, but: Collection[str] = ()) -> None:
         """Write what is known of the files, so that the next start need not read them.
+
+        Args:
+            but: those that it shall read all the same.
 
         Raises:
             DiskFullError: no space left; the index that was there is kept.
         """
         captions = {sample.name: sample.captions for sample in self.samples}
-        facts = {name: replace(fact, captions=captions.get(name, ())) for name, fact in self.facts.items()}
+        kept = {name: fact for name, fact in self.facts.items() if name not in but}
+        facts = {name: replace(fact, captions=captions.get(name, ())) for name, fact in kept.items()}
         save_index(self.latent_dir, self.root, facts)
 
 

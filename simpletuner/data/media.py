@@ -1,7 +1,7 @@
 """Pictures: whether a file is whole, its size, and its pixels resized and cropped.
 
-Decoders forgive: a PNG without its end decodes, a JPEG that was cut short is filled with grey. Such a file is the trace
-of a broken download or a full disk, so the structure of every file is checked and a damaged one is not trained on.
+A file that is cut short is the trace of a broken download or a full disk. Decoding finds it in most formats; JPEG, the
+most frequent one, is checked when the run is planned, and PNG has checksums that Pillow does not compare.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from PIL import (
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import LARGEST_PICTURE, MediaError, read
 
+# Importing the readers above registers them, so that opening a file never has to import all of Pillow's.
 # What a file may begin with, and the name of Pillow's reader for it.
 MAGIC = (
     (b"\xff\xd8\xff", "JPEG"),
@@ -54,8 +55,6 @@ JPEG_END = b"\xff\xd9"
 # Inside compressed data FF is followed by 00, by a restart marker or by more FF; anything else is a marker.
 JPEG_MARKER_IN_DATA = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 JPEG_START_OF_SCAN, JPEG_END_OF_IMAGE = 0xDA, 0xD9
-
-STRIP_TAGS = ((273, 279), (324, 325))  # TIFF offsets and byte counts of strips, and of tiles
 
 
 def sniff(head: bytes) -> str:
@@ -80,7 +79,7 @@ def sniff(head: bytes) -> str:
 
 
 def check_complete(file: BinaryIO, kind: str, size: int) -> None:
-    """Walk the structure of a file to its end.
+    """Walk the structure of a file to its end, where decoding would not notice that it is missing or comes late.
 
     Args:
         file: the open file; its position changes.
@@ -88,24 +87,11 @@ def check_complete(file: BinaryIO, kind: str, size: int) -> None:
         size: bytes in the file.
 
     Raises:
-        MediaError: the end is missing.
+        MediaError: the end is missing, or a checksum does not match.
     """
-    checks = {"JPEG": _jpeg_end, "PNG": _png_end, "WEBP": _webp_end, "BMP": _bmp_end, "GIF": _gif_end}
+    checks = {"JPEG": _jpeg_end, "PNG": _png_end}
     if kind in checks and not checks[kind](file, size):
         raise MediaError(f"is truncated: the {kind} data ends too early")
-
-
-def check_strips(tags: TiffImagePlugin.ImageFileDirectory_v2, size: int) -> None:
-    """The TIFF form of `check_complete`, which needs the directory that Pillow has read.
-
-    Raises:
-        MediaError: pixel data would lie behind the end of the file.
-    """
-    for offsets, counts in STRIP_TAGS:
-        if offsets not in tags or counts not in tags:
-            continue
-        if any(start + count > size for start, count in zip(tags[offsets], tags[counts], strict=False)):
-            raise MediaError("is truncated: the TIFF data ends too early")
 
 
 def png_has_orientation(file: BinaryIO, size: int) -> bool:
@@ -174,27 +160,6 @@ def _jpeg_end(file: BinaryIO, size: int) -> bool:
             position = following.start()
     return data[position : position + 2] == JPEG_END
 
-
-def _webp_end(file: BinaryIO, size: int) -> bool:
-    file.seek(4)
-    return size >= int.from_bytes(file.read(4), "little") + 8
-
-
-def _bmp_end(file: BinaryIO, size: int) -> bool:
-    file.seek(2)
-    return size >= int.from_bytes(file.read(4), "little")
-
-
-def _gif_end(file: BinaryIO, size: int) -> bool:
-    """The trailer byte, with the zero padding that some writers add."""
-    file.seek(max(0, size - 64))
-    return file.read().rstrip(b"\0").endswith(b";")
-
-
-# Importing the readers registers them, so that opening a file never has to import all of Pillow's.
-
-
-__all__ = ["PICTURE_SUFFIXES", "MediaError", "decode", "fit", "probe"]
 
 PICTURE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 
@@ -292,8 +257,6 @@ def _opened(source: Path | bytes) -> Iterator[tuple[BinaryIO, Image.Image, str]]
         check_complete(file, kind, len(data))
         file.seek(0)
         with Image.open(file, formats=[kind]) as picture:
-            if isinstance(picture, TiffImagePlugin.TiffImageFile):
-                check_strips(picture.tag_v2, len(data))
             yield file, picture, kind
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise MediaError(f"has too many pixels to be a training picture; make it smaller ({error})") from error

@@ -95,7 +95,7 @@ class Sample:
             return ()
         slowed = self.clip.slowed(self.frame_rate) if self.frames > 1 else 1.0
         speed = (f"{self.clip.source_rate * slowed:.6g} frames a second",) if abs(slowed - 1) > SAME_TIME else ()
-        return (*speed, "colours of BT.709") if self.clip.matrix == "bt709" else speed
+        return (*speed, "BT.709") if self.clip.matrix == "bt709" else speed
 
     @property
     def full_name(self) -> str:

@@ -135,7 +135,7 @@ class FamilySpec:
         object.__setattr__(self, "flavour_names", [flavour.name for flavour in self.flavours])
 
     @property
-    def samples(self) -> str:
+    def media_noun(self) -> str:
         """What is trained on and rendered, as people call it."""
         return "clips" if self.media == "video" else "pictures"
 

@@ -247,8 +247,7 @@ def check_prompts(prompts: Sequence[ValidationPrompt], negative: str | None) -> 
     for name, text in texts:
         token = control_token(text)
         if token is not None:
-            message = f"the prompt {name!r} holds {token}, which the tokenizer takes for a command; remove it."
-            yield Problem("validation_prompt", message)
+            yield Problem(f"prompt {name!r}", f"holds {token}, which the tokenizer takes for a command; remove it.")
 
 
 def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:

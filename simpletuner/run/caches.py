@@ -13,7 +13,7 @@ from torch import nn
 
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry, missing
 from simpletuner.caching.entry import DamagedEntryError
-from simpletuner.caching.fill import fill_latents, fill_texts
+from simpletuner.caching.fill import ChangedFileError, fill_latents, fill_texts
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
@@ -21,6 +21,7 @@ from simpletuner.data.checks import check_amount
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import without_damaged
 from simpletuner.data.quarantine import quarantine, unwelcome
+from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES, quantise
@@ -61,8 +62,12 @@ class CacheWorkshop:
             UserError: too few samples are left, or an entry could not be made.
         """
         self.remove_damaged(self.listing.latents)
-        self.encode_texts(missing(self.listing.texts))
-        failures = self.encode_latents(missing(self.listing.latents))
+        try:
+            self.encode_texts(missing(self.listing.texts))
+            failures = self.encode_latents(missing(self.listing.latents))
+        except ChangedFileError as error:
+            self._forget(error.sample)
+            raise
         if failures:
             self.plan = without_failures(self.plan, failures)
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
@@ -70,6 +75,12 @@ class CacheWorkshop:
         holes += [entry.key.digest() for entry in missing(self.listing.latents)]
         if holes:
             raise UserError(f"The cache lacks {len(holes)} entries after filling, the first is {holes[0]}.")
+
+    def _forget(self, changed: Sample) -> None:
+        """Have the next start read a file again, even if its size and time are as before."""
+        for dataset in self.plan.datasets:
+            if dataset.id == changed.dataset_id:
+                dataset.save_index(but={changed.name})
 
     def follow(self, epoch: int) -> None:
         """Encode what an epoch with new random crops lacks; other datasets lack nothing."""
@@ -104,8 +115,8 @@ class CacheWorkshop:
         """Encode pictures and clips that are not in their cache; returns those that could not be decoded."""
         if not entries:
             return {}
-        samples = self.plan.spec.samples
-        with self.progress.phase(f"Encoding {samples}", len(entries), samples) as phase:
+        noun = self.plan.spec.media_noun
+        with self.progress.phase(f"Encoding {noun}", len(entries), noun) as phase:
             failures = fill_latents(entries, self._load_latent_encoder, self.plan.config.caching, phase)
         self._release()
         return failures

@@ -95,7 +95,7 @@ def build_validation(session: Session) -> ValidationRunner:
         output_dir=plan.output_dir,
         seed=plan.seed,
         ema=session.ema,
-        phase=lambda title, total: progress.phase(title, total, plan.spec.samples),
+        phase=lambda title, total: progress.phase(title, total, plan.spec.media_noun),
         listener=session.records.show,
         frame_rate=preview_rate(plan),
     )

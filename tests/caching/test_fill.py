@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,21 @@ def test_an_entry_says_with_how_many_it_was_encoded(workspace: Workspace, capsys
     assert workspace.run("cache", "fill") == 0
     assert workspace.run("cache", "explain", "pictures/p1.png") == 0
     assert "encoded_together: 4" in capsys.readouterr().out
+
+
+def test_a_change_that_leaves_size_and_time_is_seen_by_the_next_start(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workspace.path("datasets/pictures/p1.png")
+    plain = workspace.path("datasets/pictures/p1.bmp")
+    Image.new("RGB", (64, 64), "red").save(plain)
+    path.unlink()
+    assert workspace.run("cache", "fill") == 0
+    before = plain.stat()
+    Image.new("RGB", (64, 64), "blue").save(plain)
+    os.utime(plain, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for entry in workspace.path("output/cache/vae").rglob("*.zst"):
+        entry.unlink()
+    assert workspace.run("cache", "fill") == 2
+    assert "p1.bmp was changed" in capsys.readouterr().err
+    assert workspace.run("cache", "fill") == 0

@@ -17,7 +17,7 @@ TEXT = TextKey(caption="एक लाल सितारा", template="official
 
 LATENT_CHANGES = {
     "content": "b" * 64, "size": (384, 512), "resized": (575, 384), "crop": (0, 32), "frames": 61, "rate": 24.0,
-    "read_as": ("colours of BT.709",),
+    "read_as": ("BT.709",),
 }  # fmt: skip
 TEXT_CHANGES = {"caption": "a red star", "template": "", "max_length": 255, "picture": "d" * 64}
 ENCODER_CHANGES = {

@@ -23,7 +23,7 @@ from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from tests import pictures
-from tests.clips import BROKEN, write_clip
+from tests.clips import BROKEN, write_clip, write_plain
 
 
 @pytest.fixture
@@ -316,3 +316,15 @@ def test_both_names_of_the_rate(second: object, fatal: int, tmp_path: Path) -> N
     assert entry.video.frame_rate == 24 or fatal
     assert len([problem for problem in problems if problem.fatal]) == fatal
     assert not fatal or "given twice" in str(problems[0])
+
+
+@pytest.mark.parametrize(("written", "read"), [(None, "bt709"), ("bt601", "bt601")])
+def test_the_ledger_says_how_colours_are_read_and_a_key_decides(
+    context: DataContext, tmp_path: Path, written: str | None, read: str
+) -> None:
+    write_plain(tmp_path / "films" / "hd.mp4", (1280, 64), (200, 40, 90), "bt709", tagged=False)
+    write_plain(tmp_path / "films" / "says.mp4", (1280, 64), (200, 40, 90), "bt709", tagged=True)
+    dataset, _ = build(context, tmp_path / "films", {"num_frames": 5, "color_matrix": written})
+    assert [sample.clip and sample.clip.matrix for sample in dataset.samples] == [read, None]
+    notes = [entry.note for entry in dataset.ledger()]
+    assert notes == ["counts as BT.709" if read == "bt709" else "", ""]

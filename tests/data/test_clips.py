@@ -317,3 +317,19 @@ def test_colours_of_clips_that_do_not_say_how_are_read_as_players_do(
     if not tagged:  # the dataset's key, where the guess is wrong
         wrong = next(frames_of(path, 1, 24, other))
         assert np.abs(wrong[8, 8].astype(int) - colour).max() >= 10
+
+
+def test_a_clip_is_damaged_only_when_it_cannot_be_decoded_twice() -> None:
+    """FFmpeg calls a device's stumbling and broken data by one name."""
+    results: list[Exception | int] = [MediaError("Input/output error"), 1]
+
+    def attempt() -> int:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    assert clips.surely(attempt) == 1
+    results[:] = [MediaError("one"), MediaError("two")]
+    with pytest.raises(MediaError, match="two"):
+        clips.surely(attempt)

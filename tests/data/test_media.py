@@ -84,7 +84,7 @@ def test_a_cut_anywhere_is_found(suffix: str, tmp_path: Path) -> None:
         path = tmp_path / f"cut{suffix}"
         path.write_bytes(content[:length])
         with pytest.raises(MediaError):
-            probe(path)
+            (probe if suffix in (".jpg", ".png") else decode)(path)
 
 
 def test_damage_inside_is_found_by_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def test_a_run_that_continues_keeps_the_seed_that_was_drawn(configured: int | No
 
 def test_control_tokens_in_prompts_are_refused(workspace: Workspace, capsys: Capture) -> None:
     assert workspace.run("plan", "validation_prompt=a cat <|image_pad|>", "validation_disable=false") == 2
-    assert "the prompt 'validation' holds <|image_pad|>" in capsys.readouterr().err
+    assert "prompt 'validation': holds <|image_pad|>" in capsys.readouterr().err
 
 
 def test_pictures_of_previews_are_not_trained_without_a_word(workspace: Workspace, capsys: Capture) -> None:

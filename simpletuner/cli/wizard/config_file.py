@@ -96,7 +96,7 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
     if path.expanduser().is_file():
         talk.tell(f"  1. Look over your dataset file {path}: it is there, and the wizard leaves it as it is.")
     else:
-        talk.tell(f"  1. Tell where your {draft.spec.samples} are: write the dataset file {path}, for instance")
+        talk.tell(f"  1. Tell where your {draft.spec.media_noun} are: write the dataset file {path}, for instance")
         talk.tell(show_datasets(draft.spec, draft.judgement.flavour.task, indent=5), "dim")
     talk.tell(f"  2. Check it all:  {train_command(draft.file)} --dry-run")
     talk.tell(f"  3. Train:         {train_command(draft.file)}")
@@ -105,7 +105,7 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
 def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
     """A dataset file to start from: a folder of pictures or clips, captions in text files of the same name."""
     samples: dict[str, Any] = {
-        "id": f"my-{spec.samples}",
+        "id": f"my-{spec.media_noun}",
         "type": "local",
         "dataset_type": spec.media,
         "instance_data_dir": "datasets/my_images" if spec.media == "image" else "datasets/videos",
