@@ -44,7 +44,7 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
 from simpletuner.plan.build import Plan, make_plan
-from simpletuner.plan.entries import make_catalogue, wanted_entries
+from simpletuner.plan.entries import list_entries, make_catalogue
 from simpletuner.reporting.progress import SilentProgress
 from simpletuner.run.caches import build_adapter
 from simpletuner.training.assemble import Intent, assemble
@@ -212,12 +212,14 @@ def prepare(folder: Path, size: str, device: str, clips: int) -> Chain:
         plan = make_plan(parse_arguments([], problems), problems)
         catalogue = make_catalogue(plan)
         assert catalogue is not None
-        texts, latents = wanted_entries(plan, catalogue, 1)
+        listing = list_entries(plan, catalogue)
         text_encoder = build_adapter(plan).load_text_encoder(torch.device(device), torch.float32)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     encoder = HunyuanLatentEncoder(build_clip_vae(scale.transformer, device), torch.device(device), dtype)
     assembly = _assembly(scale.transformer, device)
-    return Chain(plan, catalogue, texts, latents, text_encoder, encoder, assembly, scale.transformer, 2 * clips)
+    return Chain(
+        plan, catalogue, listing.texts, listing.latents, text_encoder, encoder, assembly, scale.transformer, 2 * clips
+    )
 
 
 def empty(folders: set[Path]) -> None:

@@ -32,7 +32,7 @@ from simpletuner.config.schema import CachingConfig
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.plan.build import make_plan
-from simpletuner.plan.entries import make_catalogue, wanted_entries
+from simpletuner.plan.entries import list_entries, make_catalogue
 from simpletuner.reporting.progress import SilentProgress
 from simpletuner.run.caches import build_adapter
 from tests.tiny import make_checkpoint
@@ -126,15 +126,15 @@ def _prepare(
     write_pictures(run.path("datasets/pictures"), pictures)
     with run.inside():
         problems: list[Any] = []
-        plan = make_plan(parse_arguments(["vae_batch_size=4"], problems), problems)
+        plan = make_plan(parse_arguments([], problems), problems)
         catalogue = make_catalogue(plan)
         assert catalogue is not None
-        texts, latents = wanted_entries(plan, catalogue, 1)
+        listing = list_entries(plan, catalogue)
         encoder: Any = build_adapter(plan).load_text_encoder(device, torch.float32)
     encoder.qwen = build_medium_qwen(encoder.processor.tokenizer).requires_grad_(False).eval().to(device)
     root = run.folder
-    found = [replace(entry, sample=replace(entry.sample, path=root / entry.sample.path)) for entry in latents]
-    return texts, found, encoder
+    found = [replace(entry, sample=replace(entry.sample, path=root / entry.sample.path)) for entry in listing.latents]
+    return listing.texts, found, encoder
 
 
 def write_pictures(folder: Path, number: int) -> None:
