@@ -9,7 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from simpletuner.config.json_files import json_kind, read_json, same_value
 from simpletuner.config.load import build_group, expand_environment
@@ -27,6 +29,7 @@ from simpletuner.config.option import (
     Texts,
     option,
     parse_flag,
+    parse_number,
 )
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, DatasetDefaults
 from simpletuner.errors import Problem, did_you_mean
@@ -64,6 +67,45 @@ class VideoConfig(Group):
     )
 
 
+class CaptionShuffle(Group):
+    """Captions whose parts are put in other orders."""
+
+    enable: Flag = option(False, "Whether to shuffle at all.")
+    count: Integer = option(1, "Shuffled alternatives per caption.", ge=1, le=1000)
+    seed: Integer = option(0, "Another seed, other orders.")
+    split_on: Literal["comma", "space", "period"] = option("comma", "What separates the parts.")
+    position_start: Integer = option(0, "Parts before this one stay where they are.", ge=0)
+    include_original: Flag = option(True, "Keep the caption as it was written as an alternative.")
+
+
+WEIGHT_TOLERANCE = 1e-3
+
+
+def parse_ratios(value: object) -> list[tuple[float, float]]:
+    """(ratio, weight) of each entry of a list of numbers, or of objects whose weights sum to 1."""
+    if not isinstance(value, list) or not value:
+        raise ValueError("is not a list of ratios")
+    if not any(isinstance(entry, dict) for entry in value):
+        return [(_positive(entry), 1.0) for entry in value]
+    if not all(isinstance(entry, dict) and set(entry) == {"aspect", "weight"} for entry in value):
+        raise ValueError("must hold numbers only, or objects with aspect and weight only")
+    ratios = [(_positive(entry["aspect"]), _positive(entry["weight"], or_zero=True)) for entry in value]
+    total = sum(weight for _, weight in ratios)
+    if abs(total - 1) > WEIGHT_TOLERANCE:
+        raise ValueError(f"has weights that sum to {total:g}, not to 1")
+    return ratios
+
+
+def _positive(value: object, *, or_zero: bool = False) -> float:
+    number = parse_number(value, f"holds {value!r}, which is not a number such as 1.5")
+    if number < 0 or (number == 0 and not or_zero):
+        raise ValueError(f"holds {number:g}; it must be above 0")
+    return number
+
+
+Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
+
+
 class DatasetConfig(Group):
     """Dataset"""
 
@@ -92,7 +134,7 @@ class DatasetConfig(Group):
     aspect_bucket_alignment: Alignment | None = option(None, "Pixel grid.")
     crop: Flag = option(False, "Crop to a ratio; false keeps the picture's own.")
     crop_aspect: Literal["square", "preserve", "closest", "random"] = option("square", "Which ratio to crop to.")
-    crop_aspect_buckets: Json | None = option(None, "Ratios, or {aspect, weight} with weights summing to 1.")
+    crop_aspect_buckets: Ratios | None = option(None, "Ratios, or {aspect, weight} with weights summing to 1.")
     crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random", "Where to crop.")
     minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
     maximum_image_size: Number | None = option(
@@ -124,7 +166,7 @@ class DatasetConfig(Group):
     scan_for_errors: Flag = option(False, "Check every cache entry at start.")
     delete_problematic_images: Flag | None = option(None, "Move undecodable files to quarantine.")
     delete_unwanted_images: Flag | None = option(None, "Move files outside the limits to quarantine.")
-    caption_shuffle: Json | None = option(None, "Shuffle the parts of captions.")
+    caption_shuffle: CaptionShuffle | None = option(None, "Shuffle the parts of captions.")
     caption_filter_list: Json | None = option(None, "Texts or expressions removed from captions.")
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
     disable_validation: Flag = option(False, "None of its samples in validation.")
@@ -264,7 +306,7 @@ def _read_entry(
     if _is_disabled(keys):
         return DatasetConfig(id=where, disabled=True)
     problems.extend(found)
-    for part, group in (("video", VideoConfig), ("parquet", ParquetConfig)):
+    for part, group in (("video", VideoConfig), ("parquet", ParquetConfig), ("caption_shuffle", CaptionShuffle)):
         if isinstance(keys.get(part), dict):
             keys[part] = _canonical_keys(keys[part], group, f"{where}.{part}", problems)
     keys = {key: expand_environment(value, f"{where}.{key}", problems) for key, value in keys.items()}

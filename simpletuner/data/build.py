@@ -18,8 +18,8 @@ from simpletuner.data.captions import (
     captions_for,
     match_rows,
     read_filters,
-    read_shuffle,
     read_table,
+    shuffle_edit,
 )
 from simpletuner.data.chance import order_key
 from simpletuner.data.checks import (
@@ -258,8 +258,7 @@ class _Builder:
             if unused:
                 message = f"{len(unused)} names in the table have no picture: {shorten(unused)}."
                 self.problems.append(Problem(f"{entry.id}.parquet.path", message, fatal=False))
-        shuffle = read_shuffle(entry.caption_shuffle, f"{entry.id}.caption_shuffle", self.problems)
-        edits = tuple(edit for edit in (self._filter(entry), shuffle) if edit is not None)
+        edits = tuple(edit for edit in (self._filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
         return CaptionSource(entry, folder.root, folder.captions, table, edits)
 
     def _filter(self, entry: DatasetConfig) -> Edit | None:

@@ -14,13 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import ValidationError
-
-from simpletuner.config.datasets import DatasetConfig, ParquetConfig
-from simpletuner.config.messages import problems_of
-from simpletuner.config.option import Flag, Group, Integer, option
+from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import pair_key
 from simpletuner.data.files import LARGEST_CAPTION, UnreadableError, read
@@ -150,30 +146,9 @@ SEPARATORS = {"comma": (",", ", "), "space": (" ", " "), "period": (".", ". ")} 
 REPLACEMENT = re.compile(r"s/((?:[^/\\]|\\.)*)/((?:[^/\\]|\\.)*)/?")
 
 
-class CaptionShuffle(Group):
-    """caption_shuffle"""
-
-    enable: Flag = option(False, "Whether to shuffle at all.")
-    count: Integer = option(1, "Shuffled alternatives per caption.", ge=1, le=1000)
-    seed: Integer = option(0, "Another seed, other orders.")
-    split_on: Literal["comma", "space", "period"] = option("comma", "What separates the parts.")
-    position_start: Integer = option(0, "Parts before this one stay where they are.", ge=0)
-    include_original: Flag = option(True, "Keep the caption as it was written as an alternative.")
-
-
-def read_shuffle(value: Any, where: str, problems: list[Problem]) -> Edit | None:
+def shuffle_edit(settings: CaptionShuffle | None) -> Edit | None:
     """The edit that a dataset's `caption_shuffle` asks for, or None."""
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        problems.append(Problem(where, f"{value!r} is not an object with enable, count, split_on and so on."))
-        return None
-    try:
-        settings = CaptionShuffle.model_validate(value)
-    except ValidationError as error:
-        problems.extend(problems_of(error, CaptionShuffle, prefix=f"{where}."))
-        return None
-    return partial(_shuffle, settings) if settings.enable else None
+    return partial(_shuffle, settings) if settings and settings.enable else None
 
 
 def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.option import FALSE_WORDS, parse_number
+from simpletuner.config.option import FALSE_WORDS
 from simpletuner.data.buckets import Aspect, BucketRules, Grid, listed_aspects, native_aspects
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
@@ -16,7 +14,6 @@ from simpletuner.models.spec import FamilySpec
 UNIT_CHECK_OVERRIDE = "SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE"
 # A maximum this large in megapixels, or this small as an edge, is the other unit by mistake.
 SUSPICIOUS_AREA, SUSPICIOUS_EDGE = 20, 512
-WEIGHT_TOLERANCE = 1e-3
 
 
 def build_rules(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]) -> BucketRules | None:
@@ -106,10 +103,9 @@ def _check_crop(config: DatasetConfig, problems: list[Problem]) -> None:
 def _build_aspects(config: DatasetConfig, grid: Grid, spec: FamilySpec, problems: list[Problem]) -> tuple[Aspect, ...]:
     """The list behind closest and random; never empty for them unless a problem was added."""
     where = f"{config.id}.crop_aspect_buckets"
-    ratios = _read_ratios(config.crop_aspect_buckets, where, problems)
     if not config.crop or config.crop_aspect not in ("closest", "random"):
         return ()
-    aspects = listed_aspects(grid, ratios)
+    aspects = listed_aspects(grid, config.crop_aspect_buckets or ())
     if not aspects and config.crop_aspect_buckets is None and config.crop_aspect == "closest":
         aspects = native_aspects(grid, spec.native_sizes)
     if not aspects and config.crop_aspect_buckets is None:
@@ -120,44 +116,3 @@ def _build_aspects(config: DatasetConfig, grid: Grid, spec: FamilySpec, problems
             message = f"{aspect.bucket} means {width}x{height}, and {spec.name} ends at {spec.largest_side} a side."
             problems.append(Problem(where, message))
     return tuple(aspects)
-
-
-def _read_ratios(value: Any, where: str, problems: list[Problem]) -> list[tuple[float, float]]:
-    """(ratio, weight) of each entry; empty with a problem when one is wrong."""
-    if value is None:
-        return []
-    if not isinstance(value, list) or not value:
-        problems.append(Problem(where, f"{value!r} is not a list of ratios."))
-        return []
-    weighted = [isinstance(entry, dict) for entry in value]
-    try:
-        if any(weighted):
-            return _weighted_ratios(value)
-        return [(_positive(entry), 1.0) for entry in value]
-    except ValueError as error:
-        problems.append(Problem(where, str(error)))
-        return []
-
-
-def _weighted_ratios(entries: list[Any]) -> list[tuple[float, float]]:
-    if not all(isinstance(entry, dict) and set(entry) == {"aspect", "weight"} for entry in entries):
-        raise ValueError("must hold numbers only, or objects with aspect and weight only.")
-    ratios = [(_positive(entry["aspect"]), _weight(entry)) for entry in entries]
-    total = sum(weight for _, weight in ratios)
-    if abs(total - 1) > WEIGHT_TOLERANCE:
-        raise ValueError(f"the weights sum to {total:g}, not to 1.")
-    return ratios
-
-
-def _weight(entry: Mapping[str, Any]) -> float:
-    weight = parse_number(entry["weight"], f"weight {entry['weight']!r} is not a number.")
-    if weight < 0:
-        raise ValueError(f"weight {weight:g} is negative.")
-    return weight
-
-
-def _positive(value: Any) -> float:
-    ratio = parse_number(value, f"{value!r} is not a ratio, such as 1.5.")
-    if ratio <= 0:
-        raise ValueError(f"{ratio:g} is not a ratio; it must be above 0.")
-    return ratio

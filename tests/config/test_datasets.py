@@ -132,3 +132,35 @@ def test_a_key_twice_in_one_entry(tmp_path: Path) -> None:
 
 def test_an_id_becomes_a_folder_and_has_a_limit(tmp_path: Path) -> None:
     assert "longer than 100 bytes" in read(tmp_path, {**PICTURES, "id": "अ" * 40})[1][0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("crop_aspect_buckets", [1.0, "x"], "crop_aspect_buckets: [1.0, 'x'] holds 'x', which is not a number"),
+        ("crop_aspect_buckets", [{"aspect": 1, "weight": 0.5}], "sum to 0.5"),
+        ("crop_aspect_buckets", [{"aspect": 1, "weight": -1}], "holds -1; it must be above 0"),
+        ("crop_aspect_buckets", [1, {"aspect": 1, "weight": 1}], "numbers only"),
+        ("crop_aspect_buckets", [-1], "above 0"),
+        ("crop_aspect_buckets", "1.5", "is not a list of ratios"),
+        ("caption_shuffle", {"enable": True, "split_on": "x"}, "caption_shuffle.split_on: 'x' is not one of: comma"),
+        ("caption_shuffle", {"enable": True, "split": "comma"}, "caption_shuffle.split: is not a known key"),
+        ("caption_shuffle", {"enable": True, "count": 10**9}, "caption_shuffle.count: 1000000000 is out of range"),
+        ("caption_shuffle", ["x"], "caption_shuffle"),
+    ],
+)
+def test_lists_and_objects_are_read_once_and_told_with_their_key(
+    tmp_path: Path, key: str, value: Any, words: str
+) -> None:
+    _, (problem,) = read(tmp_path, {**PICTURES, key: value})
+    assert words in problem
+
+
+def test_ratios_come_with_their_weights(tmp_path: Path) -> None:
+    weighted = [{"aspect": "1.5", "weight": 0.25}, {"aspect": 1, "weight": 0.75}]
+    (plain, other), problems = read(
+        tmp_path, {**PICTURES, "crop_aspect_buckets": [1, 1.5]}, {"id": "b", "crop_aspect_buckets": weighted}
+    )
+    assert problems == []
+    assert plain.crop_aspect_buckets == [(1, 1), (1.5, 1)]
+    assert other.crop_aspect_buckets == [(1.5, 0.25), (1, 0.75)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.datasets import DatasetConfig, ParquetConfig
+from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
 from simpletuner.data.captions import (
     CaptionError,
     CaptionSource,
@@ -15,8 +15,8 @@ from simpletuner.data.captions import (
     match_rows,
     read_caption_file,
     read_filters,
-    read_shuffle,
     read_table,
+    shuffle_edit,
 )
 from simpletuner.errors import Problem
 
@@ -85,10 +85,8 @@ def test_one_instance_prompt_may_hold_commas() -> None:
 
 
 def shuffled(caption: str, **settings: Any) -> list[str]:
-    problems: list[Problem] = []
-    edit = read_shuffle({"enable": True, **settings}, "set.caption_shuffle", problems)
+    edit = shuffle_edit(CaptionShuffle(enable=True, **settings))
     assert edit is not None
-    assert not problems
     return list(edit(caption))
 
 
@@ -110,13 +108,9 @@ def test_shuffling_by_words_and_sentences() -> None:
     assert shuffled("one", include_original=False) == ["one"]
 
 
-def test_shuffling_reports_unknown_settings() -> None:
-    problems: list[Problem] = []
-    assert read_shuffle({"enable": True, "split": "comma"}, "set.caption_shuffle", problems) is None
-    assert "set.caption_shuffle.split" in str(problems[0])
-    assert read_shuffle({"enable": False}, "set.caption_shuffle", problems) is None
-    assert read_shuffle(["x"], "set.caption_shuffle", problems) is None
-    assert len(problems) == 2
+def test_shuffling_is_off_unless_asked_for() -> None:
+    assert shuffle_edit(None) is None
+    assert shuffle_edit(CaptionShuffle(count=5)) is None
 
 
 def filtered(caption: str, entries: Any) -> str:
