@@ -68,7 +68,7 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Entries by what they are for. What was asked once is known: filling, training and previews ask again.
+    """Cache entries of samples and captions. Entries are kept, so that each key is digested once.
 
     Attributes:
         latent_folders: latent cache of each dataset, by id.
@@ -90,7 +90,7 @@ class Catalogue:
     _texts: dict[tuple[str | None, str, Sample | None, bool], TextEntry] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Let go of what was asked, before an epoch with other crops."""
+        """Drop the kept entries, before an epoch with other crops."""
         self._latents.clear()
         self._texts.clear()
 

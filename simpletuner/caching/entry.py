@@ -68,7 +68,7 @@ def find_entry(folder: Path, key: str) -> Path | None:
 
 
 def list_keys(folder: Path) -> Iterator[str]:
-    """The keys of all entries, sorted, without opening a file; files of another kind of name are no entries.
+    """The keys of all entries, sorted, without opening a file; other file names are skipped.
 
     A folder that is not there has none.
     """
@@ -116,12 +116,12 @@ def read_entry(path: Path, key: str) -> Entry:
 
 
 def _unpack(frame: bytes) -> bytes:
-    """What is in a zstd frame, but at most what the header inside asks for.
+    """Decompress a zstd frame up to the size that the header inside declares.
 
-    A few kilobytes of zeros can claim, and unpack to, any number of gigabytes.
+    A frame of a few kilobytes can decompress to any number of gigabytes.
 
     Raises:
-        ValueError: the header is not readable or asks for more than any entry needs.
+        ValueError: the header is not readable or declares more than any entry needs.
     """
     source = zstandard.ZstdDecompressor().stream_reader(frame)
     head = source.read(LENGTH_BYTES)
@@ -130,7 +130,7 @@ def _unpack(frame: bytes) -> bytes:
     end = max((entry["data_offsets"][1] for entry in entries), default=0)
     if end > LARGEST_ENTRY:
         raise ValueError(f"it claims {end:,} bytes")
-    return bytes(head + source.read(end + 1))  # one more, so that the checksum notices what should not be there
+    return bytes(head + source.read(end + 1))  # one byte more, so that trailing data fails the checksum
 
 
 def read_provenance(path: Path) -> dict[str, str]:

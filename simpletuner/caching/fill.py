@@ -44,7 +44,7 @@ WAITING_BYTES = 1 << 30
 
 
 class ChangedFileError(UserError):
-    """A file no longer holds what the plan has seen in it."""
+    """A file changed after it was planned."""
 
     def __init__(self, sample: Sample) -> None:
         super().__init__(f"{sample.path} was changed after the plan had looked at it; start again.")
@@ -52,7 +52,7 @@ class ChangedFileError(UserError):
 
 
 class ProgressBar(Protocol):
-    """What is told how far encoding is."""
+    """Receives the progress of encoding."""
 
     def advance(self, count: int = 1, note: str = "") -> None: ...
 

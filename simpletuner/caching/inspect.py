@@ -43,7 +43,7 @@ class Garbage:
     """What a collection would remove.
 
     Attributes:
-        entries: keys that nobody refers to any more.
+        entries: keys that are not wanted any more.
         leftovers: temporary files of runs that were killed.
         bytes: what removing both would free.
     """

@@ -199,7 +199,7 @@ def _json_identity(path: Path) -> str:
     content = path.read_bytes()
     try:
         value = json.loads(content)
-    except ValueError:  # whoever loads it will complain with more right to
+    except ValueError:  # loading it will report the error
         return hashlib.sha256(content).hexdigest()
     if isinstance(value, dict):
         value = {key: inner for key, inner in value.items() if key not in SAVED_BY}

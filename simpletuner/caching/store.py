@@ -92,7 +92,7 @@ class CacheStore:
         self._verified(key)
 
     def remove(self, key: str) -> None:
-        """Delete an entry in both forms; none there is fine. Only for the collection of what nobody refers to."""
+        """Delete an entry in both forms, if there is one."""
         for compressed in (True, False):
             entry_path(self.folder, key, compressed=compressed).unlink(missing_ok=True)
 

@@ -30,7 +30,7 @@ from simpletuner.data.files import EXHAUSTED, LARGEST_CLIP, MediaError, check_re
 # What a decoder says of brightness and colours that an 8-bit sRGB picture cannot hold (ITU-T H.273, tables 2 and 3).
 HDR_CURVES = {16: "PQ", 18: "HLG"}
 WIDE_COLOURS = {9: "BT.2020"}
-# Its numbers for the matrix between brightness with colour differences and RGB (table 4).
+# H.273 numbers of colour matrices (table 4).
 UNSPECIFIED, MATRICES = 2, {"bt709": 1, "bt601": 6}
 # Fixed point of a display matrix, and how far its angle may be from a right one.
 UNIT, RIGHT_ANGLE = 1 << 16, 0.01
@@ -65,7 +65,7 @@ def read(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None
     """The frames shown at increasing moments, upright RGB, `H W 3`.
 
     Args:
-        matrix: how colours are read; None: as the file says.
+        matrix: the colour matrix to use; None: the one that the file names.
 
     Raises:
         MediaError: damaged, or it ends before the last moment.
@@ -118,7 +118,7 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     if check_regular(path, LARGEST_CLIP)[0] == 0:
         raise MediaError("is empty")
     try:
-        # A playlist in the guise of a clip must not fetch anything.
+        # A playlist that is named like a clip must not fetch anything.
         options = {"protocol_whitelist": "file"}
         with av.open(f"file:{path}", options=options, metadata_errors="ignore") as container:
             yield container, _clip_of(container)
@@ -127,7 +127,7 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     except av.FFmpegError as error:
         if error.errno in EXHAUSTED:
             raise
-        # FFmpeg calls broken data an input error as well; a file that can be read to its end is what is broken.
+        # FFmpeg reports damaged data as I/O errors, too; if the file can be read to its end, the data is damaged.
         content_hash(path)
         raise MediaError(f"cannot be decoded: {error.strerror}") from error
 
@@ -233,7 +233,7 @@ def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
 
 
 def _guessed_matrix(frame: VideoFrame) -> ColorMatrix | None:
-    """What players take for the matrix of a clip that does not name it, by its stored size; None where it does."""
+    """The colour matrix that players assume for an untagged clip, by its stored size; None for a tagged one."""
     if frame.format.is_rgb or frame.colorspace != UNSPECIFIED:
         return None
     return "bt709" if frame.width >= 1280 or frame.height >= 720 else "bt601"

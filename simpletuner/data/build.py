@@ -156,7 +156,7 @@ class _Builder:
         return self.folders[entry.id]
 
     def hint_at_caption_files(self, written: DatasetConfig, entry: DatasetConfig) -> None:
-        """Text files beside pictures or clips that nobody asked for are most likely captions."""
+        """Unused text files beside pictures or clips are most likely captions."""
         found = len(self.folder(entry).captions)
         if written.caption_strategy is None and entry.caption_strategy == "filename" and found:
             message = (

@@ -27,12 +27,12 @@ UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 Edit = Callable[[str], Sequence[str]]  # a caption in, its replacements out
 
 
-# Words that tokenizers take for a command: they would end the prompt or stand for a picture that is not there.
+# Control tokens of tokenizers: in a prompt they would end it or stand for a picture that is not there.
 CONTROL_TOKEN = re.compile(r"<\|\w+\|>|</?(?:s|bos|eos|pad|unk|mask|start_of_turn|end_of_turn|image|start_of_image)>")
 
 
 def control_token(text: str) -> str | None:
-    """The first word of a text that a tokenizer would not read as text, or None."""
+    """The first control token in a text, or None."""
     found = CONTROL_TOKEN.search(text)
     return found.group() if found else None
 
@@ -86,7 +86,7 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
     for caption in captions:
         token = control_token(caption)
         if token is not None:
-            raise CaptionError(f"has a caption with {token}, which the tokenizer takes for a command; remove it")
+            raise CaptionError(f"has a caption with {token}, a control token of the tokenizer; remove it")
     return captions
 
 

@@ -160,7 +160,7 @@ def check_start(configs: Sequence[DatasetConfig], problems: list[Problem]) -> No
 
 
 def check_default_text_cache(configs: Sequence[DatasetConfig], problems: list[Problem]) -> None:
-    """Say which of several text caches is used where nobody chose one."""
+    """Say which of several text caches is used where none was chosen."""
     texts = [config for config in configs if config.is_text_embeds]
     if len(texts) > 1 and not any(config.default for config in texts):
         message = f"no text_embeds entry is the default; the first, {texts[0].id}, is taken."

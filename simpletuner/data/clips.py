@@ -1,10 +1,10 @@
-"""Clips from files: what they are without decoding them, when their frames are shown, and which of them are taken.
+"""Clips: their facts without decoding them, when their frames are shown, and which frames are trained.
 
 Trained frame k shows what the source shows at k / rate seconds, whatever its own rate is, constant or not. Times count
 from the first frame that is shown.
 
-decord reads first, PyAV whatever decord cannot read, or not rightly. Both see a clip upright, and both take frames by
-the times at which they are shown, never by their number.
+decord reads what it reads correctly, PyAV everything else. Both return upright frames, chosen by the time at which they
+are shown, never by their number.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ ColorMatrix = Literal["bt601", "bt709"]
 
 # Containers round times to milliseconds or to 1/600 s, so a frame may seem to begin this much too late.
 TOLERANCE = 0.002
-# Where the next frame begins so soon, it is taken rather than the same one a second time.
+# If the next frame begins within this time, it is taken instead of repeating the current one.
 RELUCTANCE = 3 * TOLERANCE
 # What may be missing at the end of a clip before it counts as cut off; headers are not that exact.
 MISSING_SECONDS = 0.25
-# 23.976 and 24 frames a second are the same speed: television slows films and clocks by 1000 / 1001.
+# 23.976 and 24 frames per second count as the same rate; NTSC video runs at 1000/1001 of the nominal one.
 SAME_RATE = 0.002
 
 
@@ -70,10 +70,10 @@ class ClipFacts:
         return moments_of(frames, rate / self.slowed(rate))
 
     def slowed(self, rate: float) -> float:
-        """The factor, about 1, by which time passes more slowly so that neither its rate nor `rate` has a fraction.
+        """Factor close to 1 that maps its rate and `rate` to the whole numbers they stand for.
 
-        Without it, 24 frames a second of a clip of 23.976 repeat one frame every 42 seconds, and the first of these
-        repetitions may lie anywhere.
+        Without it, taking 24 frames per second from a clip of 23.976 would repeat one frame every 42 seconds, the first
+        time as soon as the tolerance is used up.
         """
         own = self.source_rate
         if not own:
@@ -84,7 +84,7 @@ class ClipFacts:
 
 
 def _whole(rate: float) -> float:
-    """The whole number that a rate stands for, or the rate itself."""
+    """The whole number within `SAME_RATE` of a rate, or the rate itself."""
     whole = round(rate)
     return float(whole) if whole and abs(rate / whole - 1) <= SAME_RATE else rate
 
@@ -95,10 +95,10 @@ def moments_of(frames: int, rate: float) -> list[float]:
 
 
 def stays(moment: float, following: float, *, taken: bool) -> bool:
-    """Whether a frame is what is shown at a moment, the next one beginning at `following`.
+    """Whether a frame is still taken at a moment, the next one beginning at `following`.
 
     Args:
-        taken: it was taken before; where there are enough frames none is taken twice.
+        taken: it was already taken once; it is repeated only if the next one is not due soon.
     """
     return moment + (RELUCTANCE if taken else TOLERANCE) < following
 
@@ -158,9 +158,9 @@ def frames_of(path: Path, frames: int, rate: float, clip: ClipFacts) -> Iterator
 
 
 def surely(attempt: Callable[[], T]) -> T:
-    """What `attempt` returns; a clip counts as damaged only when it cannot be decoded twice.
+    """Call `attempt` a second time if it fails: a clip counts as damaged only if it cannot be decoded twice.
 
-    Readers of clips do not say whether the data or the device was at fault.
+    The readers do not say whether the data or the device was at fault.
     """
     try:
         return attempt()

@@ -1,5 +1,5 @@
-"""Clips through decord: quick, but not maintained, made for some machines only, and wrong about some files.
-It reads colours as BT.601 where a file does not say how.
+"""Clips through decord: fast, but unmaintained, not available everywhere, and wrong about some files. It reads
+untagged colours as BT.601.
 
 The one place that knows it. `read` refuses whatever decord may be wrong about, and `clips` asks PyAV then.
 """

@@ -1,6 +1,7 @@
-"""Reading the user's files: only regular ones of a plausible size, and a device that stumbles is asked again.
+"""Reading the user's files: regular files of a plausible size only, with retries when the device fails.
 
-A device or a network that fails says nothing about the file, so it condemns none: the run ends and names it.
+An error of a disk or network says nothing about the file: after the retries the run ends, and no file is marked as
+damaged.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import TypeVar
 
 from simpletuner.errors import UserError
 
-# Bounds against sparse files and mistakes, far above what is used: bytes of a caption, a picture, a clip.
+# Bounds in bytes against sparse files and mistakes, far above anything that is trained on.
 LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
 
-# The file itself: its rights, its name, or that it is gone.
+# Errors of the file itself: missing, not permitted, a bad name.
 OF_THE_FILE = frozenset(
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 )
-# This process or machine has run out of something.
+# This process or machine ran out of a resource.
 EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EINTR})
 # Seconds to wait before the next attempt.
 PAUSES = (0.05, 0.5)
@@ -39,25 +40,25 @@ class UnreadableError(MediaError):
 
 
 class DeviceError(UserError):
-    """What holds a file cannot be read at the moment."""
+    """The disk or network that holds a file cannot be read."""
 
 
 def read(path: Path, most: int) -> bytes:
-    """The bytes of a file.
+    """Read a whole file.
 
     Args:
         most: a larger file is refused.
 
     Raises:
-        UnreadableError: it is no regular file, too large, gone, or not ours to read.
-        DeviceError: reading failed for a reason that lies outside the file, more than once.
+        UnreadableError: it is not a regular file, too large, missing, or not readable for this user.
+        DeviceError: the disk or network failed every time.
     """
     check_regular(path, most)
     return steadily(path, path.read_bytes)
 
 
 def content_hash(path: Path) -> str:
-    """SHA-256 of a file's bytes in hex, read piece by piece.
+    """SHA-256 of a file in hex, read in chunks.
 
     Raises:
         UnreadableError, DeviceError: as in `read`.
@@ -71,7 +72,7 @@ def content_hash(path: Path) -> str:
 
 
 def check_regular(path: Path, most: int) -> tuple[int, int]:
-    """Size and time of the last change (ns) of a file that may be opened: opening a pipe would wait for ever.
+    """Check that a file can be opened (opening a pipe would block); returns its size and modification time in ns.
 
     Raises:
         UnreadableError, DeviceError: as in `read`.
@@ -85,11 +86,11 @@ def check_regular(path: Path, most: int) -> tuple[int, int]:
 
 
 def steadily(path: Path, attempt: Callable[[], T]) -> T:
-    """What `attempt` returns, which reads `path`; after an error of the device it is tried again.
+    """Call `attempt`, which reads `path`, again after an error of the device.
 
     Raises:
         UnreadableError, DeviceError: as in `read`.
-        OSError: this machine has run out of something.
+        OSError: a resource of this machine is exhausted.
     """
     for pause in (*PAUSES, None):
         try:

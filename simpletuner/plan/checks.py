@@ -242,12 +242,12 @@ def check_datasets(
 
 
 def check_prompts(prompts: Sequence[ValidationPrompt], negative: str | None) -> Iterator[Problem]:
-    """Words in a prompt that the tokenizer takes for commands."""
+    """Control tokens in prompts."""
     texts = [(each.nickname, each.prompt) for each in prompts] + [("validation_negative_prompt", negative or "")]
     for name, text in texts:
         token = control_token(text)
         if token is not None:
-            yield Problem(f"prompt {name!r}", f"holds {token}, which the tokenizer takes for a command; remove it.")
+            yield Problem(f"prompt {name!r}", f"holds {token}, a control token of the tokenizer; remove it.")
 
 
 def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:

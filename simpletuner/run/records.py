@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from simpletuner.caching.fill import prepared_picture
-from simpletuner.data.media import MediaError
+from simpletuner.data.files import MediaError
 from simpletuner.data.sample import LedgerEntry, Sample
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
