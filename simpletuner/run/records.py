@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from simpletuner.caching.fill import prepared_picture
-from simpletuner.data.files import MediaError
+from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import LedgerEntry, Sample
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
@@ -127,7 +127,7 @@ def _shown(sample: Sample) -> TrainingSample:
 def _thumbnail(sample: Sample) -> str:
     try:
         return thumbnail(prepared_picture(sample))
-    except (MediaError, OSError):
+    except (MediaError, DeviceError, OSError):
         return ""
 
 
