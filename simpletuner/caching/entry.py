@@ -1,7 +1,6 @@
 """One cache entry as bytes, and where it lies. No torch here.
 
-An entry is a safetensors file, optionally inside one zstd frame, that any tool can open. Its metadata holds the
-provenance, the entry's own key and a checksum over everything else, so that bit rot, a cut file and a file under
+An entry is a safetensors file inside one zstd frame, which any tool can unpack. Its metadata holds the provenance, the entry's own key and a checksum over everything else, so that bit rot, a cut file and a file under
 another's name are noticed on reading.
 """
 
@@ -20,10 +19,10 @@ from simpletuner.caching.keys import canonical_json
 from simpletuner.errors import SimpleTunerError
 from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, join_header, split_header
 
-PLAIN = ".safetensors"
-COMPRESSED = ".safetensors.zst"
-ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors(?:\.zst)?")
-ZSTD_LEVEL = 3
+ENTRY_SUFFIX = ".safetensors.zst"
+ENTRY_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(ENTRY_SUFFIX)}")
+# The lower the level the faster; at the second one numbers are stored as they are.
+ZSTD_LEVEL, STORED_LEVEL = 3, -10_000
 # What is read at first for the header alone, and the longest header that is believed.
 HEAD_BYTES = 1 << 14
 
@@ -53,18 +52,15 @@ class Entry:
     provenance: dict[str, str]
 
 
-def entry_path(folder: Path, key: str, *, compressed: bool) -> Path:
+def entry_path(folder: Path, key: str) -> Path:
     """Where an entry lies: in one of 256 folders by its first two digits, so that none grows large."""
-    return folder / key[:2] / (key + (COMPRESSED if compressed else PLAIN))
+    return folder / key[:2] / (key + ENTRY_SUFFIX)
 
 
 def find_entry(folder: Path, key: str) -> Path | None:
-    """The file of an entry in either form, or None."""
-    for compressed in (True, False):
-        path = entry_path(folder, key, compressed=compressed)
-        if path.is_file():
-            return path
-    return None
+    """The file of an entry, or None."""
+    path = entry_path(folder, key)
+    return path if path.is_file() else None
 
 
 def list_keys(folder: Path) -> Iterator[str]:
@@ -86,9 +82,9 @@ def seal(blob: bytes, key: str, provenance: dict[str, str]) -> bytes:
     return join_header(header, data)
 
 
-def compress(blob: bytes) -> bytes:
-    """One zstd frame that knows its content's size."""
-    return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(blob)
+def pack(blob: bytes, *, compress: bool) -> bytes:
+    """One zstd frame that knows its content's size; its blocks are stored as they are unless `compress` is set."""
+    return zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL).compress(blob)
 
 
 def read_entry(path: Path, key: str) -> Entry:
@@ -101,9 +97,7 @@ def read_entry(path: Path, key: str) -> Entry:
     try:
         if path.stat().st_size > LARGEST_ENTRY:
             raise ValueError("it is larger than any entry")
-        blob = path.read_bytes()
-        if path.name.endswith(COMPRESSED):
-            blob = _unpack(blob)
+        blob = _unpack(path.read_bytes())
         start, header = split_header(blob)
         provenance = header[METADATA]
         checksum = provenance.pop(CHECKSUM)
@@ -141,7 +135,7 @@ def read_provenance(path: Path) -> dict[str, str]:
     """
     try:
         with path.open("rb") as file:
-            source = zstandard.ZstdDecompressor().stream_reader(file) if path.name.endswith(COMPRESSED) else file
+            source = zstandard.ZstdDecompressor().stream_reader(file)
             head = source.read(HEAD_BYTES)
             head += source.read(max(header_end(head) - len(head), 0))
         metadata = split_header(head)[1][METADATA]

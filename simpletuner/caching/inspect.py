@@ -27,7 +27,10 @@ from simpletuner.caching.keys import CacheKey, Ingredients
 
 # A temporary file this old belongs to no writer that is still alive.
 LEFTOVER_AGE_SECONDS = 3600.0
-LEFTOVER_NAME = re.compile(rf"\.{ENTRY_NAME.pattern}\.[0-9a-f]+{re.escape(TEMPORARY_SUFFIX)}")
+# Temporary files, and entries of the uncompressed kind that older versions wrote.
+LEFTOVER_NAME = re.compile(
+    rf"\.{ENTRY_NAME.pattern}\.[0-9a-f]+{re.escape(TEMPORARY_SUFFIX)}|[0-9a-f]{{64}}\.safetensors"
+)
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,8 @@ def find_garbage(folder: Path, wanted: Collection[str], *, now: float | None = N
     known = frozenset(wanted)
     entries = [key for key in list_keys(folder) if key not in known]
     oldest = (time.time() if now is None else now) - LEFTOVER_AGE_SECONDS
-    unfinished = [path for path in sorted(folder.glob(f"*/.*{TEMPORARY_SUFFIX}")) if LEFTOVER_NAME.fullmatch(path.name)]
-    leftovers = [path for path in unfinished if path.stat().st_mtime < oldest]
+    known_names = (path for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")) if LEFTOVER_NAME.fullmatch(path.name))
+    leftovers = [path for path in known_names if path.stat().st_mtime < oldest]
     files = [*leftovers, *(path for key in entries if (path := find_entry(folder, key)) is not None)]
     return Garbage(entries, leftovers, sum(path.stat().st_size for path in files))
 
@@ -97,8 +100,7 @@ def remove_garbage(folder: Path, garbage: Garbage) -> None:
     for path in garbage.leftovers:
         path.unlink(missing_ok=True)
     for key in garbage.entries:
-        for compressed in (True, False):
-            entry_path(folder, key, compressed=compressed).unlink(missing_ok=True)
+        entry_path(folder, key).unlink(missing_ok=True)
 
 
 def explain(folder: Path, key: str) -> dict[str, Any]:

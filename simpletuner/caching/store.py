@@ -12,10 +12,10 @@ from torch import Tensor
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.entry import (
     Entry,
-    compress,
     entry_path,
     find_entry,
     list_keys,
+    pack,
     read_entry,
     read_provenance,
     seal,
@@ -31,7 +31,7 @@ class CacheStore:
 
     Args:
         folder: created with the first entry.
-        compress: write entries compressed; entries of either form are read.
+        compress: compress entries; either kind is read.
     """
 
     def __init__(self, folder: Path, compress: bool = True) -> None:
@@ -69,9 +69,7 @@ class CacheStore:
         """
         own = {name: _own_copy(tensor) for name, tensor in tensors.items()}
         blob = seal(safetensors.torch.save(own), key, provenance)
-        path = entry_path(self.folder, key, compressed=self.compress)
-        write_atomically(path, compress(blob) if self.compress else blob, durable=False)
-        entry_path(self.folder, key, compressed=not self.compress).unlink(missing_ok=True)
+        write_atomically(entry_path(self.folder, key), pack(blob, compress=self.compress), durable=False)
 
     def provenance(self, key: str) -> dict[str, str]:
         """Where an entry came from, from its header alone.
@@ -92,15 +90,11 @@ class CacheStore:
         self._verified(key)
 
     def remove(self, key: str) -> None:
-        """Delete an entry in both forms, if there is one."""
-        for compressed in (True, False):
-            entry_path(self.folder, key, compressed=compressed).unlink(missing_ok=True)
+        """Delete an entry, if there is one."""
+        entry_path(self.folder, key).unlink(missing_ok=True)
 
     def _verified(self, key: str) -> Entry:
-        try:
-            return read_entry(self._path(key), key)
-        except FileNotFoundError:  # written again in the other form since we looked
-            return read_entry(self._path(key), key)
+        return read_entry(self._path(key), key)
 
     def _path(self, key: str) -> Path:
         path = find_entry(self.folder, key)

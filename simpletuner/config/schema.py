@@ -448,7 +448,7 @@ class CachingConfig(Group):
     keep_vae_loaded: Flag = option(False, "The VAE stays on the device between validations.")
     vae_cache_ondemand: Flag = option(False, "Encode when first used.", planned="switch")
     vae_cache_disable: Flag = option(False, "Encode every time and write nothing.", planned="switch")
-    compress_disk_cache: Flag = option(True, "Compress cache entries; either form is read under either setting.")
+    compress_disk_cache: Flag = option(True, "Compress cache entries; either kind is read under either setting.")
     text_encoder_batch_size: Integer = option(
         1, "Captions encoded at a time, fewer where memory does not suffice; changes rounding only.", ge=1
     )

@@ -29,11 +29,14 @@ def test_a_picture_in_two_datasets_is_cached_in_both(workspace: Workspace) -> No
 
 
 def test_each_dataset_decides_whether_its_entries_are_compressed(workspace: Workspace) -> None:
-    workspace.write_datasets([{**DATASETS[0], "compress_cache": False}, DATASETS[1]])
-    assert workspace.run("cache", "fill") == 0
-    latents = [path.name for path in workspace.path("output/cache/vae").rglob("*.safetensors*")]
-    assert len(latents) == 8
-    assert all(name.endswith(".safetensors") for name in latents)
+    sizes = {}
+    for compress in (True, False):
+        workspace.write_datasets([{**DATASETS[0], "compress_cache": compress}, DATASETS[1]])
+        assert workspace.run("cache", "fill", f"output_dir=output-{compress}") == 0
+        latents = list(workspace.path(f"output-{compress}/cache/vae").rglob("*.safetensors.zst"))
+        assert len(latents) == 8
+        sizes[compress] = sum(path.stat().st_size for path in latents)
+    assert sizes[True] < sizes[False]
 
 
 def test_a_run_digests_every_key_once_and_reads_every_header_once(

@@ -71,10 +71,12 @@ def test_what_was_read_may_be_changed(tmp_path: Path) -> None:
     assert store.read(key(1))["x"].tolist() == [0, 0, 0]
 
 
-def test_an_entry_is_a_plain_safetensors_file(tmp_path: Path) -> None:
-    CacheStore(tmp_path, compress=False).write(key(1), tensors(), {"source": "a"})
-    path = tmp_path / key(1)[:2] / f"{key(1)}.safetensors"
-    with safe_open(path, "pt") as file:
+@pytest.mark.parametrize("compress", [True, False])
+def test_an_entry_is_a_safetensors_file_in_a_zstd_frame(tmp_path: Path, compress: bool) -> None:
+    CacheStore(tmp_path, compress).write(key(1), tensors(), {"source": "a"})
+    frame = (tmp_path / key(1)[:2] / f"{key(1)}.safetensors.zst").read_bytes()
+    (tmp_path / "x.safetensors").write_bytes(zstandard.ZstdDecompressor().decompress(frame))
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("latents"), tensors()["latents"])
         assert file.metadata()["source"] == "a"
 
@@ -83,7 +85,7 @@ def test_compressing_saves_space(tmp_path: Path) -> None:
     sizes = []
     for compress in (True, False):
         CacheStore(tmp_path, compress).write(key(1), {"x": torch.randn(4096).bfloat16().float()}, {})
-        (path,) = (tmp_path / key(1)[:2]).iterdir()  # the other form is gone
+        (path,) = (tmp_path / key(1)[:2]).iterdir()
         sizes.append(path.stat().st_size)
     assert sizes[0] < 0.7 * sizes[1]
 
