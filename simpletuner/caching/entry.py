@@ -1,7 +1,8 @@
 """One cache entry as bytes, and where it lies. No torch here.
 
-An entry is a safetensors file inside one zstd frame, which any tool can unpack. Its metadata holds the provenance, the entry's own key and a checksum over everything else, so that bit rot, a cut file and a file under
-another's name are noticed on reading.
+An entry is a safetensors file inside one zstd frame, which any tool can unpack. Its metadata holds the provenance,
+the entry's own key and a checksum over everything else, so that bit rot, a cut file and a file under another's name are
+noticed on reading.
 """
 
 from __future__ import annotations
