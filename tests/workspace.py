@@ -76,14 +76,15 @@ class Workspace:
     def write_datasets(self, entries: list[dict[str, Any]]) -> None:
         (self.folder / "config" / "multidatabackend.json").write_text(json.dumps(entries))
 
-    def add_pictures(self, folder: str, count: int, *, seed: int = 0) -> None:
+    def add_pictures(self, folder: str, count: int, *, seed: int = 0, scale: int = 1) -> None:
         """Noise pictures in two aspect ratios, each with two captions of unequal length."""
         target = self.folder / folder
         target.mkdir(parents=True, exist_ok=True)
         random = np.random.default_rng(seed)
         for index in range(count):
             shape = (64, 64, 3) if index % 2 else (64, 96, 3)
-            Image.fromarray(random.integers(0, 255, shape, dtype=np.uint8)).save(target / f"p{index}.png")
+            picture = Image.fromarray(random.integers(0, 255, shape, dtype=np.uint8))
+            picture.resize((picture.width * scale, picture.height * scale)).save(target / f"p{index}.png")
             (target / f"p{index}.txt").write_text(f"picture {index}\n" + "noise of many colours " * (index % 3 + 1))
 
     @contextlib.contextmanager

@@ -71,7 +71,7 @@ def test_the_datasets_of_the_image_guide(workspace: Workspace, capsys: pytest.Ca
     (problem,) = complaints(workspace, capsys)
     assert problem.startswith("instance_data_dir: these folders do not exist")
     assert problem.endswith("my-image-dataset: 'datasets/my_images'.")
-    workspace.add_pictures("datasets/my_images", 2)
+    workspace.add_pictures("datasets/my_images", 2, scale=16)
     assert warnings(workspace, capsys) == ""
     assert workspace.run("plan") == 0
     assert "Dataset my-image-dataset: 2 of 2 files are used" in capsys.readouterr().out

@@ -30,7 +30,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t2i_checkpoint: Path
     (tmp_path / "config").mkdir()
     for path in SHIPPED.glob("*.example"):
         shutil.copy(path, tmp_path / "config" / path.stem)
-    workspace.add_pictures("datasets/my_images", 4)
+    workspace.add_pictures("datasets/my_images", 4, scale=16)
     workspace.write_config(pretrained_model_name_or_path=str(t2i_checkpoint))
     return workspace
 

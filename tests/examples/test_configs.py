@@ -23,9 +23,9 @@ MISSING = "error: instance_data_dir: these folders do not exist"
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clip that is long enough for every example."""
+    """A clip that is long and large enough for every example."""
     path = tmp_path_factory.mktemp("clips") / "clip.mp4"
-    write_clip(path, seconds=6.0)
+    write_clip(path, seconds=6.0, size=(768, 512), codec_options={"preset": "ultrafast", "crf": "30"})
     return path
 
 
@@ -57,7 +57,7 @@ def test_with_files_the_plan_has_nothing_to_say(
             shutil.copy(clip, target)
             target.with_suffix(".txt").write_text("a clip")
         elif "instance_data_dir" in entry:
-            workspace.add_pictures(entry["instance_data_dir"], 2)
+            workspace.add_pictures(entry["instance_data_dir"], 2, scale=16)
     assert main(["plan", f"example={name}"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
