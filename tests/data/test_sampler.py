@@ -168,7 +168,9 @@ def test_processes_get_batches_of_one_shape_at_the_same_time() -> None:
 def test_several_processes_draw_together_what_one_draws_alone() -> None:
     """Samples and captions of a batch, cut among the ranks, are those of one process with the larger batch."""
     alone = Sampler([make_dataset({"1.0": 24}, train_batch_size=6)], seed=2).batches(1)
-    ranks = [Sampler([make_dataset({"1.0": 24}, train_batch_size=2)], seed=2, rank=rank, world=3) for rank in range(3)]
+    ranks = [
+        Sampler([make_dataset({"1.0": 24}, train_batch_size=2)], seed=2, world=World(rank, 3)) for rank in range(3)
+    ]
     for batch, *parts in zip(alone, *(rank.batches(1) for rank in ranks), strict=True):
         assert [each.name for part in parts for each in part.samples] == [each.name for each in batch.samples]
         assert [caption for part in parts for caption in part.captions] == list(batch.captions)
