@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import diffusers
 import torch
 from accelerate import Accelerator, init_empty_weights
-from diffusers import (
-    AutoencoderKL,
-    AutoencoderKLHunyuanVideo,
-    Kandinsky5Transformer3DModel,
-    SanaVideoTransformer3DModel,
-)
+from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo
 from torch import Tensor, nn
 from transformers import Gemma2Model, PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter
+from simpletuner.models.cost import TransformerCost
+from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource, Part
 from tests.tiny import WIDTH, build_qwen
@@ -114,9 +112,28 @@ SHAPES: dict[str, Size] = {
 SIZES = tuple(SHAPES)
 
 
+def small_size(family: str, heads: int, head: int, ratio: int) -> Size:
+    """A small model of a family with so many heads, of such a width, and a feed-forward so many times as wide."""
+    width = heads * head
+    if family == "sanavideo":
+        widths = {"attention_head_dim": head, "cross_attention_head_dim": head, "cross_attention_dim": width}
+        counts = {"num_attention_heads": heads, "num_cross_attention_heads": heads}
+        settings = {**_TINY_SANA, **counts, **widths, "mlp_ratio": float(ratio)}
+        return Size(family, "2b-480p", settings, (1, 8, 8), 300, {"prompt_embeds": WIDTH})
+    blocks = {**_TINY, "num_text_blocks": 2, "model_dim": width, "ff_dim": ratio * width}
+    settings = _kandinsky(blocks, (head // 4, head * 3 // 8, head * 3 // 8))
+    return Size(family, FAMILIES[family].flavour_names[0], settings, (1, 8, 8), 24, _SMALL_TEXT)
+
+
 def transformer_class(size: str) -> Any:
     """The diffusers class of a size."""
-    return SanaVideoTransformer3DModel if SHAPES[size].family == "sanavideo" else Kandinsky5Transformer3DModel
+    return getattr(diffusers, FAMILIES[SHAPES[size].family].cost.transformer_class)
+
+
+def cost_of(cost: FamilyCost, model: Any, **changes: object) -> TransformerCost:
+    """What a model costs, as its config and its parameters have it, but for some settings."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return cost.transformer({**model.config, **changes}, shapes)
 
 
 def hollow_transformer(size: str) -> nn.Module:
