@@ -7,6 +7,7 @@ values, because behind a gate of zero every gradient is zero and a gradient test
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +49,21 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+# Words of the templates that are one token of Qwen's and two of the demo's tokenizer.
+WHOLE_WORDS = (("ĠBas", "ed"), ("Ġprovid", "ed"), ("sec", "ond"), ("Ġinterest", "ing"), ("Ġto", "gether"))
+
+
+def split_as_qwen(folder: Path) -> None:
+    """Let the tokenizer of a checkpoint split the templates as Qwen's own does."""
+    path = folder / "tokenizer" / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    model, free = content["model"], 1 + max(each["id"] for each in content["added_tokens"])
+    for number, (left, right) in enumerate(WHOLE_WORDS):
+        model["merges"].append([left, right])
+        model["vocab"][left + right] = free + number
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def build_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForConditionalGeneration:
