@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import SHAPES, RandomAdapter, make_batch, make_config, small_size
+from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.cost_table import numbered, product_of
 from simpletuner.models.registry import FAMILIES
@@ -122,9 +123,12 @@ class Trial:
         rows: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         size = small_size(family, case.heads, case.head, case.ratio)
-        latents = (case.frames, 2 * case.height, 2 * case.width)
-        text = FAMILIES[family].cost.padded_text or case.text
         self.spec = FAMILIES[family]
+        # A picture has the tokens of all frames in one.
+        frames, rows_of_one = (case.frames, 1) if self.spec.media == "video" else (1, case.frames)
+        patch = self.spec.patch_size
+        latents = (frames, patch * rows_of_one * case.height, patch * case.width)
+        text = self.spec.cost.padded_text or case.text
         with mock.patch.dict(SHAPES, {"trial": replace(size, latents=latents, caption=text)}):
             self.adapter = RandomAdapter(make_config("trial"), "trial", "cpu")
             self.model: Any = self.adapter.load_transformer(dtype).train().requires_grad_(False)
@@ -162,6 +166,12 @@ class Trial:
 
     def add_lora(self) -> None:
         self.model.add_adapter(LoraConfig(r=LORA_RANK, target_modules=list(self.spec.lora_targets)))
+
+    def part(self, index: int) -> NoisyBatch:
+        """One sample of the micro-batch."""
+        one, batch, noisy = slice(index, index + 1), self.noisy.batch, self.noisy
+        alone = replace(batch, latents=batch.latents[one], embeds=batch.embeds[one], names=batch.names[one])
+        return self.adapter.prepare(make_noisy(alone, noisy.sigmas[one], noisy.noise[one]))
 
     def forward(self) -> Tensor:
         return self.adapter.predict(self.model, self.noisy)

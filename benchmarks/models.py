@@ -112,17 +112,31 @@ SHAPES: dict[str, Size] = {
 SIZES = tuple(SHAPES)
 
 
+def _small_kandinsky(heads: int, head: int, ratio: int) -> dict[str, Any]:
+    widths = {**_TINY, "num_text_blocks": 2, "model_dim": heads * head, "ff_dim": ratio * heads * head}
+    return _kandinsky(widths, (head // 4, head * 3 // 8, head * 3 // 8))
+
+
+def _small_sana(heads: int, head: int, ratio: int) -> dict[str, Any]:
+    widths = {"attention_head_dim": head, "cross_attention_head_dim": head, "cross_attention_dim": heads * head}
+    counts = {"num_attention_heads": heads, "num_cross_attention_heads": heads}
+    return {**_TINY_SANA, **counts, **widths, "mlp_ratio": float(ratio)}
+
+
+# Settings of a small transformer of each class with so many heads, of such a width, and a feed-forward so many times
+# as wide; text embeddings are `WIDTH` wide.
+SMALL: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+    "Kandinsky5Transformer3DModel": _small_kandinsky,
+    "SanaVideoTransformer3DModel": _small_sana,
+}
+
+
 def small_size(family: str, heads: int, head: int, ratio: int) -> Size:
-    """A small model of a family with so many heads, of such a width, and a feed-forward so many times as wide."""
-    width = heads * head
-    if family == "sanavideo":
-        widths = {"attention_head_dim": head, "cross_attention_head_dim": head, "cross_attention_dim": width}
-        counts = {"num_attention_heads": heads, "num_cross_attention_heads": heads}
-        settings = {**_TINY_SANA, **counts, **widths, "mlp_ratio": float(ratio)}
-        return Size(family, "2b-480p", settings, (1, 8, 8), 300, {"prompt_embeds": WIDTH})
-    blocks = {**_TINY, "num_text_blocks": 2, "model_dim": width, "ff_dim": ratio * width}
-    settings = _kandinsky(blocks, (head // 4, head * 3 // 8, head * 3 // 8))
-    return Size(family, FAMILIES[family].flavour_names[0], settings, (1, 8, 8), 24, _SMALL_TEXT)
+    """A small model of a family, to be measured."""
+    spec = FAMILIES[family]
+    settings = SMALL[spec.cost.transformer_class](heads, head, ratio)
+    pooled = {"pooled_prompt_embeds": WIDTH} if spec.text_encoders > 1 else {}
+    return Size(family, spec.flavour_names[0], settings, (1, 8, 8), 24, {"prompt_embeds": WIDTH, **pooled})
 
 
 def transformer_class(size: str) -> Any:
