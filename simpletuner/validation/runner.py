@@ -21,12 +21,12 @@ from torch import nn
 
 from simpletuner.atomic import open_atomically
 from simpletuner.config.load import RunConfig
+from simpletuner.config.option import Size
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
-from simpletuner.models.spec import Size
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.progress import Phase
 from simpletuner.training.ema import Ema

@@ -11,8 +11,7 @@ from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, TokenStream
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
-from simpletuner.models.kandinsky5.geometry import RopeScale
-from simpletuner.models.kandinsky5.options import KandinskyOptions
+from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale
 from simpletuner.models.kandinsky5.spec import TEMPLATES
 from simpletuner.models.kandinsky5.usage import usage_snippet
 from simpletuner.models.loading import load_vae

@@ -6,12 +6,13 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 
 from simpletuner.config.load import FamilyOptions, RunConfig
+from simpletuner.config.option import Size
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS
 from simpletuner.models.kandinsky5.options import KandinskyOptions, write_rope_scale
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import Component, FamilySpec, Flavour, Size, Task
+from simpletuner.models.spec import Component, FamilySpec, Flavour, Task
 
 # The bare name out_layer also matches the final layer, which takes another input; hence a regular expression.
 ALL_LINEAR = (
