@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from simpletuner.models.kandinsky5.loading import load_processor
+from simpletuner.models.kandinsky5.templates import OFFICIAL
 
 TOKENIZERS = Path(__file__).parents[1] / "simpletuner" / "examples" / "demo" / "checkpoint"
 WIDTH = 32
@@ -56,13 +57,17 @@ WHOLE_WORDS = (("ĠBas", "ed"), ("Ġprovid", "ed"), ("sec", "ond"), ("Ġinterest
 
 
 def split_as_qwen(folder: Path) -> None:
-    """Let the tokenizer of a checkpoint split the templates as Qwen's own does."""
+    """Let the tokenizer of a checkpoint split the templates as Qwen's own does; five other words lose their token."""
     path = folder / "tokenizer" / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
-    model, free = content["model"], 1 + max(each["id"] for each in content["added_tokens"])
-    for number, (left, right) in enumerate(WHOLE_WORDS):
-        model["merges"].append([left, right])
-        model["vocab"][left + right] = free + number
+    vocabulary, merges = content["model"]["vocab"], content["model"]["merges"]
+    used = {part for merge in merges for part in merge}
+    words = " ".join(each.text for each in OFFICIAL.values())
+    free = [merge for merge in merges if "".join(merge) not in used and "".join(merge).strip("Ġ") not in words]
+    for (left, right), merge in zip(WHOLE_WORDS, free, strict=False):
+        vocabulary[left + right] = vocabulary.pop("".join(merge))
+        merges.remove(merge)
+        merges.append([left, right])
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
