@@ -211,8 +211,10 @@ def _activations(
     A mask has a byte for each number as booleans, and once more the number that attention adds to its scores, which
     autograd keeps.
     """
-    given = " given" if load.timed_tokens else ""
-    factors = table.bytes[("bf16" if size < 4 else "fp32") + given]
+    kind = "bf16" if size < 4 else "fp32"
+    # Only families whose tokens have a time of their own are measured with it.
+    timed = load.timed_tokens and f"{kind} given" in table.bytes
+    factors = table.bytes[f"{kind} given" if timed else kind]
     axes = {"token": load.samples * load.tokens, "text": load.samples * load.text, "sample": load.samples}
     numbers = {**axes, "width": block.hidden, "inner": block.inner, "head": head, "heads": block.hidden // head}
     found = {name: sum_of(each, numbers) for name, each in factors.items() if name != "reads"}

@@ -106,11 +106,10 @@ def test_an_edit_loses_the_first_tokens_of_its_caption_as_the_pipeline_does(
     split_as_qwen(folder)
     encoder = encoder_of(folder, "i2i")
     hidden, _ = stock_embeds(stock_pipeline(folder, "i2i", encoder), "i2i", "a red star on a cat", 0)
-    first, second = encoder.encode(
-        [TextRequest(f"{start} on a cat", source_for("i2i", 0)) for start in ("a red star", "two blue star")]
-    )
-    torch.testing.assert_close(first["prompt_embeds"], hidden, rtol=1e-6, atol=1e-5)
-    assert first["prompt_embeds"].shape == second["prompt_embeds"].shape == (3 + 4 + 3, WIDTH)
+    (ours,) = encoder.encode([TextRequest("a red star on a cat", source_for("i2i", 0))])
+    assert_close(ours["prompt_embeds"], hidden, terms=MODEL)
+    words, picture_tokens, around_it_and_end = 3, 4, 3
+    assert ours["prompt_embeds"].shape == (words + picture_tokens + around_it_and_end, WIDTH)
 
 
 @pytest.mark.parametrize("task", ["t2i", "t2v"])

@@ -229,6 +229,14 @@ def test_bytes_that_a_kandinsky_block_keeps(dtype: torch.dtype, targets: list[st
     assert found == pytest.approx(planned.saved, rel=0.05)
 
 
+def test_a_given_first_frame_costs_only_where_tokens_have_times_of_their_own() -> None:
+    kandinsky, sana = VIDEO_COST.of_flavour("i2v-lite-5s"), SANA_COST.of_flavour("2b-480p")
+    plain, given = Load(1, 4, 8, 8, 300), Load(1, 4, 8, 8, 300, timed_tokens=True)
+    for size in (2, 4):
+        assert kandinsky.activations(plain, size, NO_ADAPTERS) == kandinsky.activations(given, size, NO_ADAPTERS)
+        assert sana.activations(plain, size, NO_ADAPTERS).saved < sana.activations(given, size, NO_ADAPTERS).saved
+
+
 def test_bytes_that_a_sparse_block_keeps() -> None:
     """Beside the dense block's, a mask of 4 tiles x 256 keys for each head."""
     model: Any = build_kandinsky(nabla=True, visual_cond=True)

@@ -33,14 +33,16 @@ def test_a_source_of_another_ratio_is_cropped(tmp_path: Path, i2i_checkpoint: Pa
     else:
         adapter = make_video_adapter(make_checkpoint(tmp_path / "i2v", "i2v"), task)
     source = picture(64, 192)
-    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("", source)])[0]
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("", source if task == "i2i" else None)])[
+        0
+    ]
     stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, None)
     processor = getattr(stock.pipeline, "image_processor" if task == "i2i" else "video_processor")
     seen, preprocess = [], processor.preprocess
     processor.preprocess = lambda image, **size: (seen.append(image.size), preprocess(image, **size))[1]
-    request = PreviewRequest(embeds, embeds, 96, 64, 1, 1.0, 5, source=source, num_frames=17)
+    preview = PreviewRequest(embeds, embeds, 96, 64, 1, 1.0, 5, source=source, num_frames=17)
     with torch.no_grad():
-        assert {frame.size for frame in stock.render(request)} == {(96, 64)}
+        assert {frame.size for frame in stock.render(preview)} == {(96, 64)}
     assert seen == [(96, 64)]
 
 
