@@ -11,7 +11,6 @@ checkpoint-<step>/
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from simpletuner.atomic import build_folder, write_atomically, write_json
+from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
@@ -86,7 +85,8 @@ def save_checkpoint(
         if assembly.lora is not None:  # a full model's weights are in transformer/ as they are
             weights = {name: parameter.detach().cpu().contiguous() for name, parameter in assembly.parameters.items()}
             save_file(weights, folder / STATE_FOLDER / WEIGHTS_FILE)
-        write_atomically(folder / STATE_FOLDER / STATE_FILE, _state_bytes(assembly, state, loader, ema))
+        with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:  # tensor by tensor
+            torch.save(_state_of(assembly, state, loader, ema), file)
         write_json(folder / "config.json", dict(settings))
         manifest = Manifest(state.global_step, state.epoch, identity, describe_files(folder))
         write_manifest(folder, manifest)
@@ -140,9 +140,8 @@ def _load_trained(path: Path, assembly: Assembly) -> None:
             parameter.copy_(weights[name])
 
 
-def _state_bytes(assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None) -> bytes:
-    buffer = io.BytesIO()
-    content = {
+def _state_of(assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None) -> dict[str, Any]:
+    return {
         "global_step": state.global_step,
         "epoch": state.epoch,
         "optimizer": assembly.optimizer.state_dict(),
@@ -152,8 +151,6 @@ def _state_bytes(assembly: Assembly, state: TrainState, loader: BatchLoader, ema
         "random": random_states(),
         "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
     }
-    torch.save(content, buffer)
-    return buffer.getvalue()
 
 
 @dataclass
