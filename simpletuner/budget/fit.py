@@ -222,7 +222,7 @@ def _with_encoders(budget: Budget) -> Budget:
     """Text encoders streamed and the VAE in slices, each where its own phase lacks room."""
     keys = [("captions", "group_offload_text_encoder")]
     if budget.parts.spec.slices_convolutions:
-        keys.append((budget.parts.spec.samples, "vae_enable_patch_conv"))
+        keys.append((budget.parts.spec.media_noun, "vae_enable_patch_conv"))
     for subject, key in keys if budget.device.is_gpu else ():
         reason = _shortages(budget).get(f"encoding {subject}")
         if reason and not budget.config.is_explicit(key):
