@@ -11,6 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from simpletuner.config.load import FamilyOptions
+from simpletuner.config.schema import family_groups
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.spec import Task
 from simpletuner.models.usage import Usage
@@ -32,7 +34,8 @@ def test_the_snippet_runs(
     family: str, task: Task, tmp_path: Path, sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = sana_checkpoint if family == "sanavideo" else make_checkpoint(tmp_path / "model", task)
-    usage = Usage(str(checkpoint), None, task, "float32", 'a "star"', "", (128, 128), 17, 8.0, 1, 2.0, 7, True)
+    options = FamilyOptions({group: group() for group in family_groups()})
+    usage = Usage(str(checkpoint), None, task, "float32", 'a "star"', "", (128, 128), 17, 8.0, 1, 2.0, 7, options)
     Image.new("RGB", (100, 60), "red").save(tmp_path / "source.png")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with contextlib.chdir(tmp_path):
@@ -41,7 +44,7 @@ def test_the_snippet_runs(
 
 
 def test_the_snippet_of_a_run_draws_its_last_preview(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pixel for pixel, with a shift that is not the checkpoint's own."""
+    """To one of 255 levels, with a shift that is not the checkpoint's own."""
     settings = ["validation_disable=false", "flow_schedule_shift=2", "max_train_steps=1", "validation_seed=3"]
     assert workspace.train(*settings) == 0
     report = workspace.path("output/training_report.html").read_text()
@@ -52,4 +55,4 @@ def test_the_snippet_of_a_run_draws_its_last_preview(workspace: Workspace, monke
         exec(snippet, {})
     preview = workspace.path("output/validation_images/step_1_validation_0_128x128.png")
     drawn, seen = (np.asarray(Image.open(path)) for path in (workspace.path("picture.png"), preview))
-    assert np.array_equal(drawn, seen)
+    assert np.abs(drawn.astype(int) - seen.astype(int)).max() <= 1
