@@ -16,8 +16,9 @@ from simpletuner.budget.ready import weigh_plan
 from simpletuner.budget.show import duration
 from simpletuner.cli.wizard.config_file import example_datasets, render_config
 from simpletuner.config.arguments import Arguments
+from simpletuner.config.option import Size
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.models.spec import FamilySpec, Size
+from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 from simpletuner.plan.draft import Draft
 from simpletuner.validation.clip_writer import write_mp4
