@@ -19,10 +19,10 @@ from simpletuner.reporting.redaction import redact_settings
 from simpletuner.run.publish import weight_note
 from simpletuner.run.records import Records
 from simpletuner.training.checkpoints import CheckpointWriter
-from simpletuner.training.ema import Ema
+from simpletuner.training.ema import Ema, EmaUpdater
 from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import Identity
-from simpletuner.training.recorder import EmaUpdater, Recorder, ReportWriter
+from simpletuner.training.recorder import Recorder, ReportWriter
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.prompts import ValidationPrompt
 from simpletuner.validation.runner import Subject, ValidationRunner

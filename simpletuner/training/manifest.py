@@ -19,7 +19,9 @@ from simpletuner.errors import Problem
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
 PIPELINE_FOLDER = "pipeline"  # of a full fine-tune, for `from_pretrained`
-
+NOTE_FILE = "simpletuner.json"  # in it: what it belongs to
+STATE_FOLDER = "training_state"  # in a checkpoint: what users need not load
+STEP_NOTE = "simpletuner.step"  # in the notes of results: the step they are of
 
 FILE_NAME = "manifest.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(-rolling)?")

@@ -11,7 +11,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity, sample_posterior
@@ -114,11 +114,8 @@ class Kandinsky5ImageAdapter:
         )
         return channels_first(velocity)
 
-    def token_stream(self, transformer: nn.Module) -> TokenStream:
-        return denoiser.token_stream(transformer)
-
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        return loading.block_layout(transformer)
+        return denoiser.block_layout(transformer)
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
         if self._padding is None:

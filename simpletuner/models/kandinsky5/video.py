@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading, nabla
 from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity, sample_posterior
@@ -125,11 +125,8 @@ class Kandinsky5VideoAdapter:
         )
         return channels_first(velocity)
 
-    def token_stream(self, transformer: nn.Module) -> TokenStream:
-        return denoiser.token_stream(transformer)
-
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        return loading.block_layout(transformer)
+        return denoiser.block_layout(transformer)
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
         if self._padding is None:
