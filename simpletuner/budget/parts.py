@@ -17,6 +17,7 @@ from simpletuner.models.lora_targets import Targets, matching_modules
 from simpletuner.models.source import Part, tensor_shapes
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
+from simpletuner.techniques.spec import TechniqueSpec
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Parts:
         targets: what gets a LoRA.
         vae: the VAE's config, empty for a checkpoint that is not here.
         vae_parameters, text_parameters: how many numbers the encoders have.
+        techniques: what changes a step and may take memory and time of its own.
         assumed: parts whose dimensions are those of the flavour's published checkpoint.
     """
 
@@ -38,6 +40,7 @@ class Parts:
     vae_parameters: int
     text_parameters: int
     assumed: tuple[str, ...]
+    techniques: tuple[TechniqueSpec, ...] = ()
 
     @property
     def cost(self) -> FamilyCost:
@@ -68,6 +71,7 @@ class Parts:
             inputs_on_host=offload.offload_block_inputs and precision.gradient_checkpointing,
             quantised=quantised_bytes(precision.base_model_precision),
             routes=config.tread.routes,
+            techniques=self.techniques,
             averaged_on_device=config.ema.use_ema and config.ema.ema_device == "accelerator",
         )
 
@@ -93,7 +97,7 @@ def parts_of(plan: Plan) -> Parts:
         assumed.append("text encoders")
     return Parts(
         plan.spec, cost.transformer(settings), plan.lora_targets, vae or {}, vae_parameters,
-        sum(counts) if all(counts) else cost.text_parameters, tuple(assumed),
+        sum(counts) if all(counts) else cost.text_parameters, tuple(assumed), plan.techniques,
     )  # fmt: skip
 
 

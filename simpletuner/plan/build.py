@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from simpletuner.config.arguments import Arguments
@@ -35,6 +36,7 @@ from simpletuner.plan.checks import (
 )
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
+from simpletuner.techniques.spec import TechniqueSpec, chosen_techniques
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, Checkpoint
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
 from simpletuner.world import World
@@ -112,6 +114,12 @@ class Plan:
         result = LORA_FILE if self.config.model.model_type == "lora" else PIPELINE_FOLDER
         done = self.resume is not None and self.resume.step >= self.length.total_steps
         return done and (self.output_dir / result).exists()
+
+    @cached_property
+    def techniques(self) -> tuple[TechniqueSpec, ...]:
+        """What changes the mathematics of a step."""
+        regularised = frozenset(each.id for each in self.trained if each.config.is_regularisation_data)
+        return chosen_techniques(self.config, regularised)
 
     def sampler(self, world: World | None = None) -> Sampler:
         """The order of samples, from the beginning, for one of the processes; the first one unless said."""

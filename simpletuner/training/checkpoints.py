@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
 from simpletuner.atomic import build_folder, write_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader

@@ -27,7 +27,6 @@ from simpletuner.config.schema import OptimizerConfig
 from simpletuner.config.speed import has_compiler
 from simpletuner.errors import ConfigError, Problem
 
-
 # Entry of a parameter group that belongs to a technique's module: whose it is.
 OWNER = "owner"
 
