@@ -12,7 +12,7 @@ from simpletuner.caching.read import BatchReader
 from simpletuner.data.loader import BatchLoader
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, preview_sources
-from simpletuner.plan.resume import fingerprint
+from simpletuner.plan.resume import identify
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.progress import Progress
 from simpletuner.reporting.redaction import redact_settings
@@ -21,7 +21,6 @@ from simpletuner.run.records import Records
 from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema, EmaUpdater
 from simpletuner.training.loop import Callback
-from simpletuner.training.manifest import Identity
 from simpletuner.training.recorder import Recorder, ReportWriter
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.prompts import ValidationPrompt
@@ -109,15 +108,16 @@ def build_checkpoints(session: Session) -> CheckpointWriter:
         config=config.checkpoints,
         loader=session.loader,
         ema=session.ema,
-        identity=Identity(
-            model_family=plan.spec.name,
-            model_flavour=plan.flavour.name,
-            model_type=config.model.model_type,
-            train_batch_size=config.schedule.train_batch_size,
+        identity=identify(
+            config,
+            plan.spec,
+            plan.flavour,
+            plan.source,
+            plan.lora_targets,
             seed=plan.seed,
-            datasets=fingerprint(plan.trained),
+            trained=plan.trained,
             versions=package_versions(),
-        ),
+        ),  # fmt: skip
         settings=redact_settings(config.flat()),
         say=session.progress.say,
         note=lambda state: weight_note(plan, state),
