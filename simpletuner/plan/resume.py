@@ -115,7 +115,7 @@ def mathematics(config: RunConfig, targets: Targets) -> dict[str, Any]:
     Of values with a default that depends on others, the one in effect.
     """
     lora, precision = config.lora, config.precision
-    fixed = {
+    fixed: dict[str, Any] = {
         "optimizer": optimizer_name(config.optimizer, precision.mixed_precision),
         "mixed_precision": trained_precision(config.optimizer, precision),
     }
@@ -151,12 +151,12 @@ def sample_order(trained: Sequence[Dataset], seed: int) -> dict[str, Any]:
 def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Problem]:
     old = checkpoint.manifest.identity.weights
     for role, identity in weight_identities(source).items() if old else ():
-        if old.get(role, identity) != identity:
+        was, part = old.get(role, identity), source[role]
+        if was != identity:
             message = (
-                f"{checkpoint.path} was trained with another {role} ({old[role][:12]}) than {{}} ({identity[:12]})"
+                f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} was trained with"
             )
-            part = source[role]
-            yield Problem(part.key, f"{message.format(repr(part.location))}; choose another output_dir.")
+            yield Problem(part.key, f"{message} ({was[:12]}); choose another output_dir.")
 
 
 def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -117,7 +117,7 @@ def build_checkpoints(session: Session) -> CheckpointWriter:
             seed=plan.seed,
             trained=plan.trained,
             versions=package_versions(),
-        ),  # fmt: skip
+        ),
         settings=redact_settings(config.flat()),
         say=session.progress.say,
         note=lambda state: weight_note(plan, state),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.training.lora import LoraAdapter, start_from, verify_file
+from simpletuner.training.lora import LoraAdapter, rounding_error, start_from, verify_file
 from simpletuner.training.lora_files import METADATA_KEY, read_lora_file
 from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter
@@ -188,3 +188,35 @@ def test_verification_finds_a_name_that_comfyui_does_not_know(t2i_checkpoint: Pa
     save_file(weights, path)
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
         verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline())
+
+
+def test_a_bf16_lora_is_folded_without_rounding(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    """1.5 times a bf16 number is none, in general; what a bf16 pipeline rounds is measured."""
+    adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, mixed_precision="bf16", optimizer="optimi-adamw")
+    raw, saved = adapter.state_dict(), load_file(adapter.write(tmp_path, note={}))
+    for name, tensor in raw.items():
+        assert tensor.dtype == torch.bfloat16
+        factor = 1.5 if ".lora_B." in name else 1.0
+        assert torch.equal(saved[f"transformer.{name}"].double(), factor * tensor.double())
+    assert rounding_error(adapter, torch.float32) < 1e-6
+    assert 1e-4 < rounding_error(adapter, torch.bfloat16) < 5e-3
+    exact = trained(t2i_checkpoint, lora_rank=4, lora_alpha=8, mixed_precision="bf16", optimizer="optimi-adamw")
+    assert rounding_error(exact, torch.bfloat16) == 0.0
+    assert {each.dtype for each in exact.file_weights().values()} == {torch.bfloat16}
+
+
+def test_disabled_is_the_base_for_every_init(t2i_checkpoint: Path) -> None:
+    batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
+    plain = make_adapter(t2i_checkpoint)
+    base = plain.predict(plain.load_transformer(torch.float32), batch)
+    for init in ("default", "pissa"):
+        assembly = make_assembly(t2i_checkpoint, lora_init_type=init)
+        with torch.no_grad():
+            for parameter in assembly.parameters.values():
+                parameter.add_(0.05)
+            moved = assembly.adapter.predict(assembly.transformer, batch)
+            with assembly.trained.disabled():
+                back = assembly.adapter.predict(assembly.transformer, batch)
+            torch.testing.assert_close(back, base, rtol=0, atol=1e-3)
+            assert torch.equal(assembly.adapter.predict(assembly.transformer, batch), moved)
+        assert (moved - base).abs().max() > 0.02
