@@ -118,7 +118,7 @@ def fill_features(
     entries: Sequence[FeatureEntry],
     load: Callable[[FeatureEntry], FeatureEncoder],
     read: Callable[[LatentEntry], Tensor],
-    phase: Phase,
+    bar: ProgressBar,
 ) -> None:
     """Make the features that techniques cache, from latents that are there.
 
@@ -142,7 +142,7 @@ def fill_features(
             raise UserError(f"{entry.kind.name}: the encoder gave values that are not finite for {name}.")
         store = CacheStore(entry.folder, entry.latents.compress)
         store.write(entry.key.digest(), {FEATURES: features}, provenance_of(entry.key, name))
-        phase.advance(1, name)
+        bar.advance(1, name)
 
 
 def _text_batch(encoder: TextEncoder) -> Callable[[Sequence[TextEntry]], list[TextEmbeds]]:
