@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletuner.budget.device import Device
-from simpletuner.budget.estimate import Setup, activations_of, split_blocks
+from simpletuner.budget.estimate import Setup, activations_of, split_blocks, technique_cost
 from simpletuner.config.schema import SLOTS
 from simpletuner.models.cost import ATTENTION_BACKWARD, BYTES, FLASH_BACKWARD, Load, TransformerCost, Work
 
@@ -41,13 +41,14 @@ class StepCost:
 
 def step_cost(cost: TransformerCost, setup: Setup, load: Load, device: Device) -> StepCost:
     """FLOPs and seconds of one micro-batch on a device."""
+    added = Work(technique_cost(cost, setup, load).flops)
     load = cost.routed(load, setup.routes)
     forward = cost.forward(load, setup.adapters)
     backward = cost.backward(load, setup.adapters, full=setup.is_full)
     share = recomputed_share(cost, setup)
     again = cost.forward(load, setup.adapters, blocks_only=True).times(share, 0.0 if setup.keep_attention else share)
     flash = Work(0.0, (FLASH_BACKWARD - ATTENTION_BACKWARD) * forward.attention)
-    executed = forward + backward + again + flash
+    executed = forward + backward + again + flash + added
     traffic = sum(block.traffic for block in activations_of(cost, setup, load)) * (3 + share)
     computing = max(_seconds(executed, traffic, setup, device), _launches(cost, device) * (1 + share / 3))
     copying = copy_seconds(cost, setup, device)

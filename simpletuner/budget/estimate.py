@@ -17,6 +17,7 @@ from simpletuner.config.optimizers import OPTIMIZERS
 from simpletuner.config.schema import SLOTS, OptimizerName
 from simpletuner.config.tread import Route
 from simpletuner.models.cost import BYTES, Activations, Adapters, Load, TransformerCost
+from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 
 AVERAGE = 4.0  # bytes per number: float32
 SHARD = 10e9  # a full model is written in files of this size, each gathered in host memory
@@ -41,6 +42,7 @@ class Setup:
         quantised: bytes per weight of the blocks' linear layers, 0 where they are not quantised.
         averaged: where a moving average of the trained weights is kept, `device` or `host`; empty without one.
         routes: windows of blocks that some tokens pass by; in training alone.
+        techniques: what may have weights and arithmetic of its own.
     """
 
     dtype: str
@@ -57,6 +59,7 @@ class Setup:
     quantised: float = 0.0
     averaged: Literal["", "device", "host"] = ""
     routes: tuple[Route, ...] = ()
+    techniques: tuple[TechniqueSpec, ...] = ()
 
     @property
     def is_full(self) -> bool:
@@ -168,12 +171,23 @@ def step_memory(cost: TransformerCost, setup: Setup, load: Load) -> StepMemory:
     if setup.keep_attention:
         inputs += sum(block.attention for block in checkpointed)
     recomputed = any(chosen)
+    added = technique_cost(cost, setup, load)
     return StepMemory(
         weights=frozen_bytes(cost, setup),
-        trained=trained_bytes(cost, setup),
-        inputs=inputs + sum(block.held + block.saved for block in plain),
+        trained=trained_bytes(cost, setup) + added.parameters * (2 * BYTES["fp32"] + setup.state_bytes),
+        inputs=added.held + inputs + sum(block.held + block.saved for block in plain),
         block=max(block.transient + (block.saved if recomputed else 0.0) for block in blocks),
         outside=cost.activations(load, BYTES[setup.dtype], setup.adapters).outside,
+    )
+
+
+def technique_cost(cost: TransformerCost, setup: Setup, load: Load) -> TechniqueCost:
+    """What all techniques together add to one micro-batch."""
+    costs = [technique.cost(cost, load) for technique in setup.techniques]
+    return TechniqueCost(
+        parameters=sum(each.parameters for each in costs),
+        held=sum(each.held for each in costs),
+        flops=sum(each.flops for each in costs),
     )
 
 

@@ -20,6 +20,7 @@ from simpletuner.models.lora_targets import Targets, matching_modules
 from simpletuner.models.source import Part, tensor_shapes
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
+from simpletuner.techniques.spec import TechniqueSpec
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Parts:
         targets: what gets a LoRA.
         vae: the VAE's config, empty for a checkpoint that is not here.
         vae_parameters, text_parameters: how many numbers the encoders have.
+        techniques: what changes a step and may take memory and time of its own.
         assumed: parts whose dimensions are those of the flavour's published checkpoint.
     """
 
@@ -41,6 +43,7 @@ class Parts:
     vae_parameters: int
     text_parameters: int
     assumed: tuple[str, ...]
+    techniques: tuple[TechniqueSpec, ...] = ()
 
     @property
     def cost(self) -> FamilyCost:
@@ -71,6 +74,7 @@ class Parts:
             inputs_on_host=offload.offload_block_inputs and precision.gradient_checkpointing,
             quantised=quantised_bytes(precision.base_model_precision),
             routes=config.tread.routes,
+            techniques=self.techniques,
             averaged=average_place(config.ema),
         )
 
@@ -105,7 +109,7 @@ def parts_of(plan: Plan) -> Parts:
         assumed.append("text encoders")
     return Parts(
         plan.spec, transformer, plan.lora_targets, vae or {}, vae_parameters,
-        sum(counts) if all(counts) else cost.text_parameters, tuple(assumed),
+        sum(counts) if all(counts) else cost.text_parameters, tuple(assumed), plan.techniques,
     )  # fmt: skip
 
 

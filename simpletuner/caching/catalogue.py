@@ -9,12 +9,41 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from simpletuner.caching.entry import list_keys
-from simpletuner.caching.keys import EncoderIdentity, LatentKey, TextKey, digest
+from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, digest
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from simpletuner.models.adapter import FamilyAdapter
+
+
+class FeatureEncoder(Protocol):
+    """Makes the features of one kind."""
+
+    def encode(self, latents: Tensor) -> Tensor:
+        """The features of one sample's clean latents `C F H W`; any shape and dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class FeatureKind:
+    """Something that a technique needs of every sample, made once and cached beside the latents.
+
+    Attributes:
+        name: under which a batch holds it.
+        maker: what it depends on beside the latents, such as an encoder's identity.
+        load: its encoder on a device; called only when an entry is missing.
+    """
+
+    name: str
+    maker: Mapping[str, str | float]
+    load: Callable[[FamilyAdapter, torch.device], FeatureEncoder]
 
 
 @dataclass(frozen=True)
@@ -25,6 +54,19 @@ class LatentEntry:
     folder: Path
     sample: Sample
     compress: bool
+
+
+@dataclass(frozen=True)
+class FeatureEntry:
+    """The features of one kind of one sample, in the folder of its latents, and what they are made from."""
+
+    key: FeatureKey
+    kind: FeatureKind
+    latents: LatentEntry
+
+    @property
+    def folder(self) -> Path:
+        return self.latents.folder
 
 
 @dataclass(frozen=True)
@@ -43,7 +85,8 @@ class TextEntry:
     bare: bool = False
 
 
-CacheEntry = TypeVar("CacheEntry", LatentEntry, TextEntry)
+AnyEntry = LatentEntry | TextEntry | FeatureEntry
+CacheEntry = TypeVar("CacheEntry", LatentEntry, TextEntry, FeatureEntry)
 
 
 @dataclass(frozen=True)
@@ -113,6 +156,12 @@ class Catalogue:
             self._latents[sample] = LatentEntry(key, self.latent_folders[name], sample, self.compressed[name])
         return self._latents[sample]
 
+    def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:
+        """Where the features of a sample are or will be."""
+        latents = self.latent(sample)
+        key = FeatureKey(kind.name, latents.key.digest(), tuple(sorted(kind.maker.items())))
+        return FeatureEntry(key, kind, latents)
+
     def condition(self, sample: Sample) -> LatentEntry | None:
         """The latents that a sample is conditioned on: of its partner, or of its frame 0 encoded alone (i2v)."""
         if sample.partner is not None:
@@ -157,6 +206,12 @@ class Catalogue:
         samples = (sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples)
         found = (entry for sample in samples for entry in (self.latent(sample), self.condition(sample)))
         return list({(entry.key, entry.folder): entry for entry in found if entry is not None}.values())
+
+    def features_of(self, datasets: Iterable[Dataset], epoch: int, kinds: Iterable[FeatureKind]) -> list[FeatureEntry]:
+        """The features that training in an epoch reads."""
+        samples = [sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples]
+        found = (self.feature(kind, sample) for kind in kinds for sample in samples)
+        return list({(entry.key, entry.folder): entry for entry in found}.values())
 
     def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> list[TextEntry]:
         """Every embedding that training in an epoch reads.

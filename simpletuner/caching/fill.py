@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletuner.caching.catalogue import LatentEntry, TextEntry
+from simpletuner.caching.catalogue import FeatureEncoder, FeatureEntry, LatentEntry, TextEntry
 from simpletuner.caching.keys import provenance_of
 from simpletuner.caching.shrink import ShrinkingEncoder
 from simpletuner.caching.store import CacheStore
@@ -37,6 +37,7 @@ from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
 logger = logging.getLogger(__name__)
 
 WRITERS = 2
+FEATURES = "features"  # the tensor in an entry of features
 Decoded = tuple[LatentEntry, np.ndarray]
 
 # What decoded pictures and clips that wait for the encoder may take, beside the one that each thread works on.
@@ -111,6 +112,37 @@ def fill_latents(
             bar.advance(len(group), group[-1][0].sample.name)
     _settle(writes, wait=True)
     return failures
+
+
+def fill_features(
+    entries: Sequence[FeatureEntry],
+    load: Callable[[FeatureEntry], FeatureEncoder],
+    read: Callable[[LatentEntry], Tensor],
+    bar: ProgressBar,
+) -> None:
+    """Make the features that techniques cache, from latents that are there.
+
+    Args:
+        entries: what is missing, those of one kind behind each other.
+        load: the encoder of an entry's kind; called once a kind.
+        read: the latents of a sample, on the encoder's device.
+
+    Raises:
+        UserError: an encoder's values are not finite.
+    """
+    encoder = None
+    for number, entry in enumerate(entries):
+        if encoder is None or entry.kind != entries[number - 1].kind:
+            encoder = None  # the last one goes before the next one comes
+            encoder = load(entry)
+        name = entry.latents.sample.full_name
+        with torch.no_grad():
+            features = encoder.encode(read(entry.latents))
+        if not bool(features.isfinite().all()):
+            raise UserError(f"{entry.kind.name}: the encoder gave values that are not finite for {name}.")
+        store = CacheStore(entry.folder, entry.latents.compress)
+        store.write(entry.key.digest(), {FEATURES: features}, provenance_of(entry.key, name))
+        bar.advance(1, name)
 
 
 def _text_batch(encoder: TextEncoder) -> Callable[[Sequence[TextEntry]], list[TextEmbeds]]:

@@ -125,6 +125,23 @@ class TextKey(CacheKey):
     picture: str | None = None
 
 
+@dataclass(frozen=True)
+class FeatureKey(CacheKey):
+    """Identity of what a technique caches of one sample.
+
+    Attributes:
+        feature: name of the kind.
+        latents: `LatentKey.digest` of the latents that it is made from.
+        maker: what else it depends on, by name: the encoder's identity, sizes.
+    """
+
+    kind = "feature"
+
+    feature: str
+    latents: str
+    maker: tuple[tuple[str, str | float], ...]
+
+
 def provenance_of(key: CacheKey, source: str) -> dict[str, str]:
     """What is written into an entry so that it can be explained later.
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
+from simpletuner.caching.catalogue import AnyEntry, Catalogue, FeatureKind, LatentEntry, TextEntry
 from simpletuner.caching.entry import DamagedEntryError
+from simpletuner.caching.fill import FEATURES
 from simpletuner.caching.store import CacheStore
 from simpletuner.data.chance import fraction
 from simpletuner.data.sample import Sample
@@ -18,7 +20,7 @@ from simpletuner.diffusion.batch import Batch, TextEmbeds
 
 
 class BatchReader:
-    """Reads the entries of a batch.
+    """Reads the entries of a batch; features of a sample are read in training alone.
 
     Args:
         caption_dropout: chance that a sample is trained with the empty caption.
@@ -31,17 +33,23 @@ class BatchReader:
         catalogue: Catalogue,
         caption_dropout: float,
         seed: int,
-        restore: Callable[[LatentEntry | TextEntry], None],
+        restore: Callable[[AnyEntry], None],
+        features: Sequence[FeatureKind] = (),
     ) -> None:
         self.catalogue = catalogue
         self.caption_dropout = caption_dropout
         self.seed = seed
         self.restore = restore
+        self.features = features
         self._stores: dict[Path, CacheStore] = {}
 
     def __call__(self, planned: PlannedBatch) -> Batch:
         embeds = [self._embeds(planned, index) for index in range(len(planned.samples))]
-        return self._batch(planned.samples, embeds)
+        features = {
+            kind.name: [self._read(self.catalogue.feature(kind, sample))[FEATURES] for sample in planned.samples]
+            for kind in self.features
+        }
+        return replace(self._batch(planned.samples, embeds), features=features)
 
     def read_sample(self, sample: Sample) -> Batch:
         """A batch of one, with the sample's first caption, which is never dropped."""
@@ -75,7 +83,7 @@ class BatchReader:
         caption = "" if dropped else planned.captions[index]
         return self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))
 
-    def _read(self, entry: LatentEntry | TextEntry) -> dict[str, Tensor]:
+    def _read(self, entry: AnyEntry) -> dict[str, Tensor]:
         store = self._stores.setdefault(entry.folder, CacheStore(entry.folder))
         key = entry.key.digest()
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from simpletuner.caching.catalogue import LatentEntry, TextEntry
+from simpletuner.caching.catalogue import AnyEntry, LatentEntry, TextEntry
 from simpletuner.caching.entry import DamagedEntryError, find_entry
 from simpletuner.caching.inspect import Garbage, explain, explain_miss, find_damaged, find_garbage, remove_garbage
 from simpletuner.data.sample import Sample
@@ -39,7 +39,8 @@ def verify_caches(plan: Plan, say: Say) -> str:
 def clean_caches(plan: Plan, say: Say, *, remove: bool) -> str:
     """Name the entries that the plan does not refer to, and delete them where that is asked for."""
     listing = _listing(plan)
-    wanted = {entry.key.digest() for entry in listing.texts} | {entry.key.digest() for entry in listing.latents}
+    entries: list[AnyEntry] = [*listing.texts, *listing.latents, *listing.features]
+    wanted = {entry.key.digest() for entry in entries}
     total = 0
     for folder in cache_folders(plan):
         garbage = _of_family(folder, find_garbage(folder, wanted), plan.spec.name)

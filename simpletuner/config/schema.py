@@ -357,7 +357,7 @@ class LoraConfig(Group):
     lora_dropout: Number = option(0.0, "Dropout before the update.", ge=0, lt=1)
     lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = option(
         "default",
-        "default and gaussian leave the model as it is at step 0; the others change the base.",
+        "default and gaussian leave the model as it is at step 0; the others change the base, which must be fp32.",
         aliases=("lora_initialisation_style",),
     )
     lora_type: Literal["standard", "lycoris"] = option(

@@ -6,7 +6,8 @@ transformer wants and turns the prediction back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Batch:
         dataset_id: the dataset all samples come from.
         condition: latents of the paired source pictures in the same layout, or None.
         loss_mask: weight of each latent position in the loss, `B 1 F H W`, or None.
+        features: what techniques have cached of each sample, by the name of the kind; of any shape and dtype.
     """
 
     latents: Tensor
@@ -36,34 +38,25 @@ class Batch:
     dataset_id: str = ""
     condition: Tensor | None = None
     loss_mask: Tensor | None = None
+    features: Mapping[str, list[Tensor]] = field(default_factory=dict)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
 
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-
-        embeds = [
-            {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in one.items()} for one in self.embeds
-        ]
-        latents = self.latents.to(device, non_blocking=non_blocking)
-        return replace(
-            self, latents=latents, embeds=embeds, condition=move(self.condition), loss_mask=move(self.loss_mask)
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked host memory, so that uploads need not wait."""
+        return self._each(lambda tensor: tensor.pin_memory())
 
-        def pin(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.pin_memory()
-
-        embeds = [{name: tensor.pin_memory() for name, tensor in one.items()} for one in self.embeds]
+    def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
         return replace(
             self,
-            latents=self.latents.pin_memory(),
-            embeds=embeds,
-            condition=pin(self.condition),
-            loss_mask=pin(self.loss_mask),
+            latents=move(self.latents),
+            embeds=[{name: move(tensor) for name, tensor in one.items()} for one in self.embeds],
+            condition=None if self.condition is None else move(self.condition),
+            loss_mask=None if self.loss_mask is None else move(self.loss_mask),
+            features={name: [move(tensor) for tensor in each] for name, each in self.features.items()},
         )
 
 
@@ -91,6 +84,17 @@ class NoisyBatch:
     target: Tensor
     protected: Tensor | None = None
     place: Place | None = None
+
+    def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
+        """The same batch, noise and target at other noise levels; a first frame that is given stays as it is.
+
+        Args:
+            sigmas: what the model is told, `B`.
+            latents: what it sees there, `B C F H W`.
+        """
+        if self.batch.condition is not None and latents.shape[2] > 1:
+            latents = torch.cat([self.noisy_latents[:, :, :1], latents[:, :, 1:]], dim=2)
+        return replace(self, sigmas=sigmas, timesteps=1000 * sigmas, noisy_latents=latents)
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

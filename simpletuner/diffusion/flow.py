@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
 from simpletuner.diffusion.seeds import Place
@@ -74,6 +75,11 @@ def choose_shift(
     if flow.flow_schedule_auto_shift and not shift_is_explicit:
         return auto_shift(tokens)
     return 1.0 if flow.flow_schedule_shift is None else flow.flow_schedule_shift
+
+
+def sampling_shift(config: RunConfig) -> float | None:
+    """The shift to sample with instead of the checkpoint's own: the one that the user trains with on purpose."""
+    return config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None
 
 
 def sample_noise(latents: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The distance between the predicted and the true velocity, one number per sample, in float32."""
+"""The distance between the predicted and the true velocity, in float32."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from simpletuner.diffusion.batch import NoisyBatch
 
 
 def diffusion_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:
-    """Mean loss of each sample.
+    """Mean loss of each sample: float32, `B`. See `elementwise_loss`."""
+    return per_sample(elementwise_loss(prediction, noisy, config))
 
-    Where the batch has a mask, the loss of each position is multiplied by its weight before the mean over all
+
+def per_sample(loss: Tensor) -> Tensor:
+    """The mean of each sample, `B`, of an elementwise loss `B C F H W`."""
+    return loss.mean(dim=(1, 2, 3, 4))
+
+
+def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:
+    """The loss of each number that is predicted.
+
+    Where the batch has a mask, the loss of each position is multiplied by its weight, and the mean stays one over all
     positions: black contributes nothing, a mask of ones changes nothing, and a sample that is black all over
     gives 0, not NaN.
 
@@ -20,13 +30,13 @@ def diffusion_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) ->
         prediction: of `noisy.target`, any float dtype, `B C F H W`.
 
     Returns:
-        float32, `B`.
+        float32, `B C F H W`.
     """
     error = prediction.float() - noisy.target.float()  # B C F H W
     loss = _distance(error, noisy.sigmas, config)
     if noisy.batch.loss_mask is not None:
         loss = loss * noisy.batch.loss_mask.float()  # B 1 F H W
-    return loss.mean(dim=(1, 2, 3, 4))
+    return loss
 
 
 def _distance(error: Tensor, sigmas: Tensor, config: LossConfig) -> Tensor:

@@ -90,37 +90,62 @@ class LatentEncoder(Protocol):
         ...
 
 
+def raster_order(frames: int, rows: int, columns: int) -> Tensor:
+    """The usual order of tokens: frame by frame, row by row."""
+    return torch.arange(frames * rows * columns)
+
+
+@dataclass(frozen=True)
+class TokenRouting:
+    """How the visual blocks run with a part of the tokens.
+
+    A block takes the tokens, `B S D`, as its first positional argument.
+
+    Attributes:
+        unit: how many tokens in a row stay together, since attention knows them only as one tile; 1 where it does not.
+        tables: further positional arguments of a block that hold something for each token: how to cut them to the
+            kept ones, (argument, indices of the kept tokens `B K`) -> argument.
+    """
+
+    unit: int
+    tables: Mapping[int, Callable[[Any, Tensor], Any]]
+
+
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where the repeated blocks of a transformer are, so that hooks and checkpointing can find them from outside."""
+    """Where the repeated blocks of a transformer are, and how the tokens of pictures and clips run through them.
 
-    groups: dict[str, nn.ModuleList]
+    Attributes:
+        groups: the blocks by the name of their list, in the order of the forward pass.
+        visual: the group that the tokens of pictures run through; techniques count its blocks from 0.
+        width: of a token.
+        order: (frames, rows, columns) of the grid of tokens -> for each token of a visual block, in their order there,
+            its index in the flattened grid; int64, `S`.
+        select: (number of a visual block, what it returns) -> its tokens, `B S D`; None where it returns nothing else.
+        routing: None where a visual block needs all tokens together.
+    """
+
+    groups: Mapping[str, nn.ModuleList]
+    visual: str
+    width: int
+    order: Callable[[int, int, int], Tensor] = raster_order
+    select: Callable[[int, Any], Tensor] | None = None
+    routing: TokenRouting | None = None
 
     @property
     def blocks(self) -> list[nn.Module]:
         """All repeated blocks in the order in which the forward pass enters them."""
         return [block for group in self.groups.values() for block in group]
 
+    @property
+    def visual_blocks(self) -> list[nn.Module]:
+        """Those that the tokens of pictures run through."""
+        return list(self.groups[self.visual])
 
-@dataclass(frozen=True)
-class TokenStream:
-    """How the tokens of pictures and clips run through repeated blocks in which each can go without the others.
-
-    A block takes the tokens, `B S D`, as its first positional argument and returns them.
-
-    Attributes:
-        blocks: in the order of the forward pass.
-        unit: how many tokens in a row stay together, since attention knows them only as one tile; 1 where it does not.
-        order: (frames, rows, columns) of the grid of tokens -> for each token of a block, in their order there, its
-            index in the flattened grid; int64, `S`.
-        tables: further positional arguments of a block that hold something for each token: how to cut them to the
-            kept ones, (argument, indices of the kept tokens `B K`) -> argument.
-    """
-
-    blocks: Sequence[nn.Module]
-    unit: int
-    order: Callable[[int, int, int], Tensor]
-    tables: Mapping[int, Callable[[Any, Tensor], Any]]
+    def tokens_of(self, block: int, output: Any) -> Tensor:
+        """The hidden states `B S D` in what a visual block returned."""
+        tokens: Tensor = output if self.select is None else self.select(block, output)
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -219,10 +244,6 @@ class FamilyAdapter(Protocol):
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         """The velocity `noise - z` that the transformer predicts, float32, `B C F H W`."""
-        ...
-
-    def token_stream(self, transformer: nn.Module) -> TokenStream | None:
-        """The blocks that tokens of pictures pass through, None where a block needs all of them together."""
         ...
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:

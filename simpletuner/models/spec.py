@@ -89,7 +89,8 @@ class FamilySpec:
         quantised_layers: regular expression for the linear layers that a quantised base holds in few bits.
         license: of the published weights.
         in_comfyui: ComfyUI has the model, and calls its layers what diffusers calls them.
-        token_blocks: entry of the transformer's config that counts the blocks of its `TokenStream`; None without one.
+        token_blocks: entry of the transformer's config that counts the blocks that tokens can
+            be routed past; None where they cannot.
         grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from simpletuner.config.arguments import Arguments
@@ -35,7 +36,8 @@ from simpletuner.plan.checks import (
 )
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, Checkpoint
+from simpletuner.techniques.spec import TechniqueSpec, chosen_techniques
+from simpletuner.training.manifest import Checkpoint, result_step
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
 from simpletuner.world import World
 
@@ -108,10 +110,16 @@ class Plan:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a checkpoint of the last step and the result are there already."""
-        result = LORA_FILE if self.config.model.model_type == "lora" else PIPELINE_FOLDER
-        done = self.resume is not None and self.resume.step >= self.length.total_steps
-        return done and (self.output_dir / result).exists()
+        """Whether a checkpoint of the last step is there, and the result is of that step."""
+        if self.resume is None or self.resume.step < self.length.total_steps:
+            return False
+        return result_step(self.output_dir, self.config.model.model_type) == self.resume.step
+
+    @cached_property
+    def techniques(self) -> tuple[TechniqueSpec, ...]:
+        """What changes the mathematics of a step."""
+        regularised = frozenset(each.id for each in self.trained if each.config.is_regularisation_data)
+        return chosen_techniques(self.config, regularised)
 
     def sampler(self, world: World | None = None) -> Sampler:
         """The order of samples, from the beginning, for one of the processes; the first one unless said."""
@@ -181,7 +189,7 @@ def _plan_family(
     prompts = collect_prompts(config.validation, problems)
     problems.extend(check_prompts(prompts, config.validation.validation_negative_prompt))
     sizes = _sizes(config, spec, problems)
-    resume = check_resume(config, spec, flavour, problems)
+    resume = check_resume(config, spec, flavour, source, targets, problems)
     seed = decide_seed(config.run.seed, resume)
     context = DataContext.of(config, spec, flavour.task)
     datasets = build_datasets(entries, context, problems) if entries else []
@@ -193,7 +201,7 @@ def _plan_family(
     if spec.check_sizes is not None:
         buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
         problems.extend(spec.check_sizes(config, flavour, sizes, buckets))
-    same_data = has_same_data(config, resume, trained, problems)
+    same_data = has_same_data(config, resume, trained, seed, problems)
     length = plan_length(config, make_sampler(trained, config, seed))
     problems.extend(check_total(config, length.total_steps))
     _check_last_epoch(config, trained, length, problems)

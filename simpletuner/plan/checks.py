@@ -8,7 +8,7 @@ from pathlib import Path
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, learning_rate
-from simpletuner.config.precision import check_quantisations, text_encoder_dtype
+from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
@@ -116,6 +116,10 @@ def check_lora(config: RunConfig) -> Iterator[Problem]:
     if lora.lora_init_type in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
         message = f"{lora.lora_init_type!r} changes the base, which base_model_precision {base!r} does not allow."
         yield Problem("lora_init_type", f"{message} Use default or gaussian.")
+    elif lora.lora_init_type in ("olora", "pissa") and transformer_dtype(config.precision) != "fp32":
+        message = f"{lora.lora_init_type!r} takes part of the base out of it, and what is left is rounded to"
+        reason = f"{transformer_dtype(config.precision)}: more than the LoRA changes. Use default or gaussian, or"
+        yield Problem("lora_init_type", f"{message} {reason} base_model_precision fp32.")
     if lora.use_dora and lora.lora_init_type in ("olora", "pissa"):
         message = f"and lora_init_type {lora.lora_init_type} exclude each other: the saved difference has no DoRA form."
         yield Problem("use_dora", message)

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, TextEntry, missing
+from simpletuner.caching.catalogue import (
+    Catalogue,
+    Encoders,
+    FeatureEntry,
+    FeatureKind,
+    LatentEntry,
+    TextEntry,
+    missing,
+)
 from simpletuner.caching.keys import EncoderIdentity, checkpoint_identity
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.precision import text_encoder_dtype, text_encoder_storage, vae_dtype
@@ -74,13 +82,14 @@ def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
 
 @dataclass(frozen=True)
 class Listing:
-    """Every cache entry that a run reads in an epoch: captions and prompts, latents; of eval datasets, too."""
+    """Every cache entry that a run reads in an epoch: captions and prompts, latents and features."""
 
     plan: Plan
     epoch: int
     catalogue: Catalogue
     texts: Sequence[TextEntry]
     latents: Sequence[LatentEntry]
+    features: Sequence[FeatureEntry]
 
     def holds_for(self, plan: Plan, epoch: int) -> bool:
         """Whether another plan reads the same entries, as far as that can be told without listing them again."""
@@ -108,7 +117,13 @@ def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
     texts += [entry for entry in others if (entry.key, entry.folder) not in known]
     texts += prompt_entries(plan, catalogue)
     latents = catalogue.latents_of(plan.trained, epoch) + catalogue.latents_of(watched, 1)
-    return Listing(plan, epoch, catalogue, texts, latents)
+    features = catalogue.features_of(plan.trained, epoch, feature_kinds(plan))
+    return Listing(plan, epoch, catalogue, texts, latents, features)
+
+
+def feature_kinds(plan: Plan) -> list[FeatureKind]:
+    """What the techniques of a run cache of every sample."""
+    return [kind for technique in plan.techniques for kind in technique.features]
 
 
 def evaluated(plan: Plan) -> list[Dataset]:

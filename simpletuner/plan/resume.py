@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from simpletuner.caching.keys import digest
+from simpletuner.caching.keys import checkpoint_identity, digest
 from simpletuner.config.json_files import read_json
 from simpletuner.config.load import RunConfig
+from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import quantisation
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
+from simpletuner.models.lora_targets import Targets
+from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import allows_other_batch_size
-from simpletuner.training.manifest import Checkpoint, select_checkpoint
+from simpletuner.training.manifest import Checkpoint, Identity, select_checkpoint
+
+# What trained weights and their optimizer's state cannot do without; other settings may be changed on purpose.
+FIXED = frozenset(
+    {
+        "optimizer",
+        "mixed_precision",
+        "lora_rank",
+        "lora_alpha",
+        "lora_init_type",
+        "use_dora",
+        "peft_lora_target_modules",
+    }
+)
 
 
 def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
@@ -30,8 +49,15 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
     return int(time.time()) if configured == 0 else configured
 
 
-def check_resume(config: RunConfig, spec: FamilySpec, flavour: Flavour, problems: list[Problem]) -> Checkpoint | None:
-    """The checkpoint to resume from, unless it belongs to another model."""
+def check_resume(
+    config: RunConfig,
+    spec: FamilySpec,
+    flavour: Flavour,
+    source: ModelSource,
+    targets: Targets,
+    problems: list[Problem],
+) -> Checkpoint | None:
+    """The checkpoint to continue from; what must be as it was is compared before anything is loaded."""
     output_dir = Path(config.run.output_dir).expanduser()
     checkpoint = select_checkpoint(config.run.resume_from_checkpoint, output_dir, problems)
     if checkpoint is None:
@@ -52,7 +78,99 @@ def check_resume(config: RunConfig, spec: FamilySpec, flavour: Flavour, problems
         hint = "" if allowed else " i_know_what_i_am_doing allows it; data order then starts anew."
         problems.append(Problem(key, message + hint, fatal=not allowed))
     problems.extend(_check_base(config, checkpoint))
+    problems.extend(_check_weights(source, checkpoint))
+    if identity.model_type == config.model.model_type:
+        problems.extend(_check_settings(mathematics(config, targets), checkpoint))
     return checkpoint
+
+
+def identify(
+    config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource, targets: Targets, *,
+    seed: int, trained: Sequence[Dataset], versions: dict[str, str],
+) -> Identity:  # fmt: skip
+    """What a checkpoint of a run belongs to."""
+    return Identity(
+        model_family=spec.name,
+        model_flavour=flavour.name,
+        model_type=config.model.model_type,
+        train_batch_size=config.schedule.train_batch_size,
+        seed=seed,
+        datasets=fingerprint(trained),
+        versions=versions,
+        weights=weight_identities(source),
+        settings=mathematics(config, targets),
+        order=sample_order(trained, seed),
+    )
+
+
+def weight_identities(source: ModelSource) -> dict[str, str]:
+    """The content of every model of a checkpoint that is on this machine, by its role."""
+    folders = {role: part.local_folder() for role, part in source.parts.items() if role != "scheduler"}
+    return {role: checkpoint_identity(folder) for role, folder in folders.items() if folder is not None}
+
+
+def mathematics(config: RunConfig, targets: Targets) -> dict[str, Any]:
+    """The settings that a step's result depends on, beside those that may change on the way: rates, steps, intervals.
+
+    Of values with a default that depends on others, the one in effect.
+    """
+    lora, precision = config.lora, config.precision
+    fixed: dict[str, Any] = {
+        "optimizer": optimizer_name(config.optimizer, precision.mixed_precision),
+        "mixed_precision": trained_precision(config.optimizer, precision),
+    }
+    if config.model.model_type == "lora":
+        fixed |= {
+            "lora_rank": lora.lora_rank,
+            "lora_alpha": lora.lora_alpha or lora.lora_rank,
+            "lora_init_type": lora.lora_init_type,
+            "use_dora": lora.use_dora,
+            "peft_lora_target_modules": targets,
+        }
+    groups = (config.flow, config.loss, config.text, config.tread, config.ema)
+    changeable = {key: value for group in groups for key, value in group.model_dump().items()}
+    changeable |= {
+        "lora_dropout": lora.lora_dropout,
+        "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
+    }
+    written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
+    return written
+
+
+def sample_order(trained: Sequence[Dataset], seed: int) -> dict[str, Any]:
+    """What decides, beside the samples themselves, which of them meet in a batch and what is seen of them."""
+    order: dict[str, Any] = {"seed": seed}
+    for dataset in trained:
+        sizes = Counter(f"{'x'.join(map(str, each.geometry.size))}@{each.frames}" for each in dataset.samples)
+        order[f"{dataset.id}.resolution"] = [f"{count} of {size}" for size, count in sorted(sizes.items())]
+        config = dataset.config
+        order[f"{dataset.id}.crop"] = [config.crop, config.crop_aspect, config.crop_style] if config.crop else False
+    return order
+
+
+def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Problem]:
+    old = checkpoint.manifest.identity.weights
+    for role, identity in weight_identities(source).items() if old else ():
+        was, part = old.get(role, identity), source[role]
+        if was != identity:
+            message = (
+                f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} was trained with"
+            )
+            yield Problem(part.key, f"{message} ({was[:12]}); choose another output_dir.")
+
+
+def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Values that a checkpoint cannot continue with, and others that are another experiment from here on."""
+    for key, old in checkpoint.manifest.identity.settings.items():
+        if key in new and new[key] != old:
+            is_fixed = key in FIXED
+            hint = "choose another output_dir" if is_fixed else "from here on the new one counts"
+            message = f"{checkpoint.path} was trained with {_written(old)}, not {_written(new[key])}; {hint}."
+            yield Problem(key, message, fatal=is_fixed)
+
+
+def _written(value: object) -> str:
+    return str(value) if isinstance(value, str | int | float) else json.dumps(value)
 
 
 def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -65,6 +183,13 @@ def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem("base_model_precision", message, fatal=False)
 
 
+def _check_order(new: Mapping[str, Any], resume: Checkpoint) -> Iterator[Problem]:
+    for key, old in resume.manifest.identity.order.items():
+        if key in new and new[key] != old:
+            message = f"{resume.path.name} was trained with {_written(old)}, not {_written(new[key])}"
+            yield Problem(key, f"{message}; its epoch begins anew.", fatal=False)
+
+
 def fingerprint(datasets: Sequence[Dataset]) -> str:
     """Stands for the samples of datasets: their names, contents and repeats."""
     samples = [[each.id, each.repeats, [[one.name, one.content] for one in each.samples]] for each in datasets]
@@ -72,11 +197,15 @@ def fingerprint(datasets: Sequence[Dataset]) -> str:
 
 
 def has_same_data(
-    config: RunConfig, resume: Checkpoint | None, trained: Sequence[Dataset], problems: list[Problem]
+    config: RunConfig, resume: Checkpoint | None, trained: Sequence[Dataset], seed: int, problems: list[Problem]
 ) -> bool:
     """Whether the order of samples can continue where the checkpoint left it."""
     if resume is None:
         return True
+    changed = list(_check_order(sample_order(trained, seed), resume))
+    problems.extend(changed)
+    if changed:
+        return False
     if fingerprint(trained) != resume.manifest.identity.datasets:
         if not config.datasets.override_dataset_config:
             message = f"the datasets are not those that {resume.path.name} was trained on; its epoch begins anew."

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry, missing
+from simpletuner.caching.catalogue import AnyEntry, Catalogue, FeatureEntry, LatentEntry, TextEntry, missing
 from simpletuner.caching.entry import DamagedEntryError
-from simpletuner.caching.fill import ChangedFileError, fill_latents, fill_texts
+from simpletuner.caching.fill import ChangedFileError, fill_features, fill_latents, fill_texts
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
@@ -71,8 +71,10 @@ class CacheWorkshop:
         if failures:
             self.plan = without_failures(self.plan, failures)
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
+        self.encode_features(missing(self.listing.features))
         holes = [entry.key.digest() for entry in missing(self.listing.texts)]
         holes += [entry.key.digest() for entry in missing(self.listing.latents)]
+        holes += [entry.key.digest() for entry in missing(self.listing.features)]
         if holes:
             raise UserError(f"The cache lacks {len(holes)} entries after filling, the first is {holes[0]}.")
 
@@ -121,11 +123,24 @@ class CacheWorkshop:
         self._release()
         return failures
 
-    def restore(self, entry: LatentEntry | TextEntry) -> None:
+    def encode_features(self, entries: list[FeatureEntry]) -> None:
+        """Make what techniques cache of samples and is not in its cache; the latents are there."""
+        if not entries:
+            return
+        with self.progress.phase("Encoding features", len(entries), self.plan.spec.media_noun) as phase:
+            fill_features(entries, lambda each: each.kind.load(self.adapter, self.device), self._latents, phase)
+        self._release()
+
+    def _latents(self, entry: LatentEntry) -> Tensor:
+        return CacheStore(entry.folder).read(entry.key.digest())["latents"].to(self.device)
+
+    def restore(self, entry: AnyEntry) -> None:
         """Encode one damaged entry again, in the middle of a run."""
         logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
         if isinstance(entry, TextEntry):
             self.encode_texts([entry])
+        elif isinstance(entry, FeatureEntry):
+            self.encode_features([entry])
         elif self.encode_latents([entry]):
             raise UserError(f"{entry.sample.full_name}: its cache entry is damaged and so is the file itself.")
 

@@ -101,7 +101,8 @@ def coming_state(assembly: Assembly, budget: Budget) -> float:
     """Bytes that the optimizer will keep from its first step on; 0 for a run that continues and has them."""
     if assembly.optimizer.state:
         return 0.0
-    return budget.setup.state_bytes * sum(parameter.numel() for parameter in assembly.parameters.values())
+    groups = assembly.optimizer.param_groups
+    return budget.setup.state_bytes * sum(each.numel() for group in groups for each in group["params"])
 
 
 @contextmanager

@@ -18,15 +18,13 @@ from simpletuner.config.precision import transformer_dtype
 from simpletuner.data.loader import BatchLoader
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import feature_kinds
 from simpletuner.reporting.progress import Progress
 from simpletuner.run.caches import build_adapter, open_workshop
 from simpletuner.run.publish import publish, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.watchers import Session, build_callbacks, build_validation
-from simpletuner.techniques.base import Technique
-from simpletuner.techniques.regularisation import Regularisation
-from simpletuner.techniques.tread import Tread
 from simpletuner.training.assemble import Intent, assemble, make_accelerator, peak_learning_rate
 from simpletuner.training.checkpoints import load_checkpoint
 from simpletuner.training.ema import Ema
@@ -56,9 +54,11 @@ def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool 
 
     rates = device_rates(plan.output_dir, device, DTYPES[transformer_dtype(config.precision)])
     with progress.phase("Loading the transformer"):
-        assembly = assemble(config, intent_of(plan), adapter, choose_techniques(plan), accelerator)
+        techniques = [technique.build() for technique in plan.techniques]
+        assembly = assemble(config, intent_of(plan), adapter, techniques, accelerator)
     ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
-    reader = BatchReader(workshop.catalogue, config.text.caption_dropout_probability, plan.seed, workshop.restore)
+    dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
+    reader = BatchReader(workshop.catalogue, dropout, plan.seed, workshop.restore, features)
     loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, workshop.follow, pin=True)
     state = begin(plan, assembly, loader, ema)
     if plan.resume:
@@ -77,17 +77,6 @@ def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool 
         published = publish(plan, assembly, ema, weight_note(plan, state))
         progress.finish()
         progress.say(published)
-
-
-def choose_techniques(plan: Plan) -> list[Technique]:
-    """The techniques that the configuration switches on, in the order in which their doors are passed."""
-    techniques: list[Technique] = []
-    regularised = frozenset(each.id for each in plan.trained if each.config.is_regularisation_data)
-    if regularised:
-        techniques.append(Regularisation(regularised))
-    if plan.config.tread.routes:
-        techniques.append(Tread(plan.config.tread.routes))
-    return techniques
 
 
 def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:

@@ -17,17 +17,16 @@ from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, preview_sources
-from simpletuner.plan.resume import fingerprint
+from simpletuner.plan.resume import identify
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.progress import Progress
 from simpletuner.reporting.redaction import redact_settings
 from simpletuner.run.publish import weight_note
 from simpletuner.run.records import Records
 from simpletuner.training.checkpoints import CheckpointWriter
-from simpletuner.training.ema import Ema
+from simpletuner.training.ema import Ema, EmaUpdater
 from simpletuner.training.loop import Callback
-from simpletuner.training.manifest import Identity
-from simpletuner.training.recorder import EmaUpdater, Recorder, ReportWriter
+from simpletuner.training.recorder import Recorder, ReportWriter
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.prompts import ValidationPrompt
 from simpletuner.validation.runner import Subject, ValidationRunner
@@ -121,13 +120,14 @@ def build_checkpoints(session: Session) -> CheckpointWriter:
         config=config.checkpoints,
         loader=session.loader,
         ema=session.ema,
-        identity=Identity(
-            model_family=plan.spec.name,
-            model_flavour=plan.flavour.name,
-            model_type=config.model.model_type,
-            train_batch_size=config.schedule.train_batch_size,
+        identity=identify(
+            config,
+            plan.spec,
+            plan.flavour,
+            plan.source,
+            plan.lora_targets,
             seed=plan.seed,
-            datasets=fingerprint(plan.trained),
+            trained=plan.trained,
             versions=package_versions(),
         ),
         settings=redact_settings(config.flat()),

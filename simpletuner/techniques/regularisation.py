@@ -7,15 +7,9 @@ transformer with its LoRA switched off; a picture of the same kind then cannot d
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
-
-import torch
-from diffusers.loaders.peft import PeftAdapterMixin
-from torch import nn
 
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.techniques.base import Technique
+from simpletuner.techniques.base import Predict, Site, Technique
 
 
 class Regularisation(Technique):
@@ -24,17 +18,11 @@ class Regularisation(Technique):
     def __init__(self, dataset_ids: frozenset[str]) -> None:
         self.dataset_ids = dataset_ids
 
-    def attach(self, adapter: FamilyAdapter, transformer: nn.Module) -> None:
-        self._adapter, self._transformer = adapter, transformer
+    def attach(self, site: Site) -> None:
+        self._disabled = site.disabled
 
-    def before_forward(self, noisy: NoisyBatch) -> NoisyBatch:
+    def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         if noisy.batch.dataset_id not in self.dataset_ids:
             return noisy
-        switch = cast(PeftAdapterMixin, self._transformer)
-        switch.disable_adapters()
-        try:
-            with torch.no_grad():
-                target = self._adapter.predict(self._transformer, noisy)
-        finally:
-            switch.enable_adapters()
-        return replace(noisy, target=target)
+        with self._disabled():
+            return replace(noisy, target=predict(noisy))

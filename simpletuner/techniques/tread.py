@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from simpletuner.config.tread import Route, count_kept
 from simpletuner.diffusion.batch import NoisyBatch, upload
-from simpletuner.models.adapter import FamilyAdapter, TokenStream
-from simpletuner.techniques.base import Technique
+from simpletuner.models.adapter import TokenRouting
+from simpletuner.techniques.base import Predict, Site, Technique
 
 
 class Tread(Technique):
@@ -34,37 +34,32 @@ class Tread(Technique):
     def routes(self) -> Sequence[Route]:
         return self._routes
 
-    def attach(self, adapter: FamilyAdapter, transformer: nn.Module) -> None:
-        stream = adapter.token_stream(transformer)
-        if stream is None:
-            raise ValueError(f"{adapter.spec.title} has no tokens that could be left out")
-        self._stream, self._spec = stream, adapter.spec
-        self._windows = [_Window(route.among(len(stream.blocks)), stream) for route in self.routes]
+    def attach(self, site: Site) -> None:
+        layout, spec = site.layout, site.adapter.spec
+        if layout.routing is None:
+            raise ValueError(f"{spec.title} has no tokens that could be left out")
+        self._layout, self._unit, self._spec = layout, layout.routing.unit, spec
+        blocks = layout.visual_blocks
+        self._windows = [_Window(route.among(len(blocks)), blocks, layout.routing) for route in self.routes]
 
-    def before_forward(self, noisy: NoisyBatch) -> NoisyBatch:
+    def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Draw which tokens each route keeps in this micro-step."""
         if noisy.place is None:
             raise ValueError("TREAD draws random numbers: the batch must say where in the run it is")
         protected = self._protected(noisy)
-        units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._stream.unit
+        units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._unit
         for number, window in enumerate(self._windows):
             generators = noisy.place.generators(f"tread {number}")
             kept = draw_kept(units, window.route.ratio, protected, generators)
-            tokens = None if kept.shape[1] == units else tokens_of(kept, self._stream.unit)
+            tokens = None if kept.shape[1] == units else tokens_of(kept, self._unit)
             window.begin(None if tokens is None else upload(tokens, noisy.sigmas.device))
         return noisy
 
     def kept_tokens(self, block: int) -> Tensor | None:
-        """Which tokens go through a block in this micro-step, None when all do.
+        """Those that go through a block, in ascending order, on the device of the batch.
 
-        Inside a window the output of a block has these tokens alone; that of its last block has all of them again, the
-        others untouched by the window, unless a hook there was registered with `prepend=True`.
-
-        Args:
-            block: its number in the `TokenStream`, whose `order` says where in the grid a token lies.
-
-        Returns:
-            indices in ascending order, int64, `B K`, on the device of the batch.
+        Inside a window a block returns these tokens alone; behind its last block all are there again, the others
+        untouched by the window.
         """
         windows = (each for each in self._windows if each.route.first <= block <= each.route.last)
         return next((each.kept for each in windows), None)
@@ -77,20 +72,20 @@ class Tread(Technique):
         side = self._spec.patch_size
         positions = noisy.protected.cpu().expand(samples, 1, frames, height, width)[:, 0]
         tokens = positions.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).any(-1).any(-2)  # B F h w
-        order = self._stream.order(*tokens.shape[1:])
-        return tokens.flatten(1)[:, order].unflatten(-1, (-1, self._stream.unit)).any(-1)
+        order = self._layout.order(*tokens.shape[1:])
+        return tokens.flatten(1)[:, order].unflatten(-1, (-1, self._unit)).any(-1)
 
 
 class _Window:
     """The hooks of one route, and what they know of the micro-step under way."""
 
-    def __init__(self, route: Route, stream: TokenStream) -> None:
-        self.route, self.stream = route, stream
+    def __init__(self, route: Route, blocks: Sequence[nn.Module], routing: TokenRouting) -> None:
+        self.route, self.routing = route, routing
         self.begin(None)
         for number in range(route.first, route.last + 1):
             hook = partial(self._enter, opens=number == route.first)
-            stream.blocks[number].register_forward_pre_hook(hook)
-        stream.blocks[route.last].register_forward_hook(self._leave)
+            blocks[number].register_forward_pre_hook(hook)
+        blocks[route.last].register_forward_hook(self._leave)
 
     def begin(self, kept: Tensor | None) -> None:
         """A new micro-step in which these tokens are kept, `B K`; all of them when None."""
@@ -105,7 +100,7 @@ class _Window:
         if opens:
             self._all_tokens = inputs[0]
             if not self._tables:  # a recomputation takes those of the forward pass
-                self._tables = {place: take(inputs[place], self.kept) for place, take in self.stream.tables.items()}
+                self._tables = {place: take(inputs[place], self.kept) for place, take in self.routing.tables.items()}
             cut[0] = inputs[0].gather(1, _rows(self.kept, inputs[0]))
         for place, table in self._tables.items():
             cut[place] = table

@@ -32,7 +32,9 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.techniques.base import Technique
+from simpletuner.techniques.base import Site, Technique
+from simpletuner.techniques.hidden_states import HiddenStates
+from simpletuner.training.full import FullModel
 from simpletuner.training.lora import LoraAdapter, add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer, scaled_learning_rate
@@ -76,40 +78,58 @@ def assemble(
 
     transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
     _quantise(transformer, config.precision, adapter.spec, device)
-    transformer.requires_grad_(not is_lora)
-    lora = _add_lora(transformer, config, intent, trained_dtype) if is_lora else None
+    trained = _add_lora(transformer, config, intent, trained_dtype) if is_lora else FullModel(transformer)
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_blocks(transformer, layout, fast, config, device)
     _compile_blocks(layout, fast, config, device)
-    for technique in techniques:
-        technique.attach(adapter, transformer)
-    parameters = trainable_parameters(transformer, techniques)
+    hidden = HiddenStates(layout)
+    site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden)
+    modules = _attach(techniques, site, intent.seed)
+    parameters = trained.parameters()
     streamed = _place(transformer, layout, config.offload, device)
-    optimizer = _build_optimizer(parameters, config, intent)
+    optimizer = _build_optimizer(parameters, modules, config, intent)
     prepared = accelerator.prepare(transformer, device_placement=[False])  # it is where it belongs already
     streamer = _stream(transformer, streamed, config, device)
     return Assembly(
         adapter=adapter,
         accelerator=accelerator,
         transformer=prepared,
+        trained=trained,
         parameters=parameters,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=base_dtype == torch.float16),
         settings=_step_settings(config, intent),
-        lora=lora,
+        hidden=hidden,
         techniques=list(techniques),
+        modules=_prepare_modules(techniques, modules, accelerator),
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
     )
 
 
-def trainable_parameters(transformer: nn.Module, techniques: Sequence[Technique]) -> dict[str, nn.Parameter]:
-    """What the optimizer updates, by name, in a fixed order."""
-    parameters = {name: each for name, each in transformer.named_parameters() if each.requires_grad}
+def _attach(techniques: Sequence[Technique], site: Site, seed: int) -> dict[str, nn.Module]:
+    """Attach the techniques; their modules, on the device, by name. Each draws from a seed of its own."""
+    modules = {}
     for technique in techniques:
-        parameters.update({f"{technique.name}.{name}": each for name, each in technique.parameters().items()})
-    return parameters
+        with torch.random.fork_rng():
+            torch.manual_seed(step_seed(seed, 0, 0, 0, technique.name))
+            technique.attach(site)
+        module = technique.module()
+        if module is not None:
+            modules[technique.name] = module.to(site.device)
+    return modules
+
+
+def _prepare_modules(
+    techniques: Sequence[Technique], modules: Mapping[str, nn.Module], accelerator: Accelerator
+) -> dict[str, nn.Module]:
+    """The techniques' modules as several processes train them, which is what the techniques call from now on."""
+    prepared = {name: accelerator.prepare(module, device_placement=[False]) for name, module in modules.items()}
+    for technique in techniques:
+        if technique.name in prepared:
+            technique.adopt(prepared[technique.name])
+    return prepared
 
 
 def peak_learning_rate(config: RunConfig, processes: int = 1) -> float:
@@ -184,12 +204,15 @@ def _stream(
     return attach_offload(transformer, streamed, config.offload, device, keeps_saved=keeps_saved)
 
 
-def _build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig, intent: Intent) -> Optimizer:
+def _build_optimizer(
+    parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], config: RunConfig, intent: Intent
+) -> Optimizer:
     return build_optimizer(
         parameters.values(),
         config.optimizer,
         mixed_precision=config.precision.mixed_precision,
         learning_rate=intent.learning_rate,
+        modules=modules,
     )
 
 

@@ -3,7 +3,8 @@
 checkpoint-<step>/
   pytorch_lora_weights.safetensors   what users load (LoRA), or transformer/ (full)
   ema/, transformer_ema/             the moving average in the same form
-  training_state/trainable.safetensors   the trained weights exactly as they are
+  training_state/trainable.safetensors   the LoRA exactly as it is trained
+  training_state/<technique>.module.safetensors   what a technique trains beside the model
   training_state/state.pt            optimizer, EMA, data position, random states, techniques
   config.json                        settings without secrets
   manifest.json                      written last
@@ -19,15 +20,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
 from simpletuner.training.ema import Ema
-from simpletuner.training.lora_files import MAGNITUDE
 from simpletuner.training.manifest import (
+    STATE_FOLDER,
     Checkpoint,
     Identity,
     Manifest,
@@ -42,32 +42,8 @@ from simpletuner.training.step import StepReport
 
 logger = logging.getLogger(__name__)
 
-STATE_FOLDER = "training_state"
-WEIGHTS_FILE = "trainable.safetensors"
 STATE_FILE = "state.pt"
-
-
-def save_weights(assembly: Assembly, folder: Path, ema: Ema | None, note: Mapping[str, str]) -> None:
-    """The trained weights in the form users load: a LoRA file, or a transformer folder; the EMA copy beside it."""
-    averaged = None if ema is None else ema.average
-    if assembly.lora is not None:
-        assembly.lora.save(folder, note=note)
-        if averaged is not None:
-            assembly.lora.save(folder / "ema", weights=lora_names(averaged), note=note)
-        return
-    transformer: Any = assembly.accelerator.unwrap_model(assembly.transformer)
-    transformer.save_pretrained(folder / "transformer")
-    if ema is not None:
-        with ema.applied():
-            transformer.save_pretrained(folder / "transformer_ema")
-
-
-def lora_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameter names of a LoRA in the form of `LoraAdapter.state_dict`: without the adapter's name."""
-    return {
-        name.replace(".default.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
-        for name, tensor in weights.items()
-    }
+MODULE_SUFFIX = ".module.safetensors"
 
 
 def save_checkpoint(
@@ -80,11 +56,10 @@ def save_checkpoint(
         DiskFullError: no space left; earlier checkpoints are untouched.
     """
     with build_folder(final) as folder:
-        save_weights(assembly, folder, ema, note)
         (folder / STATE_FOLDER).mkdir()
-        if assembly.lora is not None:  # a full model's weights are in transformer/ as they are
-            weights = {name: parameter.detach().cpu().contiguous() for name, parameter in assembly.parameters.items()}
-            save_file(weights, folder / STATE_FOLDER / WEIGHTS_FILE)
+        assembly.trained.save(folder, ema=ema, note=note)
+        assembly.trained.save_exact(folder)
+        _save_modules(assembly, folder / STATE_FOLDER)
         with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:  # tensor by tensor
             torch.save(_state_of(assembly, state, loader, ema), file)
         write_json(folder / "config.json", dict(settings))
@@ -107,7 +82,8 @@ def load_checkpoint(
     if damaged:
         raise UserError(f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint.")
     folder = checkpoint.path / STATE_FOLDER
-    _load_trained(checkpoint.path, assembly)
+    assembly.trained.load(checkpoint.path)
+    _load_modules(assembly, folder)
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
     try:
         load_state(assembly.optimizer, content["optimizer"])
@@ -126,18 +102,26 @@ def load_checkpoint(
     return TrainState(content["global_step"], content["epoch"], loader.epochs_done)
 
 
-def _load_trained(path: Path, assembly: Assembly) -> None:
-    files = (
-        [path / STATE_FOLDER / WEIGHTS_FILE] if assembly.lora else sorted((path / "transformer").glob("*.safetensors"))
-    )
-    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    if weights.keys() != assembly.parameters.keys():
-        raise UserError(f"{path} was made with other trained layers; check peft_lora_target_modules.")
-    with torch.no_grad():
-        for name, parameter in assembly.parameters.items():
-            if parameter.shape != weights[name].shape:
-                raise UserError(f"{path}: {name} has another shape; check lora_rank.")
-            parameter.copy_(weights[name])
+def _save_modules(assembly: Assembly, folder: Path) -> None:
+    """What techniques train, each in a file of its own."""
+    for name, module in assembly.modules.items():
+        weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
+        save_file(weights, folder / f"{name}{MODULE_SUFFIX}")
+
+
+def _load_modules(assembly: Assembly, folder: Path) -> None:
+    """Restore them; one that was switched on since begins now, what one left that is off now is not used."""
+    saved = {path.name.removesuffix(MODULE_SUFFIX): path for path in sorted(folder.glob(f"*{MODULE_SUFFIX}"))}
+    for name, module in assembly.modules.items():
+        if name not in saved:
+            logger.warning("%s was off in %s and begins now.", name, folder.parent)
+            continue
+        try:
+            module.load_state_dict(load_file(saved[name]))
+        except RuntimeError as error:
+            raise UserError(f"{saved[name]} does not fit: {error}") from None
+    for name in saved.keys() - assembly.modules.keys():
+        logger.warning("%s was on in %s and is off now; what it had learned is not used.", name, folder.parent)
 
 
 def _state_of(assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None) -> dict[str, Any]:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import EmaConfig
 from simpletuner.errors import UserError
+
+if TYPE_CHECKING:
+    from simpletuner.training.state import Assembly, TrainState
+    from simpletuner.training.step import StepReport
 
 
 class Ema:
@@ -112,3 +117,19 @@ class Ema:
     def _taken(self, parameter: nn.Parameter) -> Tensor:
         """A float32 copy where the average lives."""
         return parameter.detach().to(self.device, torch.float32, copy=True)
+
+
+@dataclass
+class EmaUpdater:
+    """Callback that folds the new weights into the moving average."""
+
+    ema: Ema
+
+    def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
+        """The average exists since assembly."""
+
+    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        self.ema.update(state.global_step)
+
+    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
+        """Nothing is left to do."""

@@ -7,7 +7,8 @@ that every loader applies the trained strength, whether it reads the metadata or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.integrations import dequantize_module_weight
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
-from simpletuner.atomic import write_atomically
+from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
 from simpletuner.config.schema import LoraConfig
 from simpletuner.errors import UserError
 from simpletuner.headers import with_metadata
 from simpletuner.models.lora_targets import Targets
+from simpletuner.training.ema import Ema
 from simpletuner.training.lora_files import (
     COMFYUI_MAGNITUDE,
     COMFYUI_PARTS,
@@ -33,12 +35,15 @@ from simpletuner.training.lora_files import (
     LoraForm,
     comfyui_magnitude,
     file_settings,
+    fold_scale,
     read_lora_file,
     trained_magnitude,
 )
-from simpletuner.training.manifest import LORA_FILE
+from simpletuner.training.manifest import LORA_FILE, STATE_FOLDER
+from simpletuner.training.trained import Release, load_parameters
 
 ADAPTER = "default"
+WEIGHTS_FILE = "trainable.safetensors"
 # These take part of the base weight into the adapter, so the base changes and the file must hold the difference.
 BASE_CHANGING_INITS = ("olora", "pissa")
 
@@ -63,6 +68,59 @@ class LoraAdapter:
     def scale(self) -> float:
         """What B A is multiplied with."""
         return float(self.settings.lora_alpha) / self.settings.r
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: each for name, each in self.transformer.named_parameters() if each.requires_grad}
+
+    def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
+        self.write(folder, note=note)
+        if ema is not None:
+            self.write(folder / "ema", weights=plain_names(ema.average), note=note)
+
+    def save_exact(self, folder: Path) -> None:
+        weights = {name: parameter.detach().cpu().contiguous() for name, parameter in self.parameters().items()}
+        save_file(weights, folder / STATE_FOLDER / WEIGHTS_FILE)
+
+    def load(self, folder: Path) -> None:
+        keys = "peft_lora_target_modules and lora_rank"
+        load_parameters(self.parameters(), [folder / STATE_FOLDER / WEIGHTS_FILE], folder, keys)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Inits that took their start out of the base are put back to it: without them the base would lack it."""
+        model: Any = self.transformer
+        trained = self.state_dict() if self.initial else {}
+        if self.initial:
+            self.load_state_dict(self.initial)
+        else:
+            model.disable_adapters()
+        try:
+            yield
+        finally:
+            if self.initial:
+                self.load_state_dict(trained)
+            else:
+                model.enable_adapters()
+
+    def publish(self, output_dir: Path, release: Release, ema: Ema | None) -> str:
+        if ema is not None:
+            self._release(output_dir / "ema", release, plain_names(ema.average))
+        path, checked = self._release(output_dir, release, self.state_dict())
+        loads = "load through the stock pipeline as they were trained"
+        if self.form == "comfyui":
+            loads = "are what was trained, under the names that ComfyUI looks for"
+        lost = rounding_error(self, release.dtype)
+        rounds = f", which rounds them to {release.dtype}: {lost:.1e} of their effect" if lost > EXACT else ""
+        return f"Saved {path} ({path.stat().st_size / 1e6:.1f} MB); all {checked} tensors {loads}{rounds}."
+
+    def _release(self, folder: Path, release: Release, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
+        """A file that takes its place only after it was loaded and compared; and how many tensors it has."""
+        trial = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}"
+        candidate = self.write(trial, weights=weights, note=release.note)
+        checked = verify_file(candidate, self, release.adapter.load_bare_pipeline(), weights)
+        final = candidate.replace(folder / LORA_FILE)
+        trial.rmdir()
+        return final, checked
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as they are trained, on the CPU."""
@@ -90,7 +148,7 @@ class LoraAdapter:
         source = dict(weights or self.state_dict())
         result = {}
         for name, tensor in source.items():
-            folded = tensor * self.scale if ".lora_B." in name and self.scale != 1 else tensor
+            folded = fold_scale(tensor, self.scale) if ".lora_B." in name else tensor
             if self.initial and (".lora_A." in name or ".lora_B." in name):
                 folded = self._with_initial(name, folded)
             elif self.form == "comfyui" and name.endswith(MAGNITUDE):
@@ -99,7 +157,7 @@ class LoraAdapter:
             result[PREFIXES[self.form] + name] = folded.contiguous()
         return result
 
-    def save(self, folder: Path, *, weights: Mapping[str, Tensor] | None = None, note: Mapping[str, str]) -> Path:
+    def write(self, folder: Path, *, weights: Mapping[str, Tensor] | None = None, note: Mapping[str, str]) -> Path:
         """Write `pytorch_lora_weights.safetensors` into a folder, atomically.
 
         Args:
@@ -197,7 +255,7 @@ def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mappin
     among the layers of the model, which have the same names there.
 
     Args:
-        path: what `LoraAdapter.save` wrote.
+        path: what `LoraAdapter.write` wrote.
         pipeline: a fresh stock pipeline; its transformer needs no weights.
         weights: what was saved, if not the trained weights.
 
@@ -221,6 +279,31 @@ def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mappin
     if wrong or len(loaded) != len(expected):
         raise RuntimeError(f"{path} does not load as it was saved: {_shorten(wrong or sorted(loaded))}")
     return len(expected)
+
+
+# Where the update that a pipeline computes differs by less, relative to its norm, that is float32's own rounding.
+EXACT = 1e-6
+
+
+def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
+    """How far the update B A of a pipeline in some dtype is off, relative to the trained one; of the worst module."""
+    trained, saved = adapter.state_dict(), adapter.file_weights()
+    prefix, worst = PREFIXES[adapter.form], 0.0
+    for name in (name for name in trained if ".lora_A." in name and not adapter.initial):
+        other = name.replace(".lora_A.", ".lora_B.")
+        right = adapter.scale * (trained[other].double() @ trained[name].double())
+        loaded = (saved[prefix + each].to(dtype).double() for each in (other, name))
+        error = next(loaded) @ next(loaded) - right
+        worst = max(worst, float(error.norm() / right.norm().clamp_min(torch.finfo(torch.double).tiny)))
+    return worst
+
+
+def plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters of a LoRA by the names of `LoraAdapter.state_dict`, which lack the adapter's."""
+    return {
+        name.replace(f".{ADAPTER}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
+        for name, tensor in weights.items()
+    }
 
 
 def _equal(loaded: Tensor, expected: Tensor) -> bool:

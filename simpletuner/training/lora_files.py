@@ -8,6 +8,7 @@ for Kandinsky 5. A DoRA's magnitudes are another number there, see `comfyui_magn
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,12 @@ ROLES = {
     COMFYUI_MAGNITUDE: "comfyui magnitude",
     ".alpha": "alpha",
 }
+
+
+def fold_scale(weight: Tensor, scale: float) -> Tensor:
+    """The weight times the scale: in its own dtype where no bit is lost, else in float32."""
+    exact = math.frexp(scale)[0] == 0.5  # a power of two
+    return weight if scale == 1 else weight * scale if exact else weight.float() * scale
 
 
 def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]:

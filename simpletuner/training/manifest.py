@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
 from simpletuner.caching.keys import hash_file
+from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem
+from simpletuner.headers import METADATA, read_header
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
 PIPELINE_FOLDER = "pipeline"  # of a full fine-tune, for `from_pretrained`
-
+NOTE_FILE = "simpletuner.json"  # in it: what it belongs to
+STATE_FOLDER = "training_state"  # in a checkpoint: what users need not load
+STEP_NOTE = "simpletuner.step"  # in the notes of results: the step they are of
 
 FILE_NAME = "manifest.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(-rolling)?")
@@ -33,6 +38,9 @@ class Identity:
         seed: kept when the run continues, also where it was drawn.
         datasets: fingerprint of the samples.
         versions: of the packages that matter.
+        weights: content of every model that takes part, by its role. Of older checkpoints nothing is known.
+        settings: keys that change the mathematics, with the values that were in effect.
+        order: the same of what decides which samples meet in a batch.
     """
 
     model_family: str
@@ -42,6 +50,9 @@ class Identity:
     seed: int
     datasets: str
     versions: dict[str, str]
+    weights: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    order: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,19 @@ def prune(output_dir: Path, limit: int, *, rolling: bool) -> list[Path]:
         (path / FILE_NAME).unlink()
         shutil.rmtree(path)
     return surplus
+
+
+def result_step(output_dir: Path, model_type: str) -> int | None:
+    """The step that the result in a folder is of, by its own header; None where there is none that says so."""
+    if model_type == "lora":
+        try:
+            notes = read_header(output_dir / LORA_FILE).get(METADATA, {})
+        except (OSError, ValueError):
+            return None
+    else:
+        notes = read_json(output_dir / PIPELINE_FOLDER / NOTE_FILE, [])
+    step = notes.get(STEP_NOTE, "") if isinstance(notes, dict) else ""
+    return int(step) if str(step).isdecimal() else None
 
 
 def _size(path: Path) -> int | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,15 +27,24 @@ from simpletuner.config.schema import OptimizerConfig
 from simpletuner.config.speed import has_compiler
 from simpletuner.errors import ConfigError, Problem
 
+# Entry of a parameter group that belongs to a technique's module: whose it is.
+OWNER = "owner"
+
 
 def build_optimizer(
-    params: Iterable[nn.Parameter], config: OptimizerConfig, *, mixed_precision: str, learning_rate: float
+    params: Iterable[nn.Parameter],
+    config: OptimizerConfig,
+    *,
+    mixed_precision: str,
+    learning_rate: float,
+    modules: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters, ready for its first step.
 
     Args:
         params: bf16 only where `keeps_bf16_weights` says so, else float32.
         learning_rate: what the first step would use; the loop sets `lr` of every group before each step.
+        modules: trained beside these, each in a parameter group of its own that carries its name.
 
     Raises:
         ConfigError: the keys are wrong or a package is missing (see `check_optimizer`), or the library refuses a value.
@@ -53,6 +64,8 @@ def build_optimizer(
         optimizer: torch.optim.Optimizer = factory(trained, lr=learning_rate, **arguments)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError([Problem("optimizer_config", f"{name} refuses it: {error}")]) from error
+    for owner, extra in modules.items():
+        optimizer.add_param_group({"params": list(extra.parameters()), OWNER: owner})
     if spec.schedule_free:
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
@@ -65,16 +78,31 @@ def runs_triton(params: Sequence[nn.Parameter]) -> bool:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Take up the state of an optimizer, with this machine's way to compute instead of the saved one's.
+    """Restore the state of an optimizer, with this machine's way to compute instead of the saved one's.
+
+    A module's group that was not saved begins now; a saved one that is no longer there is left out.
 
     Raises:
         ValueError: it belongs to other parameters.
     """
     ways = [group.get("triton") for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(_with_groups_of(optimizer, state))
     for group, way in zip(optimizer.param_groups, ways, strict=True):
         if "triton" in group:
             group["triton"] = way
+
+
+def _with_groups_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A saved state with the groups that the optimizer has, in its order."""
+    saved = {group[OWNER]: group for group in state["param_groups"] if OWNER in group}
+    groups = [group for group in state["param_groups"] if OWNER not in group]
+    for group in optimizer.state_dict()["param_groups"]:
+        if OWNER in group:
+            # Below zero no saved parameter has its number.
+            begun = {**group, "params": [-1 - number for number in group["params"]]}
+            groups.append(saved.get(group[OWNER], begun))
+    kept = {number for group in groups for number in group["params"]}
+    return {**state, "param_groups": groups, "state": {n: each for n, each in state["state"].items() if n in kept}}
 
 
 @contextmanager
@@ -148,7 +176,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self._parts.append(muon)
         if others:
             self._parts.append(torch.optim.AdamW(others, lr, betas, eps, weight_decay))
+        self._adamw = partial(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__([group for part in self._parts for group in part.param_groups], {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """More parameters: AdamW moves them, whatever their form."""
+        if "lr" not in param_group:  # not one of the groups that are made here
+            part = self._adamw(param_group["params"])
+            param_group = {**part.param_groups[0], **param_group}
+            if not any(isinstance(each, torch.optim.AdamW) for each in self._parts):
+                self._parts.append(part)
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -129,19 +129,3 @@ class ReportWriter:
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """The end of the run writes its own version, which knows how it ended."""
-
-
-@dataclass
-class EmaUpdater:
-    """Callback that folds the new weights into the moving average."""
-
-    ema: Ema
-
-    def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        """The average exists since assembly."""
-
-    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        self.ema.update(state.global_step)
-
-    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """Nothing is left to do."""

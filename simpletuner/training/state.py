@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from simpletuner.config.schema import FlowConfig, LossConfig, OptimizerConfig
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.techniques.base import Technique
-from simpletuner.training.lora import LoraAdapter
+from simpletuner.techniques.hidden_states import HiddenStates
 from simpletuner.training.optimizers import sampling_weights
+from simpletuner.training.trained import Trained
 from simpletuner.world import World
 
 # FLOPs that training on one sample takes, what checkpointing recomputes not counted, given its tokens and text tokens.
@@ -81,8 +82,10 @@ class Assembly:
     """Everything that takes part in a step, put together by `assemble`.
 
     Attributes:
-        parameters: what is trained, by name, in the order the optimizer knows them.
-        lora: the adapter when a LoRA is trained, None for a full fine-tune.
+        trained: what is trained of the transformer.
+        parameters: its weights, by name, in the order the optimizer knows them.
+        hidden: what techniques see of the forward pass.
+        modules: what techniques train beside it, by their names.
         scaler: keeps small float16 gradients from vanishing; inert in other precisions.
         streamer: brings weights to the device while it computes; None when all of them stay there.
         sample_flops: what a sample costs; None in an assembly that is not metered.
@@ -92,15 +95,23 @@ class Assembly:
     adapter: FamilyAdapter
     accelerator: Accelerator
     transformer: nn.Module
+    trained: Trained
     parameters: dict[str, nn.Parameter]
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     settings: StepSettings
-    lora: LoraAdapter | None = None
+    hidden: HiddenStates
     techniques: list[Technique] = field(default_factory=list)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
     streamer: WeightStreamer | None = None
     sample_flops: SampleFlops | None = None
     world: World = field(default_factory=World)
+
+    @property
+    def module_parameters(self) -> dict[str, nn.Parameter]:
+        """What techniques train, by `<technique>.<name>`."""
+        modules = self.modules.items()
+        return {f"{owner}.{name}": each for owner, module in modules for name, each in module.named_parameters()}
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """The weights to sample with and to publish, where the optimizer trains at others (schedule-free)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from simpletuner.config.schema import OptimizerConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
-from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.loss import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.meter import StepMeter, tokens_of
@@ -122,9 +123,11 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
 
     stop_if_losses_not_finite(torch.stack(losses.total).tolist(), losses.names)
     assembly.scaler.unscale_(assembly.optimizer)
-    weigh_samples_alike(assembly.parameters.values(), losses.counts)
+    weigh_samples_alike((*assembly.parameters.values(), *assembly.module_parameters.values()), losses.counts)
     gradient = clip_gradients(assembly.parameters.values(), settings.optimizer)
-    stop_if_gradients_not_finite(gradient.values(), assembly.parameters, assembly.scaler, losses.names)
+    own = clip_gradients(assembly.module_parameters.values(), settings.optimizer)
+    found, every = (*gradient.values(), *own.values()), assembly.parameters | assembly.module_parameters
+    stop_if_gradients_not_finite(found, every, assembly.scaler, losses.names)
     assembly.scaler.step(assembly.optimizer)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
@@ -167,24 +170,30 @@ def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: i
     """The scalar loss of one micro-batch, ready for backward."""
     noisy = assembly.adapter.prepare(add_noise(assembly, batch, global_step, micro_step))
     for technique in assembly.techniques:
-        noisy = technique.before_forward(noisy)
+        noisy = technique.before_forward(noisy, partial(predict_now, assembly))
 
-    prediction = assembly.adapter.predict(assembly.transformer, noisy)
+    with assembly.hidden.open():
+        prediction = assembly.adapter.predict(assembly.transformer, noisy)
+        extras = [technique.extra_losses(noisy, prediction) for technique in assembly.techniques]
 
-    per_sample = diffusion_loss(prediction, noisy, assembly.settings.loss)  # B
-    losses.per_sample.append(per_sample.detach())
+    loss = elementwise_loss(prediction, noisy, assembly.settings.loss)  # B C F H W
+    losses.per_sample.append(per_sample(loss.detach()))
     losses.timesteps.append(noisy.timesteps)
     losses.names.append(batch.names)
     for technique in assembly.techniques:
-        weight = technique.loss_weight(noisy)
-        per_sample = per_sample if weight is None else per_sample * weight
-    total = per_sample.mean()
-    for technique in assembly.techniques:
-        for name, extra in technique.extra_losses(noisy, prediction).items():
-            losses.extra.setdefault(name, []).append(extra.detach())
-            total = total + extra
+        loss = technique.weigh(noisy, prediction, loss)
+    total = per_sample(loss).mean()
+    for name, extra in (pair for each in extras for pair in each.items()):
+        losses.extra.setdefault(name, []).append(extra.detach())
+        total = total + extra
     losses.total.append(total.detach())
     return total
+
+
+def predict_now(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
+    """The model's prediction without gradients, for techniques."""
+    with torch.no_grad():
+        return assembly.adapter.predict(assembly.transformer, noisy)
 
 
 def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:

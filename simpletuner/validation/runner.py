@@ -24,6 +24,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.option import Size
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.diffusion.batch import TextEmbeds
+from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
@@ -220,11 +221,9 @@ class ValidationRunner:
 
     def _load_pipeline(self, assembly: Assembly) -> PreviewPipeline:
         if self._pipeline is None:
-            explicit = self.config.is_explicit("flow_schedule_shift")
-            shift = self.config.flow.flow_schedule_shift if explicit else None
             transformer = assembly.accelerator.unwrap_model(assembly.transformer)
             device = assembly.accelerator.device
-            self._pipeline = assembly.adapter.load_preview_pipeline(transformer, device, shift)
+            self._pipeline = assembly.adapter.load_preview_pipeline(transformer, device, sampling_shift(self.config))
             place_vae(self._pipeline.vae, transformer, self.config.offload, device)
         return self._pipeline
 

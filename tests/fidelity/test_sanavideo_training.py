@@ -21,6 +21,7 @@ from simpletuner.training.step import add_noise
 from tests.closeness import MODEL, assert_all_close, assert_close
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import make_sana_adapter, make_sana_config, stock_pipeline
+from tests.training.assembly import lora_of
 
 ALL_LINEAR = SANA_VIDEO.lora_presets["all-linear"]
 DEFAULT = list(SANA_VIDEO.lora_targets)
@@ -79,11 +80,11 @@ def test_blocks_are_entered_in_the_order_of_the_layout(sana_checkpoint: Path) ->
 @pytest.mark.parametrize("task", MODES)
 def test_lora_file_in_the_stock_pipeline(sana_checkpoint: Path, tmp_path: Path, targets: Any, task: str) -> None:
     assembly = make_assembly(sana_checkpoint, targets, lora_rank=4, lora_alpha=6)
-    lora = assembly.lora
+    lora = lora_of(assembly)
     assert lora is not None
     for index, parameter in enumerate(assembly.parameters.values()):
         parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 4
-    path = lora.save(tmp_path, note={})
+    path = lora.write(tmp_path, note={})
     adapter = make_sana_adapter(sana_checkpoint)
     assert verify_file(path, lora, adapter.load_bare_pipeline()) == len(lora.state_dict())
     pipeline = stock_pipeline(sana_checkpoint, task)

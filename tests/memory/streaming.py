@@ -18,8 +18,7 @@ from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.memory.precision import quantise
 from simpletuner.models.kandinsky5 import attention
-from simpletuner.models.kandinsky5.denoiser import predict_velocity
-from simpletuner.models.kandinsky5.loading import block_layout
+from simpletuner.models.kandinsky5.denoiser import block_layout, predict_velocity
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.lora import add_lora

@@ -212,7 +212,7 @@ def test_regularisation_holds_the_base_model(workspace: Workspace) -> None:
 def test_loss_that_is_not_finite_stops_before_the_update(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = step.diffusion_loss
+    original = step.elementwise_loss
 
     def broken(prediction: torch.Tensor, noisy: Any, config: Any) -> torch.Tensor:
         loss = original(prediction, noisy, config)
@@ -224,7 +224,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(
         return next(calls) == 2
 
     opened: list[MetricsFile] = []
-    monkeypatch.setattr(step, "diffusion_loss", broken)
+    monkeypatch.setattr(step, "elementwise_loss", broken)
     monkeypatch.setattr(records, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
     workspace.write_config(checkpoint_step_interval=1)
     assert workspace.train() == 1

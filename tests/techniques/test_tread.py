@@ -27,7 +27,7 @@ from tests.closeness import ROTATION, distance
 from tests.fidelity.family import CPU, make_adapter
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tiny import make_checkpoint
-from tests.training.assembly import make_assembly, make_batch
+from tests.training.assembly import make_assembly, make_batch, make_site, no_forward
 
 BLOCKS, SIDE, TOKENS = 5, 16, 64
 CAPTIONS = ["a star", "two blue circles"]
@@ -122,11 +122,11 @@ def test_routes_are_what_they_say(deep: Path, batch: Batch, checkpointing: bool)
     alike = replace(batch, embeds=[batch.embeds[0]] * 2)  # without padding, which single samples would not have
     adapter, tread = make_adapter(deep), Tread(ROUTES)
     transformer: Any = adapter.load_transformer(torch.float32)
-    tread.attach(adapter, transformer)
+    tread.attach(make_site(adapter, transformer))
     if checkpointing:
         layout = adapter.block_layout(transformer)
         enable_checkpointing(transformer, layout, PrecisionConfig(gradient_checkpointing=True), dropout=False)
-    noisy = tread.before_forward(noisy_of(alike))
+    noisy = tread.before_forward(noisy_of(alike), no_forward)
     routed = loss_and_gradients(adapter, transformer, noisy)
     other: Any = adapter.load_transformer(torch.float32)
     Plainly(list(other.visual_transformer_blocks), tread.kept_tokens, [(1, 2), (3, 3)])
@@ -139,11 +139,11 @@ def test_routes_are_what_they_say(deep: Path, batch: Batch, checkpointing: bool)
 def test_block_sparse_models_lose_whole_tiles(nabla: Path, checkpointing: bool) -> None:
     adapter, transformer, noisy = load_nabla(nabla)
     tread = Tread([Route(0.5, 1, -2)])
-    tread.attach(adapter, transformer)
+    tread.attach(make_site(adapter, transformer))
     if checkpointing:
         layout = adapter.block_layout(transformer)
         enable_checkpointing(transformer, layout, PrecisionConfig(gradient_checkpointing=True), dropout=False)
-    tread.before_forward(noisy)
+    tread.before_forward(noisy, no_forward)
     kept = tread.kept_tokens(1)
     assert kept is not None
     assert kept.shape == (1, 4 * 64)
@@ -209,8 +209,8 @@ def test_nothing_is_routed_without_gradients(deep: Path, batch: Batch) -> None:
     transformer, noisy = adapter.load_transformer(torch.float32), noisy_of(batch)
     with torch.no_grad():
         plain = adapter.predict(transformer, noisy)
-    tread.attach(adapter, transformer)
-    tread.before_forward(noisy)
+    tread.attach(make_site(adapter, transformer))
+    tread.before_forward(noisy, no_forward)
     with torch.no_grad():
         assert torch.equal(plain, adapter.predict(transformer, noisy))
     routed, _ = loss_and_gradients(adapter, transformer, noisy)
@@ -248,9 +248,9 @@ def test_compiled_blocks(deep: Path, batch: Batch) -> None:
             for block in transformer.visual_transformer_blocks:
                 block.forward = torch.compile(block.forward, backend=count, dynamic=False)
         tread = Tread(ROUTES)
-        tread.attach(adapter, transformer)
+        tread.attach(make_site(adapter, transformer))
         for global_step in range(3):
-            noisy = tread.before_forward(noisy_of(batch, replace(PLACE, global_step=global_step)))
+            noisy = tread.before_forward(noisy_of(batch, replace(PLACE, global_step=global_step)), no_forward)
             found = loss_and_gradients(adapter, transformer, noisy)
         results.append(found)
     assert_close(*results)
@@ -259,11 +259,11 @@ def test_compiled_blocks(deep: Path, batch: Batch) -> None:
 
 def test_kept_tokens_follow_from_the_place_in_the_run(deep: Path, batch: Batch) -> None:
     adapter, tread = make_adapter(deep), Tread(ROUTES)
-    tread.attach(adapter, adapter.load_transformer(torch.float32))
+    tread.attach(make_site(adapter, adapter.load_transformer(torch.float32)))
 
     def kept(place: Place, block: int = 1) -> Tensor:
         torch.rand(7)  # what is drawn elsewhere does not matter
-        tread.before_forward(noisy_of(batch, place))
+        tread.before_forward(noisy_of(batch, place), no_forward)
         found = tread.kept_tokens(block)
         assert found is not None
         return found
@@ -278,7 +278,7 @@ def test_kept_tokens_follow_from_the_place_in_the_run(deep: Path, batch: Batch) 
     assert not set(kept(PLACE, 3)[0].tolist()) <= set(first[0].tolist()), "routes draw apart"
     assert tread.kept_tokens(0) is tread.kept_tokens(4) is None
     with pytest.raises(ValueError, match="where in the run"):
-        tread.before_forward(replace(noisy_of(batch), place=None))
+        tread.before_forward(replace(noisy_of(batch), place=None), no_forward)
 
 
 def test_all_tokens_are_kept_equally_often() -> None:
@@ -309,9 +309,9 @@ def test_what_the_loss_mask_shows_is_kept(deep: Path, batch: Batch) -> None:
     mask[1, ..., 6:8, :] = 0.7  # the tokens of row 3
     mask[1, ..., 0, 0] = 0.4
     adapter, tread = make_adapter(deep), Tread([Route(0.75, 0, 1)])
-    tread.attach(adapter, adapter.load_transformer(torch.float32))
+    tread.attach(make_site(adapter, adapter.load_transformer(torch.float32)))
     for number in range(10):
-        tread.before_forward(noisy_of(replace(batch, loss_mask=mask), replace(PLACE, global_step=number)))
+        tread.before_forward(noisy_of(replace(batch, loss_mask=mask), replace(PLACE, global_step=number)), no_forward)
         kept = tread.kept_tokens(0)
         assert kept is not None
         assert 1 * 8 + 2 in kept[0]
@@ -323,12 +323,12 @@ def test_what_the_loss_mask_shows_is_kept(deep: Path, batch: Batch) -> None:
 def test_the_given_first_frame_is_kept(nabla: Path, frames: int) -> None:
     adapter, transformer, _ = load_nabla(nabla)
     tread = Tread([Route(0.5, 0, 1)])
-    tread.attach(adapter, transformer)
+    tread.attach(make_site(adapter, transformer))
     latents = torch.randn(1, 16, frames, 32, 32)
     clip = Batch(latents, [], ["x"], condition=latents[:, :, :1])
     seen = set()
     for number in range(10):
-        tread.before_forward(hold_first_frame(noisy_of(clip, replace(PLACE, global_step=number))))
+        tread.before_forward(hold_first_frame(noisy_of(clip, replace(PLACE, global_step=number))), no_forward)
         kept = tread.kept_tokens(0)
         assert kept is not None
         assert kept.shape == (1, frames * 256 // 2)
@@ -358,4 +358,4 @@ def test_not_for_sana(sana_checkpoint: Path) -> None:
 
     adapter = make_sana_adapter(sana_checkpoint)
     with pytest.raises(ValueError, match="Sana Video has no tokens"):
-        Tread(ROUTES).attach(adapter, nn.Module())
+        Tread(ROUTES).attach(make_site(adapter, adapter.load_transformer(torch.float32)))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
-from simpletuner.models.adapter import TextRequest
-from simpletuner.techniques.base import Technique
+from simpletuner.models.adapter import FamilyAdapter, TextRequest
+from simpletuner.techniques.base import Site, Technique
+from simpletuner.techniques.hidden_states import HiddenStates
 from simpletuner.training.assemble import Intent, assemble, make_accelerator
+from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.state import Assembly
 from tests.fidelity.family import CPU, make_adapter, make_config
 
@@ -25,6 +29,24 @@ def make_assembly(checkpoint: Path, *techniques: Technique, **settings: Any) -> 
     assembly = assemble(config, intent, make_adapter(checkpoint), techniques, make_accelerator())
     assembly.transformer.train()
     return assembly
+
+
+def lora_of(assembly: Assembly) -> LoraAdapter:
+    """The LoRA that an assembly trains."""
+    assert isinstance(assembly.trained, LoraAdapter)
+    return assembly.trained
+
+
+def make_site(adapter: FamilyAdapter, transformer: nn.Module, *others: Technique) -> Site:
+    """Where techniques are attached to a transformer that nothing else is done to."""
+    layout = adapter.block_layout(transformer)
+    hidden = HiddenStates(layout)
+    return Site(adapter, transformer, layout, CPU, torch.float32, others, nullcontext, hidden)
+
+
+def no_forward(noisy: NoisyBatch) -> Tensor:
+    """The `predict` of techniques that need no forward pass of their own."""
+    raise AssertionError("this technique runs the model")
 
 
 def make_batch(checkpoint: Path, captions: list[str], side: int = 4) -> Batch:

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.training.lora import LoraAdapter, start_from, verify_file
+from simpletuner.training.lora import LoraAdapter, rounding_error, start_from, verify_file
 from simpletuner.training.lora_files import METADATA_KEY, read_lora_file
 from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter
-from tests.training.assembly import fixed_noise, make_assembly, make_batch
+from tests.training.assembly import fixed_noise, lora_of, make_assembly, make_batch
 
 
 def trained(checkpoint: Path, **settings: object) -> LoraAdapter:
@@ -25,13 +25,12 @@ def trained(checkpoint: Path, **settings: object) -> LoraAdapter:
         for index, (name, parameter) in enumerate(assembly.parameters.items()):
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
-    assert assembly.lora is not None
-    return assembly.lora
+    return lora_of(assembly)
 
 
 def test_file_form(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6)
-    path = adapter.save(tmp_path, note={"modelspec.title": "name"})
+    path = adapter.write(tmp_path, note={"modelspec.title": "name"})
     weights = load_file(path)
     assert all(name.startswith("transformer.") and ".lora_" in name for name in weights)
     header = read_header(path)[METADATA]
@@ -49,7 +48,7 @@ def test_stock_transformer_with_the_file_equals_the_trained_one(
     t2i_checkpoint: Path, tmp_path: Path, settings: dict[str, object]
 ) -> None:
     adapter = trained(t2i_checkpoint, **settings)
-    adapter.save(tmp_path, note={})
+    adapter.write(tmp_path, note={})
     batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
     ours, stock = make_adapter(t2i_checkpoint), make_adapter(t2i_checkpoint)
     ours.load_transformer(torch.float32)
@@ -67,7 +66,7 @@ def test_stock_transformer_with_the_file_equals_the_trained_one(
 
 def test_verification_finds_a_wrong_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint)
-    path = adapter.save(tmp_path, note={})
+    path = adapter.write(tmp_path, note={})
     assert verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline()) == len(adapter.state_dict())
     weights = load_file(path)
     name = next(iter(weights))
@@ -91,8 +90,7 @@ def test_reading_the_forms_of_other_programs(t2i_checkpoint: Path, tmp_path: Pat
             weights[form + name] = tensor
     path = tmp_path / "other.safetensors"
     save_file(weights, path)
-    fresh = make_assembly(t2i_checkpoint, lora_rank=4).lora
-    assert fresh is not None
+    fresh = lora_of(make_assembly(t2i_checkpoint, lora_rank=4))
     start_from(fresh, path)
     strength = 0.5 if form == "lora_unet_" else 1.0  # alpha 2 of rank 4
     for name, tensor in adapter.state_dict().items():
@@ -110,9 +108,8 @@ def test_a_file_of_another_model_is_refused(t2i_checkpoint: Path, tmp_path: Path
 
 
 def test_another_rank_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
-    path = trained(t2i_checkpoint, lora_rank=4).save(tmp_path, note={})
-    other = make_assembly(t2i_checkpoint, lora_rank=8).lora
-    assert other is not None
+    path = trained(t2i_checkpoint, lora_rank=4).write(tmp_path, note={})
+    other = lora_of(make_assembly(t2i_checkpoint, lora_rank=8))
     with pytest.raises(UserError, match="rank 4"):
         start_from(other, path)
 
@@ -128,7 +125,7 @@ def test_untrained_lora_changes_nothing(t2i_checkpoint: Path) -> None:
 
 def test_dora_file_loads_or_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint, use_dora=True, lora_rank=4)
-    path = adapter.save(tmp_path, note={})
+    path = adapter.write(tmp_path, note={})
     assert any("magnitude" in name for name in load_file(path))
     verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline())
 
@@ -136,7 +133,7 @@ def test_dora_file_loads_or_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_comfyui_computes_the_weight_that_was_trained(t2i_checkpoint: Path, tmp_path: Path, use_dora: bool) -> None:
     adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, lora_format="comfyui", use_dora=use_dora)
-    path = adapter.save(tmp_path, note={})
+    path = adapter.write(tmp_path, note={})
     assert verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline()) == len(adapter.state_dict())
     stock: dict[str, torch.Tensor] = make_adapter(t2i_checkpoint).load_transformer(torch.float32).state_dict()
     weights = load_file(path)
@@ -166,9 +163,8 @@ def test_init_lora_reads_what_was_written(t2i_checkpoint: Path, tmp_path: Path, 
         for name, parameter in first.transformer.named_parameters():
             if "magnitude" in name:
                 parameter.mul_(1.5)
-    path = first.save(tmp_path, note={})
-    second = make_assembly(t2i_checkpoint, lora_rank=4, lora_alpha=2, use_dora=use_dora).lora
-    assert second is not None
+    path = first.write(tmp_path, note={})
+    second = lora_of(make_assembly(t2i_checkpoint, lora_rank=4, lora_alpha=2, use_dora=use_dora))
     start_from(second, path)
     strength = first.scale / second.scale
     for name, tensor in first.state_dict().items():
@@ -177,19 +173,50 @@ def test_init_lora_reads_what_was_written(t2i_checkpoint: Path, tmp_path: Path, 
 
 
 def test_a_dora_does_not_start_a_lora(t2i_checkpoint: Path, tmp_path: Path) -> None:
-    path = trained(t2i_checkpoint, lora_rank=4, use_dora=True).save(tmp_path, note={})
-    plain = make_assembly(t2i_checkpoint, lora_rank=4).lora
-    assert plain is not None
+    path = trained(t2i_checkpoint, lora_rank=4, use_dora=True).write(tmp_path, note={})
+    plain = lora_of(make_assembly(t2i_checkpoint, lora_rank=4))
     with pytest.raises(UserError, match="set use_dora"):
         start_from(plain, path)
 
 
 def test_verification_finds_a_name_that_comfyui_does_not_know(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint, lora_format="comfyui")
-    path = adapter.save(tmp_path, note={})
+    path = adapter.write(tmp_path, note={})
     weights = load_file(path)
     name = next(iter(weights))
     weights[name.replace("blocks.0", "blocks.9")] = weights.pop(name)
     save_file(weights, path)
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
         verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline())
+
+
+def test_a_bf16_lora_is_folded_without_rounding(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    """1.5 times a bf16 number is none, in general; what a bf16 pipeline rounds is measured."""
+    adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, mixed_precision="bf16", optimizer="optimi-adamw")
+    raw, saved = adapter.state_dict(), load_file(adapter.write(tmp_path, note={}))
+    for name, tensor in raw.items():
+        assert tensor.dtype == torch.bfloat16
+        factor = 1.5 if ".lora_B." in name else 1.0
+        assert torch.equal(saved[f"transformer.{name}"].double(), factor * tensor.double())
+    assert rounding_error(adapter, torch.float32) < 1e-6
+    assert 1e-4 < rounding_error(adapter, torch.bfloat16) < 5e-3
+    exact = trained(t2i_checkpoint, lora_rank=4, lora_alpha=8, mixed_precision="bf16", optimizer="optimi-adamw")
+    assert rounding_error(exact, torch.bfloat16) == 0.0
+    assert {each.dtype for each in exact.file_weights().values()} == {torch.bfloat16}
+
+
+def test_disabled_is_the_base_for_every_init(t2i_checkpoint: Path) -> None:
+    batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
+    plain = make_adapter(t2i_checkpoint)
+    base = plain.predict(plain.load_transformer(torch.float32), batch)
+    for init in ("default", "pissa"):
+        assembly = make_assembly(t2i_checkpoint, lora_init_type=init)
+        with torch.no_grad():
+            for parameter in assembly.parameters.values():
+                parameter.add_(0.05)
+            moved = assembly.adapter.predict(assembly.transformer, batch)
+            with assembly.trained.disabled():
+                back = assembly.adapter.predict(assembly.transformer, batch)
+            torch.testing.assert_close(back, base, rtol=0, atol=1e-3)
+            assert torch.equal(assembly.adapter.predict(assembly.transformer, batch), moved)
+        assert (moved - base).abs().max() > 0.02

@@ -21,7 +21,7 @@ from simpletuner.training.state import Assembly
 from simpletuner.world import World
 from tests.caching.test_clips import ENCODER
 from tests.data.test_sampler import make_dataset
-from tests.training.assembly import make_assembly, make_batch
+from tests.training.assembly import make_assembly, make_batch, no_forward
 
 ONE, TWO = [World()], [World(0, 2), World(1, 2)]
 EPOCHS = range(1, 9)
@@ -73,7 +73,7 @@ def catalogue(tmp_path: Path) -> Catalogue:
 def drawn(assembly: Assembly, batch: Batch, tread: Tread, world: World) -> dict[str, Tensor]:
     """Everything that is drawn for the samples of one process at one place of the run."""
     noisy = step.add_noise(replace(assembly, world=world), batch, 4, 1)
-    tread.before_forward(noisy)
+    tread.before_forward(noisy, no_forward)
     kept = tread.kept_tokens(1)
     assert kept is not None
     return {"noise": noisy.noise, "sigmas": noisy.sigmas, "input": noisy.noisy_latents, "kept": kept}

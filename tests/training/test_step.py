@@ -101,8 +101,9 @@ def test_a_step_moves_weights_and_reports(t2i_checkpoint: Path) -> None:
 class Doubled(Technique):
     """Opens the doors that weigh and add."""
 
-    def loss_weight(self, noisy: NoisyBatch) -> Tensor:
-        return torch.full((len(noisy.batch.names),), 2.0)
+    def weigh(self, noisy: NoisyBatch, prediction: Tensor, loss: Tensor) -> Tensor:
+        assert loss.shape == prediction.shape
+        return 2 * loss
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> dict[str, Tensor]:
         return {"extra": prediction.sum() * 0 + 1.5}

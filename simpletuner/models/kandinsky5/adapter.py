@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
 from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale
@@ -56,11 +56,8 @@ class Kandinsky5Adapter:
         self.dtype, self._padding = dtype, attention.install(transformer)
         return transformer
 
-    def token_stream(self, transformer: nn.Module) -> TokenStream:
-        return denoiser.token_stream(transformer)
-
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        return loading.block_layout(transformer)
+        return denoiser.block_layout(transformer)
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
         return fast.install(transformer, self.padding)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from simpletuner.diffusion.batch import TextEmbeds, upload
-from simpletuner.models.adapter import TokenStream
+from simpletuner.models.adapter import BlockLayout, TokenRouting, raster_order
 from simpletuner.models.kandinsky5.attention import TextPadding
 from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE, is_sparse
 
@@ -90,21 +90,20 @@ def predict_velocity(
 ROPE, SPARSE_PARAMS = 3, 4
 
 
-def token_stream(transformer: nn.Module) -> TokenStream:
-    """The visual blocks. With NABLA the tokens of a tile lie in a row and stay together."""
+TEXT_BLOCKS, VISUAL_BLOCKS = "text_transformer_blocks", "visual_transformer_blocks"
+
+
+def block_layout(transformer: nn.Module) -> BlockLayout:
+    """Text blocks, then visual blocks. With NABLA the tokens of a tile lie in a row and stay together."""
     model: Any = transformer
     tiled = is_sparse(model.config)
-    return TokenStream(
-        blocks=list(model.visual_transformer_blocks),
-        unit=TILE if tiled else 1,
+    return BlockLayout(
+        groups={name: model.get_submodule(name) for name in (TEXT_BLOCKS, VISUAL_BLOCKS)},
+        visual=VISUAL_BLOCKS,
+        width=model.config["model_dim"],
         order=tile_order if tiled else raster_order,
-        tables={ROPE: cut_rope, SPARSE_PARAMS: cut_window},
+        routing=TokenRouting(TILE if tiled else 1, {ROPE: cut_rope, SPARSE_PARAMS: cut_window}),
     )
-
-
-def raster_order(frames: int, rows: int, columns: int) -> Tensor:
-    """Frame by frame, row by row."""
-    return torch.arange(frames * rows * columns)
 
 
 def tile_order(frames: int, rows: int, columns: int) -> Tensor:

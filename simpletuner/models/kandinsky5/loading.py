@@ -14,12 +14,11 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from simpletuner.models.adapter import BlockLayout, PreviewRequest
+from simpletuner.models.adapter import PreviewRequest
 from simpletuner.models.loading import hollow_out
 from simpletuner.models.source import ModelSource, Part
 
 WITHOUT_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-BLOCK_GROUPS = ("text_transformer_blocks", "visual_transformer_blocks")
 
 
 def load_transformer(part: Part, dtype: torch.dtype) -> nn.Module:
@@ -41,11 +40,6 @@ def move_with_the_model(transformer: Any) -> None:
     frequencies = embeddings.freqs
     del embeddings.freqs
     embeddings.register_buffer("freqs", frequencies, persistent=False)
-
-
-def block_layout(transformer: nn.Module) -> BlockLayout:
-    """Text blocks, then visual blocks."""
-    return BlockLayout({name: transformer.get_submodule(name) for name in BLOCK_GROUPS})  # type: ignore[misc]
 
 
 def stock_pipeline(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, TokenStream
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
 from simpletuner.models.loading import hollow_out, load_vae
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, WanLatentEncoder, collate_text, token_timesteps
 from simpletuner.models.sanavideo.options import SanaOptions
@@ -67,13 +67,12 @@ class SanaVideoAdapter:
         )[0]
         return velocity.float()
 
-    def token_stream(self, transformer: nn.Module) -> TokenStream | None:
-        """None: the feed-forward is a convolution over the whole grid of tokens."""
-        return None
-
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        name = "transformer_blocks"
-        return BlockLayout({name: transformer.get_submodule(name)})  # type: ignore[dict-item]
+        """Without routing: the feed-forward is a convolution over the whole grid of tokens."""
+        model: Any = transformer
+        name, settings = "transformer_blocks", model.config
+        width = settings["num_attention_heads"] * settings["attention_head_dim"]
+        return BlockLayout({name: model.get_submodule(name)}, visual=name, width=width)
 
     def use_fast_blocks(self, transformer: nn.Module) -> None:
         """None: the time of these blocks goes into convolutions and linear attention."""

@@ -1,0 +1,74 @@
+"""What a technique is as far as the plan must know it, as plain data: readable without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from simpletuner.caching.catalogue import FeatureKind
+from simpletuner.config.load import RunConfig
+from simpletuner.config.tread import Route
+from simpletuner.models.cost import Load, TransformerCost
+
+if TYPE_CHECKING:
+    from simpletuner.techniques.base import Technique
+
+
+@dataclass(frozen=True)
+class TechniqueCost:
+    """What a technique adds to one micro-batch.
+
+    Attributes:
+        parameters: numbers of its module, all of them trained in float32.
+        held: bytes on the device from its forward pass until the backward pass.
+        flops: forward and backward.
+    """
+
+    parameters: int = 0
+    held: float = 0.0
+    flops: float = 0.0
+
+
+def no_cost(transformer: TransformerCost, load: Load) -> TechniqueCost:
+    """Of a technique without a module."""
+    return TechniqueCost()
+
+
+@dataclass(frozen=True)
+class TechniqueSpec:
+    """A technique that a configuration switches on.
+
+    Attributes:
+        build: makes the technique; torch comes in here.
+        routes: windows of blocks that some tokens pass by.
+        features: what it needs of every trained sample, cached beside its latents.
+        cost: what it adds to a micro-batch of the model.
+    """
+
+    build: Callable[[], Technique]
+    routes: tuple[Route, ...] = ()
+    features: tuple[FeatureKind, ...] = ()
+    cost: Callable[[TransformerCost, Load], TechniqueCost] = no_cost
+
+
+def chosen_techniques(config: RunConfig, regularised: frozenset[str]) -> tuple[TechniqueSpec, ...]:
+    """The techniques that a configuration switches on, in the order in which their doors are passed.
+
+    Args:
+        regularised: ids of the datasets with regularisation data.
+    """
+    specs = []
+    if regularised:
+        specs.append(TechniqueSpec(lambda: _load("regularisation:Regularisation")(regularised)))
+    routes = config.tread.routes
+    if routes:
+        specs.append(TechniqueSpec(lambda: _load("tread:Tread")(routes), routes=routes))
+    return tuple(specs)
+
+
+def _load(name: str) -> Callable[..., Technique]:
+    module, _, attribute = name.partition(":")
+    found: Callable[..., Technique] = getattr(import_module(f"simpletuner.techniques.{module}"), attribute)
+    return found

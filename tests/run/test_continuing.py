@@ -1,0 +1,124 @@
+"""What a run that continues is compared with, and which result it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from simpletuner.headers import METADATA, read_header
+from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.models.kandinsky5.image import StockImagePipeline
+from simpletuner.models.kandinsky5.loading import load_processor
+from simpletuner.training.manifest import NOTE_FILE
+from tests.fidelity.family import make_adapter
+from tests.tiny import PIPELINES, make_checkpoint
+from tests.workspace import DATASETS, Workspace
+
+LORA = "output/pytorch_lora_weights.safetensors"
+SHORT: dict[str, Any] = {"max_train_steps": 2, "lr_scheduler": "constant"}
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_stale_result_is_published_anew(tmp_path: Path, t2i_checkpoint: Path, kind: str) -> None:
+    """Killed between the last checkpoint and publishing, a run has a result of an earlier step."""
+    run = Workspace.create(tmp_path, t2i_checkpoint, model_type=kind, learning_rate=1e-4, **SHORT)
+    result = run.path(LORA if kind == "lora" else "output/pipeline")
+    assert run.train() == 0
+    result.rename(run.path("old"))
+    assert run.train("max_train_steps=4") == 0
+    if result.is_dir():
+        result.rename(run.path("new"))
+    else:
+        result.unlink()
+    run.path("old").rename(result)
+    assert step_of(result) == "2"
+    assert run.train("max_train_steps=4") == 0
+    assert step_of(result) == "4"
+    assert len(run.metrics()) == 4, "nothing is trained twice"
+
+
+def step_of(result: Path) -> str:
+    notes = json.loads((result / NOTE_FILE).read_text()) if result.is_dir() else read_header(result)[METADATA]
+    return str(notes["simpletuner.step"])
+
+
+def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    run = Workspace.create(
+        tmp_path, t2i_checkpoint, model_type="full", learning_rate=1e-4, flow_schedule_shift=4.0,
+        validation_disable=False, disable_benchmark=True, validation_guidance=1.0, validation_resolution="128x128",
+        validation_disable_unconditional=True, **SHORT,
+    )  # fmt: skip
+    assert run.train() == 0
+    preview = next(run.path("output/validation_images").glob("step_2_*.png"))
+    folder = run.path("output/pipeline")
+    pipeline = PIPELINES["t2i"].from_pretrained(folder, tokenizer=load_processor(folder))
+    pipeline.set_progress_bar_config(disable=True)
+    cpu = torch.device("cpu")
+    prompts = [TextRequest("a red square"), TextRequest("", negative=True)]
+    embeds, negative = make_adapter(t2i_checkpoint).load_text_encoder(cpu, torch.float32).encode(prompts)
+    request = PreviewRequest(embeds, negative, 128, 128, num_inference_steps=2, guidance_scale=1.0, seed=7)
+
+    def draw() -> np.ndarray:
+        return np.asarray(StockImagePipeline(pipeline, pipeline.vae, cpu, takes_source=False).render(request)[0])
+
+    assert np.array_equal(draw(), np.asarray(Image.open(preview)))
+    pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, shift=1.0)
+    assert not np.array_equal(draw(), np.asarray(Image.open(preview))), "the shift shows"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lora_alpha": 3}, ["lora_alpha", "with 16, not 3"]),
+        ({"lora_init_type": "gaussian"}, ["lora_init_type", "default", "gaussian"]),
+        ({"optimizer": "torch-sgd"}, ["optimizer", "not torch-sgd"]),
+        ({"peft_lora_target_modules": ["to_key"]}, ["peft_lora_target_modules", "to_query"]),
+        ({"optimizer": "optimi-adamw", "mixed_precision": "bf16"}, ["mixed_precision", "with fp32, not bf16"]),
+    ],
+)
+def test_what_the_weights_cannot_do_without_is_refused(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: list[str]
+) -> None:
+    assert workspace.train() == 0
+    workspace.write_config(**change, max_train_steps=6)
+    assert workspace.train() == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+
+
+def test_another_base_is_refused(workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert workspace.train() == 0
+    other = make_checkpoint(tmp_path / "other", seed=1)
+    workspace.write_config(pretrained_model_name_or_path=str(other), max_train_steps=6)
+    assert workspace.train() == 2
+    message = capsys.readouterr().err
+    assert "another transformer" in message
+    assert "another vae" in message
+
+
+def test_what_may_be_meant_is_said(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert workspace.train() == 0
+    workspace.write_datasets([{**DATASETS[0], "resolution": 48}, DATASETS[1]])
+    workspace.write_config(seed=8, loss_type="huber", max_train_steps=6)
+    capsys.readouterr()
+    assert workspace.train() == 0
+    said = capsys.readouterr().out
+    assert "seed" in said
+    assert "with 7, not 8" in said
+    assert "loss_type" in said
+    assert "with l2, not huber" in said
+    assert "pictures.resolution" in said
+    assert "48" in said
+
+
+def test_rates_steps_and_intervals_go_on_silently(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert workspace.train() == 0
+    capsys.readouterr()
+    assert workspace.train("max_train_steps=6", "learning_rate=5e-4", "checkpoint_step_interval=3") == 0
+    assert "was trained with" not in capsys.readouterr().out

@@ -1,0 +1,81 @@
+"""A small real technique for tests: hidden states are pulled towards cached features through a trained projector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
+
+from simpletuner.caching.catalogue import FeatureKind
+from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.models.cost import Load, TransformerCost
+from simpletuner.techniques.base import Site, Technique
+from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
+
+CHANNELS, PATCH = 16, 2
+
+
+class PatchTeacher:
+    """Stands for a frozen vision encoder: the mean of each token's latents."""
+
+    encoded = 0
+
+    def encode(self, latents: Tensor) -> Tensor:
+        """`C F H W` -> one row of features for each token, in raster order: `S C`."""
+        PatchTeacher.encoded += 1
+        tokens = latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH)).mean((-1, -3))  # C F h w
+        return tokens.flatten(1).T.contiguous()
+
+
+TEACHER = FeatureKind("teacher", {"encoder": "patch mean", "patch": PATCH}, lambda adapter, device: PatchTeacher())
+
+
+class Alignment(Technique):
+    """1 - cos(projector(hidden states of a block), teacher), over the tokens that are there."""
+
+    def __init__(self, block: int = 1, weight: float = 0.5) -> None:
+        self.block, self.weight = block, weight
+        self.shapes: list[torch.Size] = []
+        self.average = 0.0
+
+    def attach(self, site: Site) -> None:
+        self.site, self.project = site, nn.Linear(site.layout.width, CHANNELS)  # float32, whatever the model is
+        site.hidden.watch(self.block)
+
+    def module(self) -> nn.Module:
+        return self.project
+
+    def adopt(self, module: nn.Module) -> None:
+        self.project = module  # type: ignore[assignment]
+
+    def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
+        hidden = self.site.hidden[self.block]
+        self.shapes.append(hidden.shape)
+        size = noisy.noisy_latents.shape[2:]
+        order = self.site.layout.order(size[0], size[1] // PATCH, size[2] // PATCH)
+        teacher = torch.stack(noisy.batch.features[TEACHER.name])[:, order]  # B S C
+        kept = self.site.kept_tokens(self.block)
+        if kept is not None:
+            teacher = teacher.gather(1, kept[..., None].expand(-1, -1, CHANNELS))
+        alignment = cosine_similarity(self.project(hidden.float()), teacher, dim=-1).mean()
+        self.average = 0.9 * self.average + 0.1 * alignment.item()
+        return {"alignment_loss": self.weight * (1 - alignment)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.average = state["average"]
+
+
+def alignment_cost(transformer: TransformerCost, load: Load) -> TechniqueCost:
+    """The projector, its input in float32, and three products with it."""
+    tokens = load.samples * load.tokens
+    numbers = transformer.hidden * CHANNELS
+    return TechniqueCost(numbers + CHANNELS, 4.0 * tokens * transformer.hidden, 6.0 * tokens * numbers)
+
+
+SPEC = TechniqueSpec(Alignment, features=(TEACHER,), cost=alignment_cost)

@@ -1,0 +1,248 @@
+"""A technique that owns a module and cached features: it trains, resumes, and leaves nothing in the result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from simpletuner.config.tread import Route
+from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.flow import hold_first_frame, make_noisy
+from simpletuner.plan.build import Plan
+from simpletuner.techniques.base import Predict, Technique
+from simpletuner.techniques.spec import chosen_techniques
+from simpletuner.techniques.tread import Tread
+from simpletuner.training import step
+from simpletuner.training.ema import Ema
+from simpletuner.training.state import Assembly
+from tests.run.test_resume import assert_same_run
+from tests.techniques.alignment import CHANNELS, SPEC, TEACHER, Alignment, PatchTeacher
+from tests.tiny import WIDTH, make_checkpoint
+from tests.training.assembly import make_assembly, make_batch
+from tests.workspace import Workspace
+
+SIDE, TOKENS = 16, 64
+# A rate that does not depend on the length of the run, so that one can be made longer.
+STEADY: dict[str, Any] = {"max_train_steps": 6, "checkpoint_step_interval": 3, "lr_scheduler": "constant"}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with enough blocks for a route around a watched one."""
+    return make_checkpoint(tmp_path_factory.mktemp("deep"), visual_blocks=4)
+
+
+@pytest.fixture(scope="module")
+def batch(deep: Path) -> Batch:
+    batch = make_batch(deep, ["a star", "two blue circles"], SIDE)
+    return replace(batch, features={TEACHER.name: [PatchTeacher().encode(each) for each in batch.latents]})
+
+
+class Same:
+    """A loader of one batch without end."""
+
+    epoch, epochs_done = 1, 0
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def __next__(self) -> Batch:
+        return self.batch
+
+
+def gradients_of(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
+    step.rehearse_micro_step(assembly, batch)
+    own = {f"own.{name}": each for module in assembly.modules.values() for name, each in module.named_parameters()}
+    found = {name: each.grad.clone() for name, each in (assembly.parameters | own).items() if each.grad is not None}
+    assert len(found) == len(assembly.parameters) + len(own)
+    return found
+
+
+def test_it_trains(deep: Path, batch: Batch) -> None:
+    assembly = make_assembly(deep, Alignment())
+    module = assembly.modules["Alignment"]
+    before = {name: each.detach().clone() for name, each in module.named_parameters()}
+    losses = [step.optimizer_step(assembly, Same(batch), each).metrics for each in range(8)]  # type: ignore[arg-type]
+    assert losses[-1]["alignment_loss"] < losses[0]["alignment_loss"] - 0.05
+    assert losses[0]["optimization_loss"] == pytest.approx(losses[0]["train_loss"] + losses[0]["alignment_loss"])
+    assert all(not torch.equal(before[name], each) for name, each in module.named_parameters())
+    assert not any("project" in name for name in assembly.parameters), "the moving average is of the LoRA alone"
+    assert [len(group["params"]) for group in assembly.optimizer.param_groups] == [len(assembly.parameters), 2]
+
+
+def test_its_start_follows_from_the_seed(deep: Path) -> None:
+    torch.rand(5)
+    one, other = (make_assembly(deep, Alignment()).modules["Alignment"].state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    plain = make_assembly(deep)
+    assert all(
+        torch.equal(each, plain.parameters[name]) for name, each in make_assembly(deep, Alignment()).parameters.items()
+    ), "the LoRA starts as without it"
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "optimi-lion", "torch-sgd"])
+def test_optimizers_take_its_group(deep: Path, batch: Batch, optimizer: str) -> None:
+    assembly = make_assembly(deep, Alignment(), optimizer=optimizer)
+    before = [each.detach().clone() for each in assembly.modules["Alignment"].parameters()]
+    for number in range(2):
+        step.optimizer_step(assembly, Same(batch), number)  # type: ignore[arg-type]
+    after = list(assembly.modules["Alignment"].parameters())
+    assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing_interval": 2},
+        {"gradient_checkpointing": True, "enable_group_offload": True},
+        {"enable_group_offload": True},
+        {"gradient_checkpointing": True, "offload_block_inputs": True},
+    ],
+)
+def test_recomputation_and_offload_change_no_gradient(deep: Path, batch: Batch, settings: dict[str, Any]) -> None:
+    plain, other = Alignment(), Alignment()
+    expected = gradients_of(make_assembly(deep, plain, gradient_checkpointing=False), batch)
+    found = gradients_of(make_assembly(deep, other, **{"gradient_checkpointing": False, **settings}), batch)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    assert plain.shapes == other.shapes == [torch.Size([2, TOKENS, WIDTH])], "one look in each micro-step"
+    assert max(gradient.abs().max() for name, gradient in found.items() if name.startswith("own.")) > 1e-3
+
+
+def test_hidden_states_are_released_and_recomputed_ones_not_seen(deep: Path, batch: Batch) -> None:
+    assembly = make_assembly(deep, Alignment(), gradient_checkpointing=True)
+    step.rehearse_micro_step(assembly, batch)
+    with pytest.raises(KeyError):
+        assembly.hidden[1]
+    with pytest.raises(ValueError, match="0 to 3"):
+        assembly.hidden.watch(4)
+
+
+def test_compiled_blocks_are_watched(deep: Path, batch: Batch) -> None:
+    torch.compiler.reset()
+    expected = gradients_of(make_assembly(deep, Alignment()), batch)
+    found = gradients_of(make_assembly(deep, Alignment(), dynamo_backend="aot_eager"), batch)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_it_sees_which_tokens_a_route_keeps(deep: Path, batch: Batch, block: int) -> None:
+    """Also of the last block of the route, behind which all tokens are there again."""
+    aligned = Alignment(block)
+    gradients_of(make_assembly(deep, Tread([Route(0.5, 1, 2)]), aligned), batch)
+    assert aligned.shapes == [torch.Size([2, TOKENS // 2, WIDTH])]
+    kept = aligned.site.kept_tokens(block)
+    assert kept is not None
+    assert kept.shape == (2, TOKENS // 2)
+    assert aligned.site.kept_tokens(0) is None
+
+
+class Rollout(Technique):
+    """Two steps towards the data without gradients, then training from there."""
+
+    def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
+        start = noisy.noisy_latents
+        for _ in range(2):
+            velocity = predict(noisy)
+            assert not velocity.requires_grad
+            noisy = noisy.at(noisy.sigmas - 0.01, noisy.noisy_latents - 0.01 * velocity)
+        assert not torch.equal(start, noisy.noisy_latents)
+        return noisy
+
+
+def test_forward_passes_without_gradients_are_left_alone(deep: Path, batch: Batch) -> None:
+    aligned = Alignment()
+    gradients_of(make_assembly(deep, Rollout(), aligned), batch)
+    assert len(aligned.shapes) == 1
+
+
+def test_a_given_first_frame_stays_at_every_noise_level() -> None:
+    latents = torch.randn(1, 16, 3, 4, 4)
+    clip = Batch(latents, [], ["x"], condition=latents[:, :, :1])
+    noisy = hold_first_frame(make_noisy(clip, torch.tensor([0.5]), torch.randn_like(latents)))
+    moved = noisy.at(torch.tensor([0.25]), torch.zeros_like(latents))
+    assert torch.equal(moved.noisy_latents[:, :, :1], latents[:, :, :1])
+    assert not moved.noisy_latents[:, :, 1:].any()
+    assert moved.timesteps.tolist() == [250.0]
+    assert torch.equal(moved.target, noisy.target)
+
+
+def use_alignment(monkeypatch: pytest.MonkeyPatch, *, on: bool = True) -> None:
+    """Switch the technique on for every plan from now on, or off."""
+    specs = (SPEC,) if on else ()
+    monkeypatch.setattr(Plan, "techniques", property(lambda plan: chosen_techniques(plan.config, frozenset()) + specs))
+
+
+def run_of(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:
+    return Workspace.create(folder, checkpoint, pictures=4, use_ema=True, **{**STEADY, **settings})
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_runs_resume_bit_for_bit_and_publish_nothing_of_it(
+    tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    use_alignment(monkeypatch)
+    straight = run_of(tmp_path / "straight", t2i_checkpoint, model_type=kind, learning_rate=1e-4)
+    PatchTeacher.encoded = 0
+    assert straight.train() == 0
+    assert PatchTeacher.encoded == 4, "once a picture"
+    broken = run_of(tmp_path / "broken", t2i_checkpoint, model_type=kind, learning_rate=1e-4)
+    assert broken.train("max_train_steps=3") == 0
+    PatchTeacher.encoded = 0
+    assert broken.train() == 0
+    assert PatchTeacher.encoded == 0, "cached"
+    assert_same_run(straight, broken)
+    files = sorted(path.relative_to(tmp_path) for path in straight.path("output").rglob("*.safetensors"))
+    owned = [path for path in files if load_file(tmp_path / path).keys() == {"weight", "bias"}]
+    assert {path.name for path in owned} == {"Alignment.module.safetensors"}
+    names = {name for path in files if path not in owned for name in load_file(tmp_path / path)}
+    assert names
+    assert not any("project" in name for name in names)
+
+
+def test_it_can_be_switched_on_and_off_when_a_run_continues(
+    tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_of(tmp_path, t2i_checkpoint)
+    assert run.train("max_train_steps=2") == 0
+    use_alignment(monkeypatch)
+    assert run.train("max_train_steps=4") == 0
+    assert "Alignment was off" in caplog.text
+    assert math.isfinite(run.metrics()[-1]["alignment_loss"])
+    use_alignment(monkeypatch, on=False)
+    assert run.train("max_train_steps=6") == 0
+    assert "Alignment was on" in caplog.text
+    assert "alignment_loss" not in run.metrics()[-1]
+
+
+def test_the_plan_counts_its_memory_and_arithmetic() -> None:
+    from simpletuner.budget.estimate import Setup, step_memory
+    from simpletuner.models.cost import Adapters, Load
+    from simpletuner.models.registry import FAMILIES
+
+    family = FAMILIES["kandinsky5-image"].cost
+    cost = family.transformer(family.published("t2i-lite-sft"))
+    adapters = Adapters(16, frozenset(["visual_transformer_blocks.0.self_attention.to_query"]))
+    plain = Setup("bf16", adapters, trained_bytes=4.0, state_bytes=8.0)
+    load = Load(2, 1, 32, 32, 100)
+    before, after = step_memory(cost, plain, load), step_memory(cost, replace(plain, techniques=(SPEC,)), load)
+    assert after.trained - before.trained == (cost.hidden * CHANNELS + CHANNELS) * 16
+    assert after.inputs - before.inputs == 4 * 2 * 1024 * cost.hidden
+
+
+def test_ema_is_of_the_model_alone(deep: Path) -> None:
+    from simpletuner.config.schema import EmaConfig
+
+    assembly = make_assembly(deep, Alignment())
+    assert Ema(assembly.parameters, EmaConfig(), torch.device("cpu")).average.keys() == assembly.parameters.keys()
+    assert all("lora_" in name for name in assembly.parameters)
