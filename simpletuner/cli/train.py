@@ -60,28 +60,34 @@ def train(
         _show_plan(arguments, problems)
         return
     from simpletuner.budget.ready import ready_plan
+    from simpletuner.budget.show import start_lines
     from simpletuner.models.registry import load_adapter
+    from simpletuner.reporting.events import Notice, StateChanged
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import make_progress
+    from simpletuner.reporting.progress import shown_events
+    from simpletuner.reporting.requests import signals_as_interrupt
     from simpletuner.run.lock import lock_output
 
     plan, budget = ready_plan(arguments, problems)
     prepare_output(plan)
     setup_logging()
-    with lock_output(plan.output_dir), make_progress() as progress:
+    with lock_output(plan.output_dir), signals_as_interrupt(), shown_events() as events:
         for warning in plan.warnings:
-            progress.say(f"warning: {warning}")
+            events.publish(Notice(str(warning), warning=True))
         for decision in budget.decisions:
-            progress.say(f"offload auto: {decision}")
+            events.say(f"offload auto: {decision}")
         if plan.is_finished:
-            progress.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
+            events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
             return
+        begun = plan.resume.step if plan.resume else 0
+        summary = "\n".join(start_lines(plan, budget))
+        events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
         # torch comes in here, after everything that could fail cheaply.
-        with progress.phase("Loading torch"), quick_imports():
+        with events.phase("Loading torch"), quick_imports():
             from simpletuner.run.train import run_plan
 
             load_adapter(plan.spec)
-        run_plan(plan, budget, progress)
+        run_plan(plan, budget, events)
 
 
 def prepare_output(plan: Plan) -> None:
