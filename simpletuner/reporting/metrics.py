@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from simpletuner.atomic import disk_full_named, write_atomically
+from simpletuner.atomic import write_atomically, writing_to
 
 METRICS_FILE = "training_metrics.jsonl"
 MEDIA_FILE = "validation_media.jsonl"
@@ -59,7 +59,7 @@ class StepLines:
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self.path = Path(path)
-        with disk_full_named(self.path):
+        with writing_to(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
         self.drop(lambda row: resume_step == 0 or row["step"] > resume_step)
@@ -82,7 +82,7 @@ class StepLines:
         """
         row = {"step": step, **{key: _finite(value) for key, value in values.items() if key != "step"}}
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        with disk_full_named(self.path):
+        with writing_to(self.path):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, "short write")
 

@@ -6,12 +6,14 @@ plan ─► fetch ─► caches ─► assemble ─► train ─► publish
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
 
+from simpletuner.atomic import sweep, sweep_folders
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import usable_cores
 from simpletuner.budget.measure import device_rates
@@ -21,6 +23,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import Interrupted
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import text_folder
 from simpletuner.reporting.events import EventStream, State, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
@@ -36,7 +39,11 @@ from simpletuner.training.assemble import Intent, assemble, make_accelerator, pe
 from simpletuner.training.checkpoints import load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.loop import train
+from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.training.state import Assembly, TrainState
+from simpletuner.validation.runner import PREVIEW_FOLDERS
+
+ABANDONED = 3600.0  # seconds after which nobody can be writing a file any more
 
 
 def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool | None = None) -> None:
@@ -55,6 +62,7 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
     device, config = accelerator.device, plan.config
     adapter = build_adapter(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
+    sweep_strays(plan)
     epoch = plan.resume.manifest.epoch if plan.resume else 1
     workshop = open_workshop(plan, adapter, device, events, epoch=epoch, listing=budget.listing)
     plan = workshop.plan
@@ -103,6 +111,19 @@ def end_lines(plan: Plan, result: str) -> Iterator[str]:
     yield result
     yield f"Report: {plan.output_dir / REPORT_FILE}"
     yield "To train longer, start the same command with a larger max_train_steps."
+
+
+def sweep_strays(plan: Plan) -> None:
+    """Remove what a killed run left half written; a cache may be in use by another run, so there only what is old."""
+    names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|unverified")
+    for folder in (plan.output_dir, plan.output_dir / "ema"):
+        sweep(folder)
+        sweep_folders(folder, names)
+    for below in PREVIEW_FOLDERS:
+        sweep(plan.output_dir / below)
+    caches = {text_folder(plan), *(text_folder(plan, each) for each in plan.datasets)}
+    for folder in caches | {each.latent_dir for each in plan.datasets}:
+        sweep(folder, "**/", older_than=ABANDONED)
 
 
 def choose_techniques(plan: Plan) -> list[Technique]:

@@ -68,6 +68,8 @@ def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> 
 
 
 REHEARSED_STEPS = 2
+IMAGE_FOLDER, BENCHMARK_FOLDER = "validation_images", "benchmarks/base_model"
+PREVIEW_FOLDERS = (IMAGE_FOLDER, BENCHMARK_FOLDER)
 FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}
 
 
@@ -243,9 +245,9 @@ class ValidationRunner:
         dimensions = f"{frames[0].width}x{frames[0].height}" + (f"@{len(frames)}" if is_clip else "")
         if benchmark:
             number = f"_{index}" if index or is_clip else ""
-            return self.output_dir / "benchmarks" / "base_model" / f"{prompt.short_name}_{dimensions}{number}.{suffix}"
+            return self.output_dir / BENCHMARK_FOLDER / f"{prompt.short_name}_{dimensions}{number}.{suffix}"
         name = f"step_{step}_{prompt.short_name}_{index}_{dimensions}{'_ema' if use_ema else ''}.{suffix}"
-        return self.output_dir / "validation_images" / name
+        return self.output_dir / IMAGE_FOLDER / name
 
     def _write(self, frames: list[Image], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
