@@ -148,7 +148,9 @@ def is_read_only(error: BaseException, folder: Path) -> TypeGuard[OSError]:
     """Whether the system allows nothing to be written in a folder; a source that may not be read is something else."""
     if not isinstance(error, OSError) or error.errno not in READ_ONLY_CODES:
         return False
-    return error.filename is None or Path(error.filename).is_relative_to(folder)
+    if error.filename is None:
+        return error.errno == errno.EROFS  # which reading never meets
+    return Path(error.filename).is_relative_to(folder)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from simpletuner.budget.budget import BucketCost, Budget, gigabytes
+from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes
 from simpletuner.budget.disk import Writing, find_writings
 from simpletuner.budget.rounds import preview_rounds, remaining_steps
 from simpletuner.config.schema import all_options
@@ -204,18 +204,26 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     """The plan in a few lines, for the start of a run: what, on what, how long, where it goes, whether it fits."""
     kind = "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
     yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
+    names = [dataset.id for dataset in plan.trained]
     samples = sum(len(dataset.samples) for dataset in plan.trained)
-    yield f"  {samples} {plan.spec.samples} of {', '.join(dataset.id for dataset in plan.trained)}"
+    yield f"  on {samples} {plan.spec.samples} (dataset{'s' if len(names) > 1 else ''} {', '.join(names)})"
     steps = remaining_steps(plan)
     rounds = preview_rounds(plan)
     seconds = steps * budget.step_seconds + rounds * len(plan.prompts) * budget.preview_seconds
     after = f" after step {plan.resume.step}" if plan.resume else ""
     shown = f" and {_count(rounds, 'round')} of previews" if rounds else ""
     yield f"  {_count(steps, 'step')}{after}{shown}, about {duration(seconds)}; goes to {plan.output_dir}"
-    peak = max(budget.phases, key=lambda phase: phase.device)
-    room = budget.device.memory
-    of = "" if room is None else f" of {gigabytes(room)}"
-    yield f"  {budget.device.name}: up to {gigabytes(peak.device)}{of} while {peak.name}"
+    yield _fit_line(budget)
+
+
+def _fit_line(budget: Budget) -> str:
+    """`  fits: up to 16.4 GB of 25.8 GB on a GPU with 24 GiB, while training at 1024x1024`"""
+    device = budget.device
+    needs = {each.name: each.device + (0.0 if device.is_gpu else each.host) for each in budget.phases}
+    peak = max(needs, key=lambda name: needs[name])
+    room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
+    verdict = "fits" if fits(budget.phases, device) else "does not fit"
+    return f"  {verdict}: up to {gigabytes(needs[peak])}{room} on {device.name}, while {peak}"
 
 
 def duration(seconds: float) -> str:

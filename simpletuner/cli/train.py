@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.help import SettingsCommand
-from simpletuner.errors import Problem, UserError
+from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
     from simpletuner.config.arguments import Arguments
@@ -108,12 +108,30 @@ def plan(
         str | None,
         typer.Option("--device-memory", metavar="GB", help="Plan for a GPU with so much memory."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
 ) -> None:
     """Check everything that needs no weights, and print what a run would do, take and need."""
     arguments, problems = parse_settings(context.args)
     if device_memory is not None:
         arguments.settings.append(("plan_device_memory_gb", device_memory))
-    _show_plan(arguments, problems)
+    if as_json:
+        _print_json(arguments, problems)
+    else:
+        _show_plan(arguments, problems)
+
+
+def _print_json(arguments: Arguments, problems: list[Problem]) -> None:
+    from simpletuner.budget.document import plan_json
+    from simpletuner.budget.ready import weigh_plan
+    from simpletuner.config.load import raise_if_fatal
+
+    try:
+        weighed = weigh_plan(arguments, problems)
+    except ConfigError as error:
+        print(plan_json(None, error.problems))
+        raise
+    print(plan_json(weighed, [*weighed[0].warnings, *problems]))
+    raise_if_fatal(problems)
 
 
 def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:

@@ -188,12 +188,11 @@ class CheckpointWriter:
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """An interruption must not displace a checkpoint of the configured intervals, so it saves a rolling one."""
-        if self.saved_step != state.global_step:
-            self.save(assembly, state, rolling=state.global_step < assembly.settings.total_steps)
+        self.save(assembly, state, rolling=state.global_step < assembly.settings.total_steps)
 
     def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
-        """Save now, then remove what is beyond the limit."""
-        if not assembly.world.is_main:
+        """Save now, unless this step is saved already; then remove what is beyond the limit."""
+        if self.saved_step == state.global_step or not assembly.world.is_main:
             return
         name = f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
         arguments = (assembly, state, self.loader, self.ema, self.identity, self.settings, self.note(state))

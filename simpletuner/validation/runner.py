@@ -145,8 +145,7 @@ class ValidationRunner:
             self.render(assembly, state)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        finished = state.global_step >= assembly.settings.total_steps
-        if finished and self._rendered_at != state.global_step:
+        if state.global_step >= assembly.settings.total_steps:
             self.render(assembly, state)
 
     def is_due(self, state: TrainState, epochs_done: int) -> bool:
@@ -157,7 +156,7 @@ class ValidationRunner:
         return (by_step or by_epoch) and state.global_step >= validation.validate_after_step
 
     def render(self, assembly: Assembly, state: TrainState, *, benchmark: bool = False) -> None:
-        """Render every prompt at every size now, but for what is recorded already.
+        """Render every prompt at every size now, but for what is recorded already, and once a step.
 
         Args:
             benchmark: the model is untrained; the files go to `benchmarks/base_model`.
@@ -167,7 +166,7 @@ class ValidationRunner:
         """
         step = state.global_step
         shots = [shot for shot in self._shots(step, benchmark) if not any(map(shot.is_in, self._recorded_at(step)))]
-        if not shots or not assembly.world.is_main:
+        if not shots or self._rendered_at == step or not assembly.world.is_main:
             return
         title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
         try:

@@ -62,8 +62,8 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
         accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load), transformer=nn.Identity(),
         sampling_weights=nullcontext, world=World(),
     )  # fmt: skip
-    for _ in range(2):
-        validation.rehearse(assembly) if rehearsed else validation.render(assembly, TrainState())
+    for step in range(2):
+        validation.rehearse(assembly) if rehearsed else validation.render(assembly, TrainState(step))
     assert len(loaded) == 2
     assert alive == [False, False]
 
