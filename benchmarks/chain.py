@@ -45,7 +45,6 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.entries import list_entries, make_catalogue
-from simpletuner.reporting.progress import SilentProgress
 from simpletuner.run.caches import build_adapter
 from simpletuner.training.assemble import Intent, assemble
 from simpletuner.training.state import Assembly
