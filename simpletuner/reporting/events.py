@@ -237,7 +237,7 @@ class EventStream:
             Interrupted: the run was asked to stop.
         """
         self.stop.check()
-        running = _RunningPhase(self, PhaseStarted(title, total, unit, kind))
+        running = RunningPhase(self, PhaseStarted(title, total, unit, kind))
         self.publish(running.phase)
         started, complete = time.monotonic(), False
         try:
@@ -247,7 +247,9 @@ class EventStream:
             self.publish(PhaseEnded(running.phase, running.done, time.monotonic() - started, complete))
 
 
-class _RunningPhase:
+class RunningPhase:
+    """A phase of a stream, from its beginning."""
+
     def __init__(self, stream: EventStream, phase: PhaseStarted) -> None:
         self._stream, self.phase, self.done = stream, phase, 0
 
