@@ -17,10 +17,10 @@ from typing import Literal, Protocol
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.metrics import MediaRecord
 
-State = Literal["starting", "running", "stopping", "finished", "failed", "interrupted"]
-ENDED: frozenset[State] = frozenset({"finished", "failed", "interrupted"})
+RunState = Literal["starting", "running", "stopping", "finished", "failed", "interrupted"]
+ENDED: frozenset[RunState] = frozenset({"finished", "failed", "interrupted"})
 # Why a run failed or was interrupted is told by whoever started it.
-SHOWN: frozenset[State] = frozenset({"starting", "stopping", "finished"})
+SHOWN: frozenset[RunState] = frozenset({"starting", "stopping", "finished"})
 # Kinds of phases that come again and again while a run trains.
 CACHING, EVALUATION, PREVIEWS, SAVING = "caching", "evaluation", "previews", "saving"
 
@@ -162,7 +162,7 @@ class StateChanged:
         rounds: what comes again and again, by the kind of its phases; given with `running`.
     """
 
-    state: State
+    state: RunState
     step: int
     total_steps: int
     message: str = ""

@@ -24,7 +24,7 @@ from simpletuner.errors import Interrupted
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import text_folder
-from simpletuner.reporting.events import EventStream, State, StateChanged
+from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
 from simpletuner.run.caches import build_adapter, open_workshop
@@ -100,7 +100,7 @@ def announced_end(events: EventStream, state: TrainState, plan: Plan) -> Iterato
     try:
         yield
     except BaseException as error:
-        how: State = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        how: RunState = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         message = str(error) or type(error).__name__
         events.publish(StateChanged(how, state.global_step, plan.length.total_steps, message))
         raise
