@@ -206,7 +206,7 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
     names = [dataset.id for dataset in plan.trained]
     samples = sum(len(dataset.samples) for dataset in plan.trained)
-    yield f"  on {samples} {plan.spec.samples} (dataset{'s' if len(names) > 1 else ''} {', '.join(names)})"
+    yield f"  on {samples} {plan.spec.media_noun} (dataset{'s' if len(names) > 1 else ''} {', '.join(names)})"
     steps = remaining_steps(plan)
     rounds = preview_rounds(plan)
     seconds = steps * budget.step_seconds + rounds * len(plan.prompts) * budget.preview_seconds
