@@ -223,12 +223,11 @@ def test_a_file_asks_for_a_checkpoint_for_previews_and_for_the_end(workspace: Wo
 MOMENTS: dict[str, Callable[[Event], bool]] = {
     "step": lambda event: isinstance(event, StepDone) and event.step == 2,
     "checkpoint": lambda event: isinstance(event, CheckpointSaved) and event.step == 2,
-    "preview": lambda event: isinstance(event, MediaRendered) and event.media.step == 2,
-    "last checkpoint": lambda event: isinstance(event, CheckpointSaved) and event.step == 4,
     "last preview": lambda event: isinstance(event, MediaRendered) and event.media.step == 4,
 }
 
 
+@pytest.mark.slow
 def test_killed_runs_lack_no_line_no_preview_and_repeat_none(tmp_path: Path, t2i_checkpoint: Path) -> None:
     settings = {**PREVIEWED, "disable_benchmark": False, "eval_steps_interval": 2, "eval_timesteps": 1}
     straight, killed = (Workspace.create(tmp_path / name, t2i_checkpoint, **settings) for name in ("one", "two"))
