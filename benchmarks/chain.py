@@ -239,7 +239,7 @@ def _assembly(size: str, device: str) -> Assembly:
 
 def _encode_texts(chain: Chain) -> None:
     for entry in chain.texts:
-        chain.text_encoder.encode([TextRequest(entry.caption, negative=entry.negative)])
+        chain.text_encoder.encode([TextRequest(entry.caption, bare=entry.bare)])
 
 
 def _encode(chain: Chain, decoded: Sequence[Any]) -> None:

@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import diffusers
 import torch
 from accelerate import Accelerator, init_empty_weights
-from diffusers import (
-    AutoencoderKL,
-    AutoencoderKLHunyuanVideo,
-    Kandinsky5Transformer3DModel,
-    SanaVideoTransformer3DModel,
-)
+from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo
 from torch import Tensor, nn
 from transformers import Gemma2Model, PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter
+from simpletuner.models.cost import TransformerCost
+from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource, Part
 from tests.tiny import WIDTH, build_qwen
@@ -114,9 +112,42 @@ SHAPES: dict[str, Size] = {
 SIZES = tuple(SHAPES)
 
 
+def _small_kandinsky(heads: int, head: int, ratio: int) -> dict[str, Any]:
+    widths = {**_TINY, "num_text_blocks": 2, "model_dim": heads * head, "ff_dim": ratio * heads * head}
+    return _kandinsky(widths, (head // 4, head * 3 // 8, head * 3 // 8))
+
+
+def _small_sana(heads: int, head: int, ratio: int) -> dict[str, Any]:
+    widths = {"attention_head_dim": head, "cross_attention_head_dim": head, "cross_attention_dim": heads * head}
+    counts = {"num_attention_heads": heads, "num_cross_attention_heads": heads}
+    return {**_TINY_SANA, **counts, **widths, "mlp_ratio": float(ratio)}
+
+
+# Settings of a small transformer of each class with so many heads, of such a width, and a feed-forward so many times
+# as wide; text embeddings are `WIDTH` wide.
+SMALL: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+    "Kandinsky5Transformer3DModel": _small_kandinsky,
+    "SanaVideoTransformer3DModel": _small_sana,
+}
+
+
+def small_size(family: str, heads: int, head: int, ratio: int) -> Size:
+    """A small model of a family, to be measured."""
+    spec = FAMILIES[family]
+    settings = SMALL[spec.cost.transformer_class](heads, head, ratio)
+    pooled = {"pooled_prompt_embeds": WIDTH} if spec.text_encoders > 1 else {}
+    return Size(family, spec.flavour_names[0], settings, (1, 8, 8), 24, {"prompt_embeds": WIDTH, **pooled})
+
+
 def transformer_class(size: str) -> Any:
     """The diffusers class of a size."""
-    return SanaVideoTransformer3DModel if SHAPES[size].family == "sanavideo" else Kandinsky5Transformer3DModel
+    return getattr(diffusers, FAMILIES[SHAPES[size].family].cost.transformer_class)
+
+
+def cost_of(cost: FamilyCost, model: Any, **changes: object) -> TransformerCost:
+    """What a model costs, as its config and its parameters have it, but for some settings."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return cost.transformer({**model.config, **changes}, shapes)
 
 
 def hollow_transformer(size: str) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.models import SHAPES, SIZES, hollow_transformer, lora_targets, make_config
+from benchmarks.models import SHAPES, SIZES, cost_of, hollow_transformer, lora_targets, make_config
 from benchmarks.timing import Ratio, arguments, show
 from benchmarks.variants import COMMON, Settings, Variant, measure
 from simpletuner.budget.estimate import step_memory
@@ -57,17 +57,11 @@ def planned_peak(size: str, device: str, settings: Settings) -> float:
     spec = FAMILIES[shape.family]
     precision = "no" if device == "cpu" else "bf16"
     config = make_config(size, **{"mixed_precision": precision, **COMMON, **settings})
-    cost = spec.cost.transformer(hollow_settings(size))
+    cost = cost_of(spec.cost, hollow_transformer(size))
     parts = Parts(spec, cost, lora_targets(size), {}, 0, 0, ())
     frames, height, width = shape.latents
     load = Load(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)
     return step_memory(cost, parts.setup(config), load).total
-
-
-def hollow_settings(size: str) -> dict[str, object]:
-    """The transformer's config.json."""
-    model: Any = hollow_transformer(size)
-    return dict(model.config)
 
 
 def measured_peak(size: str, device: str, settings: Settings) -> float:

@@ -23,6 +23,10 @@ class Meter:
         return tensor
 
     @property
+    def addresses(self) -> set[int]:
+        return set(self._kept)
+
+    @property
     def bytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 

@@ -7,6 +7,7 @@ values, because behind a gate of zero every gradient is zero and a gradient test
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ from transformers import (
 )
 
 from simpletuner.models.kandinsky5.loading import load_processor
+from simpletuner.models.kandinsky5.templates import OFFICIAL
 
 TOKENIZERS = Path(__file__).parents[1] / "simpletuner" / "examples" / "demo" / "checkpoint"
 WIDTH = 32
@@ -48,6 +50,25 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+# Words of the templates that are one token of Qwen's and two of the demo's tokenizer.
+WHOLE_WORDS = (("ĠBas", "ed"), ("Ġprovid", "ed"), ("sec", "ond"), ("Ġinterest", "ing"), ("Ġto", "gether"))
+
+
+def split_as_qwen(folder: Path) -> None:
+    """Let the tokenizer of a checkpoint split the templates as Qwen's own does; five other words lose their token."""
+    path = folder / "tokenizer" / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary, merges = content["model"]["vocab"], content["model"]["merges"]
+    used = {part for merge in merges for part in merge}
+    words = " ".join(each.text for each in OFFICIAL.values())
+    free = [merge for merge in merges if "".join(merge) not in used and "".join(merge).strip("Ġ") not in words]
+    for (left, right), merge in zip(WHOLE_WORDS, free, strict=False):
+        vocabulary[left + right] = vocabulary.pop("".join(merge))
+        merges.remove(merge)
+        merges.append([left, right])
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def build_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForConditionalGeneration:

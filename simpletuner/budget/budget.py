@@ -16,9 +16,11 @@ from simpletuner.budget.duration import StepCost, forward_seconds, step_cost
 from simpletuner.budget.estimate import (
     Setup,
     StepMemory,
+    average_memory,
     frozen_bytes,
     inputs_on_host_bytes,
     sampling_bytes,
+    saving_bytes,
     step_memory,
     streamed_bytes,
     trained_bytes,
@@ -36,7 +38,6 @@ from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 HOST_BASE = 1.2e9
 TEXT_ACTIVATIONS = 0.03  # of the text encoder's weights, for one prompt
 STREAMED_TEXT = 0.3  # of them that stays on the device when its blocks are streamed: embeddings, vision tower, slots
-SAVED_COPIES = 3  # the state is copied to the host, serialised, and handed on as bytes
 
 
 @dataclass(frozen=True)
@@ -140,16 +141,20 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setu
     whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
     yield Phase("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
     on_disk = config.offload.group_offload_to_disk_path is not None
-    waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup))
+    there, here = average_memory(cost, setup, "device"), average_memory(cost, setup, "host")
+    waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup)) + here.kept
+    trained, frozen = trained_bytes(cost, setup), frozen_bytes(cost, setup)
     for bucket in workload.buckets:
         load = parts.load(bucket)
-        host = waiting + inputs_on_host_bytes(cost, setup, load)
-        yield Phase(f"training at {bucket.label}", step_memory(cost, setup, load).total, host, trains=True)
-    trained = trained_bytes(cost, setup)
+        device = max(step_memory(cost, setup, load).total, frozen + trained + there.updating)
+        host = waiting + max(inputs_on_host_bytes(cost, setup, load), here.updating)
+        yield Phase(f"training at {bucket.label}", device, host, trains=True)
     if workload.previews:
         rendering = _preview_peak(config, parts, workload, setup, vae)
-        yield Phase("rendering previews", trained + rendering, waiting)
-    yield Phase("saving", 0.0, waiting + SAVED_COPIES * trained)
+        yield Phase("rendering previews", trained + rendering + there.waiting, waiting + here.waiting)
+    copies = there.saving + there.waiting
+    host = waiting + saving_bytes(cost, setup) + here.saving + here.waiting
+    yield Phase("saving", frozen + trained + copies if copies else 0.0, host)
 
 
 def _at_a_time(load: VaeLoad, caching: CachingConfig) -> VaeLoad:

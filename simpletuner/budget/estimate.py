@@ -11,12 +11,16 @@ On the device, at the worst moment of a step:
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from simpletuner.config.optimizers import OPTIMIZERS
 from simpletuner.config.schema import SLOTS, OptimizerName
 from simpletuner.config.tread import Route
 from simpletuner.models.cost import BYTES, Activations, Adapters, Load, TransformerCost
 from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
+
+AVERAGE = 4.0  # bytes per number: float32
+SHARD = 10e9  # a full model is written in files of this size, each gathered in host memory
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Setup:
         overlapped: copies of streamed blocks run beside the compute.
         inputs_on_host: block inputs wait in host memory.
         quantised: bytes per weight of the blocks' linear layers, 0 where they are not quantised.
-        averaged_on_device: a moving average of the trained weights is kept there.
+        averaged: where a moving average of the trained weights is kept, `device` or `host`; empty without one.
         routes: windows of blocks that some tokens pass by; in training alone.
         techniques: what may have weights and arithmetic of its own.
     """
@@ -53,7 +57,7 @@ class Setup:
     overlapped: bool = True
     inputs_on_host: bool = False
     quantised: float = 0.0
-    averaged_on_device: bool = False
+    averaged: Literal["", "device", "host"] = ""
     routes: tuple[Route, ...] = ()
     techniques: tuple[TechniqueSpec, ...] = ()
 
@@ -96,12 +100,44 @@ def optimizer_state_bytes(name: OptimizerName, trained_bytes: float, *, compensa
     return spec.moments * size + compensated * trained_bytes
 
 
+def trained_numbers(cost: TransformerCost, setup: Setup) -> int:
+    return cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
+
+
 def trained_bytes(cost: TransformerCost, setup: Setup) -> float:
-    """Weights that are trained, their gradients and the optimizer's state."""
-    count = cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
-    average = 4.0 if setup.averaged_on_device else 0.0
+    """Weights that are trained, their gradients, the optimizer's state, and an average on the device."""
+    average = AVERAGE if setup.averaged == "device" else 0.0
     # The update of a full model works on copies of a few tensors at a time; those of a LoRA are small.
-    return count * (2 * setup.trained_bytes + setup.state_bytes + average)
+    return trained_numbers(cost, setup) * (2 * setup.trained_bytes + setup.state_bytes + average)
+
+
+@dataclass(frozen=True)
+class AverageMemory:
+    """Bytes of a moving average where it lives.
+
+    Attributes:
+        kept: the average, all the time.
+        updating: float32 copies of the weights, between two steps.
+        waiting: the trained weights, while previews and files take the average.
+        saving: the copy that goes into a checkpoint.
+    """
+
+    kept: float
+    updating: float
+    waiting: float
+    saving: float
+
+
+def average_memory(cost: TransformerCost, setup: Setup, place: Literal["device", "host"]) -> AverageMemory:
+    """What the average takes on the device or on the host: nothing where it is not."""
+    count = trained_numbers(cost, setup) if setup.averaged == place else 0
+    return AverageMemory(AVERAGE * count, AVERAGE * count, setup.trained_bytes * count, AVERAGE * count)
+
+
+def saving_bytes(cost: TransformerCost, setup: Setup) -> float:
+    """On the host: a shard of a full model, or a LoRA in its two forms, beside an average's copy from the device."""
+    weights = trained_numbers(cost, setup) * setup.trained_bytes
+    return min(weights, SHARD) if setup.is_full else 2 * weights
 
 
 def frozen_bytes(cost: TransformerCost, setup: Setup) -> float:

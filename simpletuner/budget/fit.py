@@ -146,6 +146,8 @@ def _lossless_changes(budget: Budget) -> Iterator[Change]:
         yield Change({"vae_batch_size": 1})
     if budget.device.is_gpu:
         yield from _offload_changes(config)
+    if budget.parts.spec.slices_convolutions and not caching.vae_enable_patch_conv:
+        yield Change({"vae_enable_patch_conv": True})
     if not caching.vae_enable_tiling:
         yield Change({"vae_enable_tiling": True})
 
@@ -182,6 +184,7 @@ def choose(budget: Budget) -> Budget:
     budget = _with_encoders(budget)
     ladders = [list(ladder) for ladder in _ladders(budget)]
     leanest = _in_8_bits(budget, ladders[-1][-1])
+    budget = _with_tiles(budget, leanest)
     beyond = _beyond(budget, leanest)
     fitting = [way for ladder in ladders if (way := _first_that_fits(ladder, budget, beyond)) is not None]
     if fitting:  # the earlier one, where two are equally fast
@@ -190,13 +193,20 @@ def choose(budget: Budget) -> Budget:
 
 
 def _beyond(budget: Budget, leanest: Way) -> frozenset[str]:
-    """Phases beside the steps that lack room whatever is chosen here: no reason to make the steps slower.
-
-    `check_fit` says what would help them, tiles of the VAE for instance.
-    """
+    """Phases beside the steps that lack room whatever is chosen here: no reason to make the steps slower."""
     phases = phases_after((budget.config, budget.workload), [leanest[0]], budget)
     lacking = [phase for phase in phases if shortage(phase, budget.device, headroom=HEADROOM)]
     return frozenset(phase.name for phase in lacking if not phase.trains)
+
+
+def _with_tiles(budget: Budget, leanest: Way) -> Budget:
+    """Tiles of the VAE, where pictures or previews would not fit without them."""
+    key, lacking = "vae_enable_tiling", _beyond(budget, leanest)
+    if not lacking or budget.config.is_explicit(key) or budget.config.caching.vae_enable_tiling:
+        return budget
+    reason = f"{' and '.join(sorted(lacking))} would not fit {_room(budget.device)}; latents change at the tiles' seams"
+    tiled = _with(budget, Change({key: True}), reason)
+    return tiled if _beyond(tiled, leanest) < lacking else budget
 
 
 def _first_that_fits(ladder: Sequence[Way], budget: Budget, beyond: frozenset[str]) -> Way | None:
@@ -209,13 +219,20 @@ def _first_that_fits(ladder: Sequence[Way], budget: Budget, beyond: frozenset[st
 
 
 def _with_encoders(budget: Budget) -> Budget:
-    """The text encoders streamed, where encoding captions lacks room."""
-    key = "group_offload_text_encoder"
-    lacking = {phase.name: shortage(phase, budget.device, headroom=HEADROOM) for phase in budget.phases}
-    reason = lacking.get("encoding captions")
-    if reason and budget.device.is_gpu and not budget.config.is_explicit(key):
-        return _with(budget, Change({key: True}), reason)
+    """Text encoders streamed and the VAE in slices, each where its own phase lacks room."""
+    keys = [("captions", "group_offload_text_encoder")]
+    if budget.parts.spec.slices_convolutions:
+        keys.append((budget.parts.spec.media_noun, "vae_enable_patch_conv"))
+    for subject, key in keys if budget.device.is_gpu else ():
+        reason = _shortages(budget).get(f"encoding {subject}")
+        if reason and not budget.config.is_explicit(key):
+            budget = _with(budget, Change({key: True}), reason)
     return budget
+
+
+def _shortages(budget: Budget) -> dict[str, str | None]:
+    """What each phase lacks, by its name."""
+    return {phase.name: shortage(phase, budget.device, headroom=HEADROOM) for phase in budget.phases}
 
 
 def _with(budget: Budget, change: Change, reason: str) -> Budget:

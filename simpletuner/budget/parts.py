@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from simpletuner.budget.estimate import Setup, optimizer_state_bytes
 from simpletuner.budget.workload import Bucket
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
+from simpletuner.config.schema import EmaConfig
 from simpletuner.config.speed import keeps_attention
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, FamilyCost, Load, TransformerCost
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, Load, Shape, TransformerCost
+from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.lora_targets import Targets, matching_modules
 from simpletuner.models.source import Part, tensor_shapes
 from simpletuner.models.spec import FamilySpec
@@ -72,7 +75,7 @@ class Parts:
             quantised=quantised_bytes(precision.base_model_precision),
             routes=config.tread.routes,
             techniques=self.techniques,
-            averaged_on_device=config.ema.use_ema and config.ema.ema_device == "accelerator",
+            averaged=average_place(config.ema),
         )
 
     def _adapters(self, rank: int) -> Adapters:
@@ -80,13 +83,22 @@ class Parts:
         return Adapters(rank, frozenset(matching_modules(modules, self.targets)))
 
 
+def average_place(ema: EmaConfig) -> Literal["", "device", "host"]:
+    """Where the moving average lives."""
+    if not ema.use_ema:
+        return ""
+    return "host" if ema.ema_cpu_only or ema.ema_device == "cpu" else "device"
+
+
 def parts_of(plan: Plan) -> Parts:
     """The model's parts from what is on this machine, else from what is known of the flavour."""
     cost, assumed = plan.spec.cost, []
-    settings = plan.source.read_config("transformer")
-    if settings is None:
-        settings = cost.published(plan.flavour.name)
+    settings, shapes = plan.source.read_config("transformer"), part_shapes(plan.source["transformer"])
+    if settings is None or not shapes:
+        transformer = cost.of_flavour(plan.flavour.name)
         assumed.append("transformer")
+    else:
+        transformer = cost.transformer(settings, shapes)
     vae = plan.source.read_config("vae")
     vae_parameters = count_parameters(plan.source["vae"]) or cost.vae_parameters
     encoders = [plan.source[role] for role in ("text_encoder", "text_encoder_2") if role in plan.source.parts]
@@ -96,21 +108,21 @@ def parts_of(plan: Plan) -> Parts:
     if not all(counts):
         assumed.append("text encoders")
     return Parts(
-        plan.spec, cost.transformer(settings), plan.lora_targets, vae or {}, vae_parameters,
+        plan.spec, transformer, plan.lora_targets, vae or {}, vae_parameters,
         sum(counts) if all(counts) else cost.text_parameters, tuple(assumed), plan.techniques,
     )  # fmt: skip
 
 
 def count_parameters(part: Part) -> int:
     """Numbers in the weight files of a part that is on this machine; 0 when they are not, or are not safetensors."""
+    return sum(math.prod(shape) for shape in part_shapes(part).values())
+
+
+def part_shapes(part: Part) -> dict[str, Shape]:
+    """Shapes by name in the weight files of a part; empty when they are not here, or are not safetensors."""
     folder = part.local_folder()
-    if folder is None:
-        return 0
-    total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        for shape in tensor_shapes(path).values():
-            total += math.prod(shape)
-    return total
+    files = sorted(folder.glob("*.safetensors")) if folder else []
+    return {name: tuple(shape) for path in files for name, shape in tensor_shapes(path).items()}
 
 
 def encoder_bytes(parts: Parts, config: RunConfig) -> tuple[float, float]:

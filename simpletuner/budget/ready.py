@@ -36,7 +36,11 @@ def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
     budget = make_budget(plan, device)
     if plan.config.offload.offload == "auto":
         budget = choose(budget)
-        plan = replace(plan, config=budget.config)
+        chosen = replace(plan, config=budget.config)
+        if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
+            # Latents in tiles have cache entries of their own.
+            budget = replace(make_budget(chosen, device), decisions=budget.decisions)
+        plan = chosen
     found = [*check_fit(budget), *check_disk(plan, find_writings(plan, budget))]
     problems.extend(found)
     return replace(plan, warnings=[*plan.warnings, *(each for each in found if not each.fatal)]), budget

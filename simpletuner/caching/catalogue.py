@@ -73,7 +73,7 @@ class FeatureEntry:
 class TextEntry:
     """The embeddings of one caption, and where they lie; `picture` is what the prompt holds (i2i).
 
-    `negative` is true for the prompt that guidance leads away from.
+    `bare` is true for the prompt that guidance leads away from, and for captions that are left out.
     """
 
     key: TextKey
@@ -82,7 +82,7 @@ class TextEntry:
     source: str
     compress: bool
     picture: Sample | None = None
-    negative: bool = False
+    bare: bool = False
 
 
 AnyEntry = LatentEntry | TextEntry | FeatureEntry
@@ -194,10 +194,12 @@ class Catalogue:
             if dataset_id in self.completed and not negative:
                 caption = self.completed[dataset_id](caption)
         cleaned = encoders.clean(caption)
-        bare = encoders.bare_template if negative or not cleaned else None
+        # Dropped captions are what guidance leads away from; an empty prompt is one like any other.
+        bare = negative or (dataset_id is not None and not cleaned)
+        template = (encoders.bare_template if bare else None) or encoders.template
         fingerprint = None if picture is None else picture_fingerprint(picture)
-        key = TextKey(cleaned, bare or encoders.template, encoders.max_length, encoders.text, fingerprint)
-        return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, picture, negative)
+        key = TextKey(cleaned, template, encoders.max_length, encoders.text, fingerprint)
+        return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, picture, bare)
 
     def latents_of(self, datasets: Iterable[Dataset], epoch: int) -> list[LatentEntry]:
         """Every latent that training in an epoch reads: of the samples and of what they are conditioned on."""

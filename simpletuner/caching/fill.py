@@ -147,7 +147,7 @@ def fill_features(
 
 def _text_batch(encoder: TextEncoder) -> Callable[[Sequence[TextEntry]], list[TextEmbeds]]:
     def encode(group: Sequence[TextEntry]) -> list[TextEmbeds]:
-        return encoder.encode([TextRequest(entry.caption, _picture(entry.picture), entry.negative) for entry in group])
+        return encoder.encode([TextRequest(entry.caption, _picture(entry.picture), entry.bare) for entry in group])
 
     return encode
 

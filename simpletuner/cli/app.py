@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from simpletuner.cli import cache, configure, examples, train
+from simpletuner.cli import cache, configure, examples, help, train
 from simpletuner.errors import ConfigError, SimpleTunerError
 
 USAGE = 2
@@ -22,11 +22,12 @@ app = typer.Typer(
     name="simpletuner",
     help="Fine-tune Kandinsky 5 Image, Kandinsky 5 Video and Sana Video: what is trained is what is sampled.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 train.register(app)
 configure.register(app)
+help.register(app)
 app.add_typer(cache.app, name="cache")
 app.add_typer(examples.app, name="examples")
 
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain_about_problems(error: ConfigError) -> int:
-    """All problems as a list, warnings first, so that what must be mended stands last."""
+    """All problems as a list, warnings first, so that what must be fixed comes last."""
     for problem in error.problems:
         if not problem.fatal:
             print(f"warning: {problem}", file=sys.stderr)

@@ -12,22 +12,43 @@ from simpletuner.errors import UserError
 
 app = typer.Typer(help="List the packaged examples, or copy one to start from.", no_args_is_help=True)
 
+TASKS = {"t2i": "text to image", "i2i": "image editing", "t2v": "text to video", "i2v": "image to video"}
+
 
 @app.command("list")
 def list_examples() -> None:
-    """Names of the packaged examples."""
+    """The packaged examples, one line each."""
     from simpletuner.config.locate import example_names
 
-    for name in example_names():
-        typer.echo(name)
+    names = example_names()
+    width = max(map(len, names))
+    for name in names:
+        typer.echo(f"{name:<{width}}  {_about(name)}")
+    typer.echo("\nRun one: simpletuner train example=NAME. Make a copy to change: simpletuner examples copy NAME.")
+
+
+def _about(name: str) -> str:
+    """What an example trains, read off its config."""
+    import json
+
+    from simpletuner.config.locate import EXAMPLES_ALIAS, example_file
+    from simpletuner.models.registry import FAMILIES
+
+    config = json.loads(example_file(name).read_text(encoding="utf-8"))
+    spec = FAMILIES[config["model_family"]]
+    flavour = spec.flavour(config.get("model_flavour"))
+    kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"
+    about = f"{kind} for {spec.title}, {flavour.name} ({TASKS[flavour.task]})"
+    is_tiny = str(config.get("pretrained_model_name_or_path", "")).startswith(EXAMPLES_ALIAS)
+    return f"{about}; tiny model, no download, no GPU, minutes" if is_tiny else about
 
 
 @app.command("copy")
 def copy_example(
-    name: str,
+    name: Annotated[str, typer.Argument(help="Name of the example; `examples list` shows them.")],
     dest: Annotated[Path | None, typer.Option("--dest", help="Folder to create; config/NAME by default.")] = None,
 ) -> None:
-    """Copy an example's files, with the paths inside them led to the copy."""
+    """Copy an example's files, and point the paths inside them at the copy."""
     import json
 
     from simpletuner.atomic import build_folder, write_json

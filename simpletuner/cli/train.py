@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
+from simpletuner.cli.help import SettingsCommand
 from simpletuner.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -40,31 +39,6 @@ def quick_imports() -> Iterator[None]:
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-class SettingsCommand(TyperCommand):
-    """A command whose `--help` also lists every setting of the option schema."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        typer.echo("\n".join(settings_help()))
-
-
-def settings_help() -> Iterator[str]:
-    """Every setting with its help and default, by section."""
-    import simpletuner.models.registry  # noqa: F401 - families declare options of their own
-    from simpletuner.config.schema import all_options
-
-    section = ""
-    for option in all_options().values():
-        if option.section != section:
-            section = option.section
-            yield f"\n{section}"
-        default = option.default_note or ("" if option.default is None else str(option.default))
-        note = f" [{default}]" if default else ""
-        text = textwrap.wrap(option.help + note, width=74) or [""]
-        yield f"  --{option.name}"
-        yield from (f"      {line}" for line in text)
-
-
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the application."""
     app.command("train", cls=SettingsCommand, context_settings=PASS_THROUGH)(train)
@@ -77,9 +51,9 @@ def train(
         bool, typer.Option("--dry-run", "--dry_run", help="Check everything, print the plan, start nothing.")
     ] = False,
 ) -> None:
-    """Train with config/config.json. Settings after the command beat the file: key=value, --key value, --flag.
+    """Train with config/config.json, or another file.
 
-    env=NAME uses config/NAME/config.json, example=NAME a packaged example.
+    --config FILE uses that file, env=NAME config/NAME/config.json, example=NAME a packaged example.
     """
     arguments, problems = parse_settings(context.args)
     if dry_run:
@@ -122,9 +96,17 @@ def prepare_output(plan: Plan) -> None:
         raise UserError(f"output_dir: {str(plan.output_dir)!r} cannot be created: {error.strerror}.") from None
 
 
-def plan(context: typer.Context) -> None:
-    """Check everything that can be checked without weights and print what a run would do."""
+def plan(
+    context: typer.Context,
+    device_memory: Annotated[
+        str | None,
+        typer.Option("--device-memory", metavar="GB", help="Plan for a GPU with so much memory."),
+    ] = None,
+) -> None:
+    """Check everything that needs no weights, and print what a run would do, take and need."""
     arguments, problems = parse_settings(context.args)
+    if device_memory is not None:
+        arguments.settings.append(("plan_device_memory_gb", device_memory))
     _show_plan(arguments, problems)
 
 

@@ -12,7 +12,13 @@ from simpletuner.errors import Problem
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
 # Words that choose the config and are no settings themselves, by the name they are kept under.
-SELECTORS = {"env": "env", "example": "example", "config_path": "config_path", "config_backend": "config_backend"}
+SELECTORS = {
+    "env": "env",
+    "example": "example",
+    "config": "config_path",
+    "config_path": "config_path",
+    "config_backend": "config_backend",
+}
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from simpletuner.data.buckets import Geometry, Size
+from simpletuner.data.buckets import Geometry, Size, cover
 from simpletuner.data.clips import ClipFacts
 
 # Why a file is not trained on; the words of the log, which counts them.
@@ -87,6 +87,14 @@ class Sample:
     def first_frame(self) -> Sample:
         """Its frame 0 as a clip of one frame, without a condition of its own."""
         return replace(self, frames=1, is_i2v=False)
+
+    def fitted(self, size: Size) -> Sample:
+        """The same, resized and cropped in the middle to another size, as training does it."""
+        if size == self.geometry.size:
+            return self
+        resized = cover(self.original_size, size)
+        corner = (resized[0] - size[0]) // 2, (resized[1] - size[1]) // 2
+        return replace(self, geometry=Geometry(self.geometry.bucket, size, resized, corner))
 
     @property
     def read_as(self) -> tuple[str, ...]:

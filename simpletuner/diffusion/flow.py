@@ -8,7 +8,7 @@ Random numbers are drawn on the CPU and then moved, so that a seed means the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,10 +21,6 @@ from simpletuner.diffusion.seeds import Place
 
 # Below this a float32 mix no longer contains the noise.
 SMALLEST_SIGMA = 1e-6
-
-# The points between which `auto_shift` interpolates: (tokens, mu).
-FEWEST_TOKENS, LOWEST_MU = 256, 0.5
-MOST_TOKENS, HIGHEST_MU = 4096, 1.15
 
 
 def sample_sigmas(place: Place, flow: FlowConfig, shift: float) -> Tensor:
@@ -67,16 +63,13 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
-def auto_shift(tokens: int) -> float:
-    """e^mu with mu linear in the number of transformer tokens, from 0.5 at 256 to 1.15 at 4096, constant outside."""
-    share = (tokens - FEWEST_TOKENS) / (MOST_TOKENS - FEWEST_TOKENS)
-    return math.exp(LOWEST_MU + (HIGHEST_MU - LOWEST_MU) * min(max(share, 0.0), 1.0))
-
-
-def choose_shift(flow: FlowConfig, tokens: int, *, shift_is_explicit: bool) -> float:
+def choose_shift(
+    flow: FlowConfig, tokens: int, auto_shift: Callable[[int], float], *, shift_is_explicit: bool
+) -> float:
     """The shift of a batch of that many tokens a sample.
 
     Args:
+        auto_shift: the family's own law, for `flow_schedule_auto_shift`.
         shift_is_explicit: the user set `flow_schedule_shift`; it then wins over `flow_schedule_auto_shift`.
     """
     if flow.flow_schedule_auto_shift and not shift_is_explicit:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from PIL.Image import Image
+from PIL import ImageOps
+from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 
 from simpletuner.config.load import FamilyOptions, RunConfig
@@ -27,12 +28,12 @@ from simpletuner.models.usage import Usage
 class TextRequest:
     """One caption to encode, with the picture its prompt holds (i2i) if there is one.
 
-    `negative` marks a negative prompt, around which some pipelines put other words.
+    `bare` marks negative prompts and captions that are left out: around them some families put no words of their own.
     """
 
     caption: str
     picture: Image | None = None
-    negative: bool = False
+    bare: bool = False
 
 
 class EncoderQuantiser(Protocol):
@@ -155,7 +156,7 @@ class PreviewRequest:
         embeds: embeddings of the prompt.
         negative: embeddings of the negative prompt.
         width, height: size in pixels, exactly.
-        source: the picture an i2i or i2v flavour starts from.
+        source: the picture an i2i or i2v flavour starts from, of any size.
         num_frames: length of a clip; 1 for pictures.
     """
 
@@ -169,6 +170,13 @@ class PreviewRequest:
     seed_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: Image | None = None
     num_frames: int = 1
+
+    @property
+    def start(self) -> Image | None:
+        """The source resized and cropped to the requested size: a stock pipeline would stretch it."""
+        if self.source is None:
+            return None
+        return ImageOps.fit(self.source.convert("RGB"), (self.width, self.height), Resampling.LANCZOS)
 
 
 class PreviewPipeline(Protocol):

@@ -9,8 +9,8 @@ Two units: an *element* is one number of `tokens x hidden width`; FLOPs count a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from simpletuner.config.tread import Route, tokens_by_block
@@ -282,41 +282,7 @@ class VaeLoad:
         return min(whole, 256 * 256) if self.tiled else whole
 
 
-@dataclass(frozen=True)
-class FamilyCost:
-    """What the plan asks a family's `cost.py`.
-
-    Attributes:
-        published: dimensions of the published transformer by the flavour's name, as in its config.json.
-        transformer: its cost from such dimensions.
-        vae_parameters, text_parameters: of the published encoders, for a checkpoint that is not here yet.
-        vae_encode, vae_decode: numbers that are alive at the peak, from the VAE's config and what it has before it.
-        prompt_layer: the layer that reads text embeddings; its input is as wide as they are.
-        picture_tokens: text tokens that a source picture of a size takes in the prompt, where it is in it.
-        guided_together: guidance runs both prompts in one batch instead of one after the other.
-        padded_text: the length that every prompt is padded to; 0 where prompts are as long as they are.
-    """
-
-    published: Callable[[str], dict[str, object]]
-    transformer: Callable[[Mapping[str, object]], TransformerCost]
-    vae_parameters: int
-    text_parameters: int
-    vae_encode: Callable[[Mapping[str, object], VaeLoad], float]
-    vae_decode: Callable[[Mapping[str, object], VaeLoad], float]
-    prompt_layer: str
-    picture_tokens: Callable[[int, int], int] = field(default=lambda width, height: 0)
-    guided_together: bool = False
-    padded_text: int = 0
-
-
 def number(settings: Mapping[str, object], key: str, default: int) -> int:
     """A whole number of a model's config.json."""
     value = settings.get(key, default)
     return int(value) if isinstance(value, int | float) else default
-
-
-def linear(name: str, out: int, wide: int, *, bias: bool = True) -> Iterator[tuple[str, Shape]]:
-    """The parameters of a linear layer by name."""
-    yield f"{name}.weight", (out, wide)
-    if bias:
-        yield f"{name}.bias", (out,)

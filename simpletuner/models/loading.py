@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoMidBlock3D
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d, HunyuanVideoMidBlock3D
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.config.schema import CachingConfig
@@ -30,33 +30,35 @@ def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.d
     return vae
 
 
-OUTPUT_FRAMES = 4
+OUTPUT_FRAMES = 1
 
 
-def slice_convolutions(model: nn.Module, frames: int = OUTPUT_FRAMES) -> int:
-    """Let every 3D convolution of a model compute `frames` output frames at a time; returns how many there are.
+def slice_convolutions(vae: nn.Module, frames: int = OUTPUT_FRAMES) -> int:
+    """Let the causal convolutions of a HunyuanVideo VAE compute so many frames at a time; returns how many there are.
 
-    Convolutions that pad in time themselves are left as they are: padding belongs to the ends of a clip, not of a
-    slice.
+    Each slice is padded by itself, so that no padded copy of the whole clip is made.
     """
-    found = 0
-    for module in model.modules():
-        if isinstance(module, nn.Conv3d) and module.padding[0] == 0:
-            module.forward = partial(sliced_forward, module, module.forward, frames)  # type: ignore[method-assign]
-            found += 1
-    return found
+    convolutions = [module for module in vae.modules() if isinstance(module, HunyuanVideoCausalConv3d)]
+    for module in convolutions:
+        module.forward = partial(sliced_forward, module, frames)
+    return len(convolutions)
 
 
-def sliced_forward(conv: nn.Conv3d, whole: Callable[[Tensor], Tensor], frames: int, x: Tensor) -> Tensor:
-    """The convolution of `B C T H W`, `frames` output frames at a time."""
+def sliced_forward(module: Any, frames: int, x: Tensor) -> Tensor:
+    """The convolution of `B C T H W`; output frames are written where they belong, `frames` of them at a time."""
+    conv, (*sides, before, _) = module.conv, module.time_causal_padding
     kernel, stride = conv.kernel_size[0], conv.stride[0]
-    total = (x.shape[2] - conv.dilation[0] * (kernel - 1) - 1) // stride + 1
-    reach = conv.dilation[0] * (kernel - 1) + 1
-    parts = [
-        whole(x[:, :, start * stride : (min(start + frames, total) - 1) * stride + reach])
-        for start in range(0, total, frames)
-    ]
-    return torch.cat(parts, dim=2)
+    total = (x.shape[2] + before - kernel) // stride + 1
+    out = x.new_empty(0)
+    for start in range(0, total, frames):
+        stop = min(start + frames, total)
+        first, last = start * stride - before, (stop - 1) * stride + kernel - before  # of the input
+        padding = (*sides, max(-first, 0), 0)
+        part = conv(functional.pad(x[:, :, max(first, 0) : last], padding, mode=module.pad_mode))
+        if start == 0:
+            out = part.new_empty((*part.shape[:2], total, *part.shape[3:]))
+        out[:, :, start:stop] = part
+    return out
 
 
 class FrameCausalProcessor:

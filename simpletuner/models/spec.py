@@ -6,6 +6,7 @@ spec names. Whoever needs weights asks `registry.load_adapter`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +16,7 @@ from simpletuner.config.load import FamilyOptions, RunConfig
 from simpletuner.config.option import Group, Size
 from simpletuner.config.schema import TextConfig
 from simpletuner.errors import Problem
-from simpletuner.models.cost import FamilyCost
+from simpletuner.models.cost_table import FamilyCost
 
 if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource
@@ -51,6 +52,20 @@ class Component:
 
 
 @dataclass(frozen=True)
+class AutoShift:
+    """`flow_schedule_auto_shift`: e^mu, mu linear in the tokens of a sample between two points, constant outside."""
+
+    fewest_tokens: int = 256
+    lowest_mu: float = 0.5
+    most_tokens: int = 4096
+    highest_mu: float = 1.15
+
+    def __call__(self, tokens: int) -> float:
+        share = (tokens - self.fewest_tokens) / (self.most_tokens - self.fewest_tokens)
+        return math.exp(self.lowest_mu + (self.highest_mu - self.lowest_mu) * min(max(share, 0.0), 1.0))
+
+
+@dataclass(frozen=True)
 class FamilySpec:
     """Everything about a family that can be known without loading it.
 
@@ -66,6 +81,7 @@ class FamilySpec:
         vae_stride: pixels per latent position on each side.
         patch_size: latent positions per token on each side.
         largest_side: pixels a side where the model's position tables end.
+        auto_shift: the shift that a number of tokens asks for, where `flow_schedule_auto_shift` is on.
         native_sizes: (width, height) of the sizes the model was trained at, by resolution.
         text_length_cap: longest caption in tokens that the family takes.
         lora_targets: modules that get a LoRA by default.
@@ -129,6 +145,7 @@ class FamilySpec:
     check_sizes: Callable[[RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]]], list[Problem]] | None = (
         None
     )
+    auto_shift: AutoShift = field(default_factory=AutoShift)
     in_comfyui: bool = False
     flavour_names: Sequence[str] = field(init=False)
 

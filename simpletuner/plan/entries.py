@@ -139,7 +139,10 @@ def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
     """The embeddings that validation needs, the negative prompt among them."""
     if not plan.prompts:
         return []
-    pictures = preview_sources(plan) if catalogue.encoders.prompt_holds_picture else [None]
+    pictures: list[Sample | None] = [None]
+    if catalogue.encoders.prompt_holds_picture:
+        sources = [each for each in preview_sources(plan) if each is not None]
+        pictures = [source.fitted(size) for source in sources for size in plan.sizes]
     texts = [(prompt.prompt, False) for prompt in plan.prompts]
     texts.append((plan.config.validation.validation_negative_prompt or "", True))
     return [

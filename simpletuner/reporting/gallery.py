@@ -81,9 +81,10 @@ def samples_section(samples: Sequence[TrainingSample], total: int) -> Html | Non
     """Some of the pictures or clips that the run learns from, cropped as they are trained."""
     if not samples:
         return None
-    some = f"{len(samples)} of {total:,}, " if len(samples) < total else ""
+    some = f"{len(samples)} of {total:,} files. " if len(samples) < total else ""
+    clips = " First frames of clips." if any(sample.is_clip for sample in samples) else ""
     shown = [_sample(sample) for sample in samples]
-    hint = f"{some}cropped as they are trained; of a clip, its first frame."
+    hint = f"{some}Cropped as they are trained.{clips}"
     return section("Trained on", element("div.samples", shown), hint=hint, class_="gallery")
 
 

@@ -6,6 +6,7 @@ The report is built from it, and whatever else shows a page of this program. Not
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
@@ -42,6 +43,11 @@ def element(tag: str, *children: Child, **attributes: Attribute) -> Html:
 def join(*children: Child) -> Html:
     """Several children behind each other, without an element around them."""
     return Html("".join(map(_render, children)))
+
+
+def breakable(text: str) -> Html:
+    """A path or name that may break after its separators, and nowhere else."""
+    return Html(re.sub(r"([/\\_.:-]+)", r"\1<wbr>", escape(text, quote=False)))
 
 
 def data_block(name: str, value: object) -> Html:

@@ -6,11 +6,12 @@ The report puts them behind each other; a server can show them one by one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from simpletuner.reporting.curves import Chart, charts_of, hours_of, points_of
-from simpletuner.reporting.html import Attribute, Child, Html, data_block, element, join
+from simpletuner.reporting.html import Attribute, Child, Html, breakable, data_block, element, join
 from simpletuner.reporting.pace import clock, pace_text, shares, shares_text
 from simpletuner.reporting.report import LedgerRow, ReportData, Result, Setting
 
@@ -86,7 +87,8 @@ def result_section(result: Result | None) -> Html | None:
     if result is None:
         return None
     size = f"{result.size / 1e6:,.1f} MB" if result.size < 1e9 else f"{result.size / 1e9:,.1f} GB"
-    file = element("p.file", element("code", result.path), element("span.dim", f" {size}, in the output folder"))
+    where = element("span.dim", f" {size}, in the output folder")
+    file = element("p.file", element("code", breakable(result.path)), where)
     if not result.snippet:
         return section("Result", file, hint="Put it into models/loras of ComfyUI.")
     code = element("div.snippet", element("button.copy", "Copy", type="button"), element("pre", result.snippet))
@@ -147,8 +149,9 @@ def settings_table(settings: Sequence[Setting]) -> Html:
             group = setting.section
             rows.append(element("tr.group", element("th", group, colspan=4, scope="rowgroup")))
         default = setting.default if setting.changed else ""
-        cells = (("key", setting.key), ("value", setting.value), ("dim", default), ("dim", setting.origin))
-        rows.append(element("tr", [element(f"td.{kind}", text) for kind, text in cells]))
+        value = element("td.value", breakable(setting.value))
+        origin = element("td.dim", "/".join(Path(setting.origin).parts[-2:]), title=setting.origin)
+        rows.append(element("tr", element("td.key", setting.key), value, element("td.default.dim", default), origin))
     return table(("Option", "Value", "Default", "Set by"), rows)
 
 
@@ -191,7 +194,7 @@ def _ledger_row(row: LedgerRow) -> Html:
     state = "used" if row.used else "not used"
     return element(
         "tr",
-        element("td.key", row.file, element("span.dim", f" {row.dataset}")),
+        element("td.key.file-name", breakable(row.file), element("span.dim", f" {row.dataset}")),
         [element("td", text) for text in (row.size, row.bucket, row.crop)],
         element(f"td.{'good' if row.used else 'bad'}", f"{state}: {row.reason}" if row.reason else state),
     )

@@ -82,12 +82,14 @@ class TrainingSample:
     Attributes:
         source: a data URI.
         captions: the alternatives.
+        is_clip: the source is its first frame.
         edited_from: the source picture of a pair, as a data URI; empty when there is none.
     """
 
     name: str
     source: str
     captions: Sequence[str]
+    is_clip: bool = False
     edited_from: str = ""
 
 

@@ -131,7 +131,7 @@ def settings_of(config: RunConfig) -> list[Setting]:
         Setting(
             key=name,
             value=_worded(values[name]),
-            default=option.default_note or ("" if option.required else _worded(option.default)),
+            default=option.default_note.replace("`", "") or ("" if option.required else _worded(option.default)),
             section=option.section,
             origin=config.origins.get(name, "default"),
             changed=values[name] != option.default,

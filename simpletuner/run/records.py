@@ -121,7 +121,7 @@ def pick(count: int, samples: Sequence[Sample]) -> list[Sample]:
 def _shown(sample: Sample) -> TrainingSample:
     """A sample as the report shows it; one that cannot be decoded any more stands without its picture."""
     partner = _thumbnail(sample.partner) if sample.partner else ""
-    return TrainingSample(sample.full_name, _thumbnail(sample), sample.captions, partner)
+    return TrainingSample(sample.full_name, _thumbnail(sample), sample.captions, sample.frames > 1, partner)
 
 
 def _thumbnail(sample: Sample) -> str:

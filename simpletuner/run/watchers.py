@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from PIL.Image import Image
+
 from simpletuner.budget.device import DeviceRates
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
+from simpletuner.data.buckets import Size
 from simpletuner.data.loader import BatchLoader
+from simpletuner.data.sample import Sample
+from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, preview_sources
 from simpletuner.plan.resume import identify
@@ -28,24 +33,31 @@ from simpletuner.validation.runner import Subject, ValidationRunner
 
 
 def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> list[Subject]:
-    """One subject per prompt, or per prompt and source picture."""
+    """One subject per prompt, or per prompt and source picture; pictures are fitted to the size of a preview."""
     negative_text = plan.config.validation.validation_negative_prompt or ""
     subjects = []
+
+    def embeds(text: str, picture: Sample | None, negative: bool, size: Size) -> TextEmbeds:
+        fitted = None if picture is None else picture.fitted(size)
+        return reader.read_text(catalogue.text(None, text, fitted, negative=negative))
+
     pictures = preview_sources(plan)
     for prompt in plan.prompts:
         for index, picture in enumerate(pictures):
-            positive = catalogue.text(None, prompt.prompt, picture)
-            negative = catalogue.text(None, negative_text, picture, negative=True)
             name = prompt.short_name if len(pictures) == 1 else f"{prompt.short_name}-{index}"
             subjects.append(
                 Subject(
                     prompt=ValidationPrompt(name, prompt.nickname, prompt.prompt),
-                    embeds=partial(reader.read_text, positive),
-                    negative=partial(reader.read_text, negative),
-                    source=None if picture is None else partial(prepared_picture, picture),
+                    embeds=partial(embeds, prompt.prompt, picture, False),
+                    negative=partial(embeds, negative_text, picture, True),
+                    source=None if picture is None else partial(_fitted_picture, picture),
                 )
             )
     return subjects
+
+
+def _fitted_picture(sample: Sample, size: Size) -> Image:
+    return prepared_picture(sample.fitted(size))
 
 
 def preview_rate(plan: Plan) -> float | None:

@@ -12,7 +12,6 @@ checkpoint-<step>/
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from simpletuner.atomic import build_folder, write_atomically, write_json
+from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
@@ -61,7 +60,8 @@ def save_checkpoint(
         assembly.trained.save(folder, ema=ema, note=note)
         assembly.trained.save_exact(folder)
         _save_modules(assembly, folder / STATE_FOLDER)
-        write_atomically(folder / STATE_FOLDER / STATE_FILE, _state_bytes(assembly, state, loader, ema))
+        with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:  # tensor by tensor
+            torch.save(_state_of(assembly, state, loader, ema), file)
         write_json(folder / "config.json", dict(settings))
         manifest = Manifest(state.global_step, state.epoch, identity, describe_files(folder))
         write_manifest(folder, manifest)
@@ -124,9 +124,8 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
         logger.warning("%s was on in %s and is off now; what it had learned is not used.", name, folder.parent)
 
 
-def _state_bytes(assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None) -> bytes:
-    buffer = io.BytesIO()
-    content = {
+def _state_of(assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None) -> dict[str, Any]:
+    return {
         "global_step": state.global_step,
         "epoch": state.epoch,
         "optimizer": assembly.optimizer.state_dict(),
@@ -136,8 +135,6 @@ def _state_bytes(assembly: Assembly, state: TrainState, loader: BatchLoader, ema
         "random": random_states(),
         "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
     }
-    torch.save(content, buffer)
-    return buffer.getvalue()
 
 
 @dataclass

@@ -12,7 +12,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, FamilyCost, Load
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, Load, Shape
+from simpletuner.models.cost_table import FamilyCost
 from simpletuner.techniques.base import Technique
 from simpletuner.training.state import Assembly, SampleFlops
 
@@ -88,7 +89,7 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
     Tokens that pass by blocks count in the others alone.
     """
     model: Any = transformer
-    costs, adapters = cost.transformer(model.config), adapters_of(transformer)
+    costs, adapters = cost.transformer(model.config, weight_shapes(model)), adapters_of(transformer)
     is_full = adapters is NO_ADAPTERS
     routes = [route for technique in techniques for route in technique.routes]
 
@@ -98,6 +99,17 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
         return (costs.forward(load, adapters) + costs.backward(load, adapters, full=is_full)).total
 
     return flops
+
+
+def weight_shapes(model: nn.Module) -> dict[str, Shape]:
+    """Shapes of the weights of linear layers and convolutions, quantised ones included, by their names without LoRA."""
+    found: dict[str, Shape] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".lora_" not in name:
+            found[f"{name.removesuffix('.base_layer')}.weight"] = (module.out_features, module.in_features)
+        elif isinstance(module, nn.Conv2d | nn.Conv3d) and ".lora_" not in name:
+            found[f"{name.removesuffix('.base_layer')}.weight"] = tuple(module.weight.shape)
+    return found
 
 
 def adapters_of(transformer: nn.Module) -> Adapters:

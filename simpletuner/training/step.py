@@ -201,7 +201,10 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
     settings = assembly.settings
     place = place_of(assembly, len(batch.names), global_step, micro_step)
     seed_device(batch.latents.device, place.forward_seed)
-    shift = choose_shift(settings.flow, tokens_of(assembly, batch), shift_is_explicit=settings.shift_is_explicit)
+    shift = choose_shift(
+        settings.flow, tokens_of(assembly, batch), assembly.adapter.spec.auto_shift,
+        shift_is_explicit=settings.shift_is_explicit,
+    )  # fmt: skip
     return make_noisy(
         batch,
         sample_sigmas(place, settings.flow, shift),

@@ -21,6 +21,7 @@ from torch import nn
 
 from simpletuner.atomic import open_atomically
 from simpletuner.config.load import RunConfig
+from simpletuner.config.option import Size
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.flow import sampling_shift
@@ -72,12 +73,15 @@ FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jp
 
 @dataclass(frozen=True)
 class Subject:
-    """One thing to render: a prompt with its embeddings, and for i2i and i2v the picture it starts from."""
+    """One thing to render: a prompt with its embeddings, and for i2i and i2v the picture it starts from.
+
+    All are asked for with the size of the preview, since a prompt may hold the picture.
+    """
 
     prompt: ValidationPrompt
-    embeds: Callable[[], TextEmbeds]
-    negative: Callable[[], TextEmbeds]
-    source: Callable[[], Image] | None = None
+    embeds: Callable[[Size], TextEmbeds]
+    negative: Callable[[Size], TextEmbeds]
+    source: Callable[[Size], Image] | None = None
 
 
 Listener = Callable[[Sequence[MediaRecord]], None]
@@ -176,15 +180,15 @@ class ValidationRunner:
         validation = self.config.validation
         on_gpu = validation.validation_seed_source == "gpu" and torch.cuda.is_available()
         return PreviewRequest(
-            embeds=subject.embeds(),
-            negative=subject.negative(),
+            embeds=subject.embeds((width, height)),
+            negative=subject.negative((width, height)),
             width=width,
             height=height,
             num_inference_steps=_given(validation.validation_num_inference_steps),
             guidance_scale=float(_given(validation.validation_guidance)),
             seed=seed,
             seed_device=torch.device("cuda" if on_gpu else "cpu"),
-            source=subject.source() if subject.source else None,
+            source=subject.source((width, height)) if subject.source else None,
             num_frames=1 if self.frame_rate is None else _given(validation.validation_num_video_frames),
         )
 

@@ -82,7 +82,8 @@ def test_planning_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 23e9 < device.usable < 25e9
     assert device.host_memory is None, "that machine's is not known"
     monkeypatch.setattr(module, "query_gpu", lambda: None)
-    assert find_device(24).note == "rates of a modest GPU, assumed"
+    assert find_device(12).note == "as fast as an RTX 3060, assumed"
+    assert find_device(24).note == "as fast as an RTX 4090, assumed"
     assert find_device(80).note == "as fast as an A100, assumed"
     assert find_device(80).rates == rates_of("NVIDIA A100-SXM4-80GB")
 
@@ -105,7 +106,9 @@ def test_measured_rates_count_for_the_same_device(tmp_path: Path, monkeypatch: p
 
 def test_the_longer_name_wins() -> None:
     assert rates_of("NVIDIA H100 PCIe").matmul < rates_of("NVIDIA H100 80GB HBM3").matmul
-    assert rates_of("NVIDIA L40S") == rates_of("NVIDIA L40")
+    assert rates_of("NVIDIA L40S").matmul > rates_of("NVIDIA L40").matmul > rates_of("NVIDIA L4").matmul
+    assert rates_of("NVIDIA GeForce RTX 4070 Ti SUPER").matmul > rates_of("NVIDIA GeForce RTX 4070").matmul
+    assert rates_of("NVIDIA RTX A4000").matmul < rates_of("NVIDIA A40").matmul
     assert rates_of("GeForce GTX 1") == rates_of("something else")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch import nn
 
 from simpletuner.budget.estimate import (
     Setup,
+    average_memory,
     frozen_bytes,
     inputs_on_host_bytes,
     optimizer_state_bytes,
+    saving_bytes,
     split_blocks,
     step_memory,
     streamed_bytes,
@@ -20,7 +23,8 @@ from simpletuner.budget.estimate import (
 )
 from simpletuner.config.optimizers import keeps_bf16_weights
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, FamilyCost, Load, TransformerCost
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, Load, TransformerCost
+from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
@@ -54,7 +58,7 @@ PEAKS: list[tuple[str, FamilyCost, str, list[str], Load, float, float, float]] =
 def test_peaks_of_the_published_models(
     family: FamilyCost, flavour: str, targets: list[str], load: Load, resident: float, streamed: float, on_host: float
 ) -> None:
-    cost = family.transformer({**family.published(flavour), "attention_type": "regular"})
+    cost = family.of_flavour(flavour, attention_type="regular")
     setup = lora(cost, targets)
     through_slots = replace(setup, streamed=True)
     for way, metered in (
@@ -70,7 +74,7 @@ def test_peaks_of_the_published_models(
 
 @pytest.fixture
 def lite() -> TransformerCost:
-    return VIDEO_COST.transformer(VIDEO_COST.published("t2v-lite-sft-5s"))
+    return VIDEO_COST.of_flavour("t2v-lite-sft-5s")
 
 
 LOAD = Load(1, 16, 32, 48, 256)
@@ -123,6 +127,25 @@ def test_a_full_fine_tune_trains_every_weight(lite: TransformerCost) -> None:
     full = Setup("bf16", NO_ADAPTERS, 2, optimizer_state_bytes("adamw_bf16", 2, compensated=True))
     assert frozen_bytes(lite, full) == 0
     assert trained_bytes(lite, full) == lite.parameters * (2 + 2 + 6)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_an_average_is_counted_where_it_lives(lite: TransformerCost, place: Literal["device", "host"]) -> None:
+    plain = Setup("bf16", NO_ADAPTERS, 2, 6)
+    averaged = replace(plain, averaged=place)
+    more = trained_bytes(lite, averaged) - trained_bytes(lite, plain)
+    assert more == (4 * lite.parameters if place == "device" else 0)
+    elsewhere: Literal["device", "host"] = "host" if place == "device" else "device"
+    memory = average_memory(lite, averaged, place)
+    assert (memory.kept, memory.waiting) == (4 * lite.parameters, 2 * lite.parameters)
+    assert average_memory(lite, averaged, elsewhere).kept == average_memory(lite, plain, place).kept == 0
+
+
+def test_a_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
+    pro = VIDEO_COST.of_flavour("t2v-pro-sft-5s-hd")
+    full = Setup("bf16", NO_ADAPTERS, 2, 6)
+    assert saving_bytes(lite, full) == 2 * lite.parameters
+    assert saving_bytes(pro, full) == 10e9 < 2 * pro.parameters
 
 
 OPTIMIZERS: list[OptimizerName] = [

@@ -47,7 +47,7 @@ def budget(
     family = "kandinsky5-image" if flavour.startswith("t2i") else "kandinsky5-video"
     spec = FAMILIES[family]
     cost = spec.cost
-    transformer = cost.transformer(cost.published(flavour))
+    transformer = cost.of_flavour(flavour)
     parts = Parts(spec, transformer, list(spec.lora_targets), {}, cost.vae_parameters, cost.text_parameters, ())
     return estimate(config(family, **settings), parts, Workload([bucket], [], encodes_text, [], 0.0), device, None)
 
@@ -276,9 +276,23 @@ def test_the_vae_is_given_less_at_a_time() -> None:
     assert fits(encoding(gpu(18), pictures, "t2i-lite-sft").phases, before.device)
 
 
-def test_clips_are_encoded_in_tiles_before_anything_is_made_smaller() -> None:
-    before = encoding(gpu(10), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
-    assert [str(each) for each in smallest_change(before)] == ["vae_enable_tiling true"]
+@pytest.mark.parametrize(("gigabytes", "change"), [(10, "vae_enable_patch_conv true"), (7, "vae_enable_tiling true")])
+def test_the_vae_works_in_slices_or_tiles_before_anything_is_made_smaller(gigabytes: float, change: str) -> None:
+    before = encoding(gpu(gigabytes), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
+    assert [str(each) for each in smallest_change(before)] == [change]
+
+
+@pytest.mark.parametrize("gigabytes", [8, 12, 16])
+def test_auto_takes_tiles_rather_than_refusing_a_small_card(gigabytes: float) -> None:
+    before = encoding(gpu(gigabytes), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
+    before = estimate(before.config, before.parts, replace(before.workload, previews=[LITE]), gpu(gigabytes), None)
+    chosen = choose(before)
+    assert fits(chosen.phases, chosen.device)
+    assert any("vae_enable_tiling true" in each and "seams" in each for each in chosen.decisions)
+    before = replace(before, config=before.config.with_values({"vae_enable_tiling": False}, "config.json"))
+    refused = choose(before)
+    assert not refused.config.caching.vae_enable_tiling, "what the user set is left alone"
+    assert not fits(refused.phases, refused.device)
 
 
 def test_streaming_and_moving_all_weights_exclude_each_other() -> None:

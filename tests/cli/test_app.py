@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ COMMANDS = [
     ["--help"], ["--version"], ["-v"], ["train", "--help"], ["plan", "--help"], ["configure", "--help"],
     ["cache", "--help"], ["cache", "fill", "--help"], ["cache", "verify", "--help"], ["cache", "gc", "--help"],
     ["cache", "explain", "--help"], ["examples", "--help"], ["examples", "copy", "--help"], ["examples", "list"],
+    ["help", "resolution"],
 ]  # fmt: skip
 
 
@@ -36,11 +40,64 @@ def test_the_first_help_does_not_even_read_the_schema() -> None:
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def test_help_lists_every_setting(capsys: Capture) -> None:
+def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> None:
+    shown: dict[str, str] = {}
     for command in ("train", "plan"):
-        assert main([command, "--help"]) == 0
-        shown = capsys.readouterr().out
-        assert [name for name in all_options() if f"--{name}\n" not in shown] == []
+        for flag in ("--help", "-h"):
+            assert main([command, flag]) == 0
+            shown[command] = capsys.readouterr().out
+            assert len(shown[command].splitlines()) < 40
+    assert "--device-memory" in shown["plan"]
+    assert "--config FILE" in shown["train"]
+    listed = ""
+    for section in dict.fromkeys(option.section for option in all_options().values()):
+        assert re.sub(r"\s+", " ", section) in re.sub(r"\s+", " ", shown["train"])
+        assert main(["help", section]) == 0
+        listed += capsys.readouterr().out
+    assert [name for name in all_options() if f"--{name}\n" not in listed and f"{name}  (" not in listed] == []
+
+
+def test_help_of_a_key_has_choices_default_and_what_a_family_sets(capsys: Capture) -> None:
+    for name, option in all_options().items():
+        assert main(["help", name]) == 0
+        shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+        assert all(choice in shown for choice in option.choices)
+        assert "Default: " in shown
+        assert ("not available yet" in shown) >= bool(option.planned)
+    assert main(["help", "validation-guidance"]) == 0
+    assert "sanavideo 6.0" in capsys.readouterr().out
+    assert main(["help", "checkpointing_steps"]) == 0
+    assert "checkpoint_step_interval" in capsys.readouterr().out, "another spelling of a key"
+
+
+def test_help_searches(capsys: Capture) -> None:
+    assert main(["help", "offload"]) == 0
+    shown = capsys.readouterr().out
+    assert "See also: " in shown
+    assert "group_offload_to_disk_path" in shown
+    assert main(["help", "host", "memory"]) == 0
+    assert "--enable_group_offload" in capsys.readouterr().out
+    assert main(["help", "lerning_rate"]) == 2
+    assert "Did you mean 'learning_rate'?" in capsys.readouterr().err
+    assert main(["help"]) == 0
+    assert "Optimizer (" in capsys.readouterr().out
+
+
+COMPLETIONS = {"bash": ".bash_completions/simpletuner.sh", "zsh": ".zfunc/_simpletuner",
+               "fish": ".config/fish/completions/simpletuner.fish"}  # fmt: skip
+
+
+@pytest.mark.parametrize("shell", COMPLETIONS)
+def test_completion_installs_and_completes(shell: str, tmp_path: Path) -> None:
+    script = "import sys; sys.argv[0] = 'simpletuner'; from simpletuner.cli.app import run; run()"
+    own = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-c", script]
+    subprocess.run([*command, "--install-completion", shell], env=os.environ | own, check=True, capture_output=True)
+    assert f"complete_{shell}" in (tmp_path / COMPLETIONS[shell]).read_text()
+    typed = {"COMP_WORDS": "simpletuner conf", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "simpletuner conf"}
+    action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_SIMPLETUNER_COMPLETE": f"complete_{shell}"}
+    done = subprocess.run(command, env=os.environ | own | typed | action, capture_output=True, text=True, check=False)
+    assert "configure" in done.stdout
 
 
 def test_version(capsys: Capture) -> None:

@@ -47,6 +47,7 @@ class Person:
     def _key(self, prompt: str) -> str:
         for words, name in (
             ("Start from it", "start"),
+            ("Go on with the answers", "kept"),
             ("Leave it out", "mend"),
             ("Keep it?", "doubt"),
             (LAST, "file"),
@@ -81,7 +82,7 @@ def written(file: Path = FILE) -> dict[str, Any]:
     return content
 
 
-def put(values: dict[str, Any], file: Path = FILE) -> None:
+def put(values: Any, file: Path = FILE) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(values), encoding="utf-8")
 
@@ -217,10 +218,10 @@ def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
         ("output_dir", "config.env/x", "out", "is a file"),
         ("data_backend_config", "config/config.json", "config/data.json", "choose another"),
         ("validation_resolution", "1000x1000", "1008x1008", "near it are 992x992 and 1008x1008"),
-        ("validation_resolution", "big", "512", "is not a size"),
-        ("validation_resolution", "64", "512", "smaller than 128"),
+        ("validation_resolution", "big", "512x512", "is not a size"),
+        ("validation_resolution", "64", "512x512", "smaller than 128"),
         ("report_to", "wand", "none", "Did you mean 'wandb'?"),
-        ("tread_config", '{"routes": []}', "-", "at least one route"),
+        ("tread_config", '{"routes": []}', "-", "at least one entry"),
     ],
 )
 def test_a_bad_answer_is_asked_again_with_the_reason(
@@ -469,7 +470,7 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
 
 
 def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -> None:
-    terminal.expect("Folder for everything")
+    terminal.expect("Output folder")
     terminal.sendline("output/कुत्ता")
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("?")
@@ -488,7 +489,7 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
         terminal.expect(prompt)
     terminal.sendline("")
     terminal.expect("Written: config/config.json")
-    terminal.expect("1. Tell where your pictures are")
+    terminal.expect("1. Write the dataset file")
     terminal.expect(pexpect.EOF)
     terminal.close()
     assert terminal.exitstatus == 0
@@ -497,19 +498,135 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("key", "code", "words"), [("c", 130, "Interrupted"), ("d", 2, "The input ended")])
-def test_leaving_in_the_middle(terminal: pexpect.spawn, tmp_path: Path, key: str, code: int, words: str) -> None:
-    terminal.expect("Folder for everything")
-    terminal.sendline("x")
+def test_leaving_in_the_middle_keeps_the_answers(
+    terminal: pexpect.spawn, tmp_path: Path, key: str, code: int, words: str
+) -> None:
+    terminal.expect("Output folder")
+    terminal.sendline("output/cat")
     terminal.expect(
         r"Model \[kandinsky5-image\]: "
     )  # all of it: before the prompt is whole, the line is not edited yet
-    # A signal that comes just before the line is waited for is seen with the next key only.
-    while terminal.sendcontrol(key) and terminal.expect([words, pexpect.TIMEOUT], timeout=5):
+    # A signal that comes just before readline waits is seen with the next key only.
+    while terminal.sendcontrol(key) and terminal.expect(
+        ["Your answers are kept in config/config.json.draft", pexpect.TIMEOUT], timeout=5
+    ):
         pass
+    terminal.expect(words)
     terminal.expect(pexpect.EOF)
     terminal.close()
     assert terminal.exitstatus == code
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in (tmp_path / "config").iterdir()] == ["config.json.draft"]
+
+
+def test_kept_answers_are_gone_on_with(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(prompt: str) -> str:
+        if prompt.strip().startswith("What to train"):
+            raise KeyboardInterrupt
+        return "output/cat" if "Output folder" in prompt else ""
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", leave)
+    assert main(["configure"]) == 130
+    assert not FILE.exists()
+    _, person = configure()
+    assert person.asked[:2] == ["kept", "model_type"]
+    assert written()["output_dir"] == "output/cat"
+    assert [path.name for path in FILE.parent.iterdir()] == ["config.json"]
+
+
+# Answers that lead nowhere -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["n", "y", "nonsense", "-", "0", "{", "back", "?"])
+def test_one_answer_to_everything_comes_to_an_end(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    asked = 0
+
+    def say(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        assert asked < 1000, prompt
+        return answer
+
+    monkeypatch.setattr("builtins.input", say)
+    assert main(["configure"]) in (0, 2)
+
+
+def test_a_plain_no_leaves_an_optional_setting_out(configure: Configure) -> None:
+    configure(validation_prompt="n", user_prompt_library="no", tread_config="none", report_to="no", validation_seed="n")
+    assert not {"validation_prompt", "user_prompt_library", "tread_config", "validation_seed"} & set(written())
+    assert written()["report_to"] == "none"
+
+
+def test_nonsense_moves_no_default(configure: Configure) -> None:
+    _, person = configure(model_family=["no", "xyz"], lr_scheduler="lin")
+    prompts = [prompt for prompt in person.prompts if prompt.strip().startswith(("Model [", "Schedule of"))]
+    assert all("[kandinsky5-image]" in prompt or "[constant_with_warmup]" in prompt for prompt in prompts)
+    assert written()["model_family"] == "kandinsky5-image"
+
+
+def test_advice_on_the_frames_of_i2v_is_taken_when_it_is_followed(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
+    for asked_for in ("14", "13"):
+        FILE.unlink(missing_ok=True)
+        configure(model_family="kandinsky5-video", model_flavour="i2v-lite-5s", validation_num_video_frames=asked_for)
+        assert "the nearest is 17" in capsys.readouterr().out
+        assert written()["validation_num_video_frames"] == 17, "Enter takes what was advised"
+
+
+def test_every_flavour_is_listed_with_what_it_is_for(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    for family, spec in FAMILIES.items():
+        FILE.unlink(missing_ok=True)
+        configure(model_family=family)
+        shown = capsys.readouterr().out
+        for flavour in spec.flavours:
+            [line] = [line for line in shown.splitlines() if re.match(rf"[ *]+\d+  {flavour.name} ", line)]
+            assert len(line.split()) > 4
+
+
+def test_back_returns_to_the_question_before(configure: Configure) -> None:
+    _, person = configure(output_dir=["back", "wrong", "right"], model_family=["back", ""])
+    assert person.asked[:5] == ["output_dir", "output_dir", "model_family", "output_dir", "model_family"]
+    assert written()["output_dir"] == "right"
+
+
+def test_a_key_named_at_the_end_is_asked_alone(configure: Configure) -> None:
+    _, person = configure(file=["lora_rank", "max_train_steps"], lora_rank=["16", "8"], max_train_steps=["10", "0"])
+    end = person.asked.index("file")
+    assert person.asked[end:] == ["file", "lora_rank", "file", "max_train_steps", "num_train_epochs", "file"]
+    assert written()["lora_rank"] == 8
+
+
+def test_token_routes_in_words(configure: Configure) -> None:
+    configure(tread_config="half")
+    [route] = written()["tread_config"]["routes"]
+    assert (route["selection_ratio"], route["start_layer_idx"], route["end_layer_idx"]) == (0.5, 2, -2)
+
+
+def test_the_plan_judges_by_the_memory_that_was_named(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    """Group offload is no default for Pro; the plan asks for it where the card is too small."""
+    answers = {"model_family": "kandinsky5-video", "model_flavour": "t2v-pro-sft-5s-hd"}
+    configure(**answers, plan_device_memory_gb="24")
+    shown = capsys.readouterr().out
+    assert "On a GPU with 24 GiB" in shown
+    assert "does not fit" in shown
+    assert "This would fit: " in shown
+    assert not {"plan_device_memory_gb"} & set(written())
+    assert written()["enable_group_offload"] is False
+    FILE.unlink()
+    configure(plan_device_memory_gb="80")
+    assert "this fits" in capsys.readouterr().out
+
+
+def test_what_the_plan_refuses_is_said_before_writing(
+    configure: Configure, t2i_checkpoint: Path, capsys: pytest.CaptureFixture
+) -> None:
+    put([{"id": "a", "instance_data_dir": "nowhere"}, {"id": "t", "dataset_type": "text_embeds", "default": True}],
+        Path("config/multidatabackend.json"))  # fmt: skip
+    configure()
+    assert "Training will refuse this: instance_data_dir" in capsys.readouterr().out
 
 
 # What is written, trained --------------------------------------------------------------------------------------------

@@ -23,7 +23,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_list(capsys: Capture) -> None:
     assert main(["examples", "list"]) == 0
-    assert "demo" in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    names = [path.parent.name for path in sorted(EXAMPLES.glob("*/config.json"))]
+    assert [line.split()[0] for line in lines[: len(names)]] == names
+    assert all(len(line.split()) > 5 for line in lines[: len(names)])
+    assert "no download, no GPU" in lines[names.index("demo")]
 
 
 def test_copy_leads_the_paths_to_the_copy(capsys: Capture) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import (
-    auto_shift,
     beta_cdf,
     beta_quantile,
     choose_shift,
@@ -23,6 +22,7 @@ from simpletuner.diffusion.flow import (
     shift_sigmas,
 )
 from simpletuner.diffusion.seeds import Place
+from simpletuner.models.spec import AutoShift
 from tests.closeness import ELEMENTWISE, assert_close
 
 LAWS = {
@@ -124,17 +124,17 @@ def test_the_shift_formula() -> None:
 
 
 def test_auto_shift_between_and_outside_its_points() -> None:
-    assert auto_shift(256) == auto_shift(1) == pytest.approx(math.exp(0.5))
-    assert auto_shift(4096) == auto_shift(90000) == pytest.approx(math.exp(1.15))
-    assert auto_shift(2176) == pytest.approx(math.exp(0.825))
+    assert AutoShift()(256) == AutoShift()(1) == pytest.approx(math.exp(0.5))
+    assert AutoShift()(4096) == AutoShift()(90000) == pytest.approx(math.exp(1.15))
+    assert AutoShift()(2176) == pytest.approx(math.exp(0.825))
 
 
 def test_an_explicit_shift_wins_over_the_automatic_one() -> None:
     flow = FlowConfig(flow_schedule_shift=2.0, flow_schedule_auto_shift=True)
-    assert choose_shift(flow, 4096, shift_is_explicit=True) == 2.0
-    assert choose_shift(flow, 4096, shift_is_explicit=False) == pytest.approx(math.exp(1.15))
-    assert choose_shift(FlowConfig(flow_schedule_shift=5.0), 4096, shift_is_explicit=False) == 5.0
-    assert choose_shift(FlowConfig(), 4096, shift_is_explicit=False) == 1.0
+    assert choose_shift(flow, 4096, AutoShift(), shift_is_explicit=True) == 2.0
+    assert choose_shift(flow, 4096, AutoShift(), shift_is_explicit=False) == pytest.approx(math.exp(1.15))
+    assert choose_shift(FlowConfig(flow_schedule_shift=5.0), 4096, AutoShift(), shift_is_explicit=False) == 5.0
+    assert choose_shift(FlowConfig(), 4096, AutoShift(), shift_is_explicit=False) == 1.0
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1, 1), (2, 2), (0.5, 0.5), (3, 1), (1, 4)])

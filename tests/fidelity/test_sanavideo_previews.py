@@ -27,7 +27,7 @@ def test_preview_is_the_stock_clip(sana_checkpoint: Path, task: str) -> None:
 
     adapter = make_sana_adapter(sana_checkpoint)
     encoder = adapter.load_text_encoder(CPU, torch.float32)
-    embeds, negative = encoder.encode([TextRequest(PROMPT), TextRequest(NEGATIVE_PROMPT, negative=True)])
+    embeds, negative = encoder.encode([TextRequest(PROMPT), TextRequest(NEGATIVE_PROMPT, bare=True)])
     stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, 1.0)
     request = PreviewRequest(embeds, negative, *SIZE, 4, 6.0, SEED, source=source.get("image"), num_frames=FRAMES)
     ours = stock.render(request)

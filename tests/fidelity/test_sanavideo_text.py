@@ -60,21 +60,29 @@ def test_captions(sana_checkpoint: Path, caption: str) -> None:
 
 @pytest.mark.parametrize("caption", ["", "Blurry, JITTER ", CAPTIONS[2]])
 def test_negative_prompts_have_no_instruction(sana_checkpoint: Path, caption: str) -> None:
-    (mine,) = ours(sana_checkpoint, TextRequest(caption, negative=True), sana_motion_score=30)
+    (mine,) = ours(sana_checkpoint, TextRequest(caption, bare=True), sana_motion_score=30)
     theirs = pipeline_text(sana_checkpoint, caption, pipeline_instruction(), negative=True)
     assert_close(mine, theirs, terms=MODEL)
 
 
 def test_the_empty_caption_is_the_negative_one(sana_checkpoint: Path) -> None:
     dropped, negative, other = ours(
-        sana_checkpoint, TextRequest(" "), TextRequest("", negative=True), TextRequest("x"), sana_motion_score=30
+        sana_checkpoint, TextRequest(" ", bare=True), TextRequest("", bare=True), TextRequest("x"), sana_motion_score=30
     )
     assert torch.equal(dropped, negative)
     assert len(other) > len(dropped)
 
 
+def test_an_empty_prompt_is_the_pipelines(sana_checkpoint: Path) -> None:
+    """The "unconditional" preview: `prompt=""` of the stock pipeline, which puts the instruction before it."""
+    (mine,) = ours(sana_checkpoint, TextRequest(""), sana_motion_score=30)
+    theirs = pipeline_text(sana_checkpoint, "", pipeline_instruction())
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert len(mine) > len(ours(sana_checkpoint, TextRequest("", bare=True))[0])
+
+
 def test_a_batch_equals_single_captions(sana_checkpoint: Path) -> None:
-    requests = [TextRequest(caption, negative=index % 2 == 1) for index, caption in enumerate((*CAPTIONS, ""))]
+    requests = [TextRequest(caption, bare=index % 2 == 1) for index, caption in enumerate((*CAPTIONS, ""))]
     for together, request in zip(ours(sana_checkpoint, *requests), requests, strict=True):
         assert_close(together, ours(sana_checkpoint, request)[0], terms=MODEL)
 
@@ -158,7 +166,7 @@ def test_padding_behind_the_mask_has_no_weight(sana_checkpoint: Path) -> None:
 def test_batch_of_unequal_captions_equals_single_runs(sana_checkpoint: Path) -> None:
     adapter = make_sana_adapter(sana_checkpoint)
     encoder = adapter.load_text_encoder(CPU, torch.float32)
-    embeds = encoder.encode([TextRequest(caption) for caption in ("a ball", CAPTIONS[1], "")])
+    embeds = encoder.encode([TextRequest(caption, bare=not caption) for caption in ("a ball", CAPTIONS[1], "")])
     transformer = adapter.load_transformer(torch.float32)
     latents = torch.randn(3, 16, 3, 4, 6, generator=torch.Generator().manual_seed(0))
     noise, sigmas = torch.randn_like(latents), torch.tensor([0.3, 0.6, 0.9])

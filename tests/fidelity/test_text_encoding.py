@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.closeness import MODEL, assert_close
 from tests.fidelity.family import CPU, make_adapter, picture
 from tests.fidelity.sana import make_sana_adapter
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.tiny import PIPELINES, make_checkpoint
+from tests.tiny import PIPELINES, WIDTH, make_checkpoint, split_as_qwen
 from tests.tiny_sana import build_gemma
 
 CAPTIONS = (
@@ -95,6 +96,20 @@ def test_one_by_one_and_in_batches(checkpoints: dict[str, Path], task: str) -> N
         assert_close(mine["prompt_embeds"], hidden, terms=MODEL)
         for embeds in (alone, mine):
             assert_close(embeds["pooled_prompt_embeds"], pooled, terms=MODEL)
+
+
+def test_an_edit_loses_the_first_tokens_of_its_caption_as_the_pipeline_does(
+    i2i_checkpoint: Path, tmp_path: Path
+) -> None:
+    """With a tokenizer that splits the template as Qwen's does: 52 tokens before the caption, 55 cut off."""
+    folder = shutil.copytree(i2i_checkpoint, tmp_path / "i2i")
+    split_as_qwen(folder)
+    encoder = encoder_of(folder, "i2i")
+    hidden, _ = stock_embeds(stock_pipeline(folder, "i2i", encoder), "i2i", "a red star on a cat", 0)
+    (ours,) = encoder.encode([TextRequest("a red star on a cat", source_for("i2i", 0))])
+    assert_close(ours["prompt_embeds"], hidden, terms=MODEL)
+    words, picture_tokens, around_it_and_end = 3, 4, 3
+    assert ours["prompt_embeds"].shape == (words + picture_tokens + around_it_and_end, WIDTH)
 
 
 @pytest.mark.parametrize("task", ["t2i", "t2v"])

@@ -13,6 +13,7 @@ from diffusers import Kandinsky5Transformer3DModel, SanaVideoTransformer3DModel
 from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.models import cost_of
 from simpletuner.budget.estimate import Setup, step_memory
 from simpletuner.models.cost import Adapters, Load, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
@@ -73,10 +74,10 @@ def test_the_planned_peak_is_the_metered_one(
     is_sana = name == "2b-480p"
     family = SANA_COST if is_sana else VIDEO_COST if name.startswith("t2v") else IMAGE_COST
     settings = {**family.published(name), "num_layers" if is_sana else "num_visual_blocks": 3}
-    cost = family.transformer(settings)
-    adapters = Adapters(16, frozenset(matching_modules(cost.linear_modules(), SANA if is_sana else KANDINSKY)))
     with torch.device("meta"):
         model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(**settings)
+    cost = cost_of(family, model)
+    adapters = Adapters(16, frozenset(matching_modules(cost.linear_modules(), SANA if is_sana else KANDINSKY)))
     model = train(model, cost, adapters, checkpointed)
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.models import SHAPES
+from benchmarks.models import SHAPES, cost_of, hollow_transformer
 from benchmarks.tread import share_of_arithmetic
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.duration import forward_seconds, step_cost
 from simpletuner.budget.estimate import Setup, inputs_on_host_bytes, step_memory
 from simpletuner.config.tread import Route, tokens_by_block
 from simpletuner.models.cost import Load, TransformerCost
-from simpletuner.models.kandinsky5.cost import VIDEO_COST, transformer_cost
+from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from tests.budget.test_estimate import KANDINSKY, lora
 
 GUIDES = (Route(0.5, 2, -2),)
@@ -28,7 +28,7 @@ def load_of(size: str) -> Load:
 
 @pytest.fixture
 def lite() -> TransformerCost:
-    return transformer_cost(SHAPES["lite"].settings)
+    return cost_of(VIDEO_COST, hollow_transformer("lite"))
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_tokens_of_each_block() -> None:
 @pytest.mark.parametrize(("size", "limit"), [("image", 2.12), ("lite", 2.64), ("pro", 2.81)])
 def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
     """As benchmarks/tread.py has it: that neither counts text blocks nor the LoRA."""
-    cost = transformer_cost(SHAPES[size].settings)
+    cost = cost_of(VIDEO_COST, hollow_transformer(size))
     setup = lora(cost, KANDINSKY)
     plain = step_cost(cost, setup, load_of(size), H100)
     routed = step_cost(cost, replace(setup, routes=GUIDES), load_of(size), H100)
@@ -94,6 +94,6 @@ def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: 
 
 
 def test_tiles_stay_together() -> None:
-    cost = VIDEO_COST.transformer(VIDEO_COST.published("t2v-pro-sft-5s-hd"))
+    cost = VIDEO_COST.of_flavour("t2v-pro-sft-5s-hd")
     load = cost.routed(Load(1, 3, 8, 8, 256), [Route(0.5, 1, 1)])
     assert load.kept[:3] == (192, 128, 192)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from diffusers import Kandinsky5Transformer3DModel, SanaVideoTransformer3DModel
 from peft import LoraConfig
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,7 +15,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, FamilyCost, Load, TransformerCost, Work
+from benchmarks.cost_table import Case, Trial, metered_block, packages, shapes_of, structure_of
+from benchmarks.models import cost_of
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, Load, TransformerCost, Work
+from simpletuner.models.cost_table import FamilyCost, read_table, sum_of
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import matching_modules
@@ -26,7 +29,6 @@ from tests.meter import saved_bytes
 from tests.tiny import WIDTH, build_kandinsky
 from tests.tiny_sana import build_sana
 
-CLASSES = {"kandinsky5": Kandinsky5Transformer3DModel, "sanavideo": SanaVideoTransformer3DModel}
 FLAVOURS = [(spec, flavour.name) for spec in FAMILIES.values() for flavour in spec.flavours]
 KANDINSKY_TARGETS = ["to_query", "to_key", "to_value"]
 SANA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -40,17 +42,28 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def test_every_parameter_has_its_name_and_shape(spec: FamilySpec, flavour: str) -> None:
     settings = spec.cost.published(flavour)
     with torch.device("meta"):
-        model = CLASSES[spec.name.split("-")[0]](**settings)
-    assert spec.cost.transformer(settings).shapes == shapes(model)
+        model = getattr(diffusers, spec.cost.transformer_class)(**settings)
+    assert spec.cost.of_flavour(flavour).shapes == shapes(model)
 
 
-@pytest.mark.parametrize(
-    ("cost", "model"),
-    [(IMAGE_COST, build_kandinsky()), (VIDEO_COST, build_kandinsky(visual_cond=True)), (SANA_COST, build_sana())],
-    ids=["image", "video", "sana"],
-)
-def test_a_checkpoint_is_described_by_its_config(cost: FamilyCost, model: Any) -> None:
-    assert cost.transformer(dict(model.config)).shapes == shapes(model)
+PACKAGES = packages()
+
+
+@pytest.mark.parametrize("specs", PACKAGES.values(), ids=PACKAGES)
+def test_the_table_is_what_is_measured(specs: list[FamilySpec]) -> None:
+    """On a small model that no factor was fitted to; `python -m benchmarks.cost_table` writes a new table."""
+    table = read_table(specs[0].cost.package)
+    structure = structure_of(specs[0].name)
+    assert structure == {key: getattr(table, key) for key in structure}
+    assert [each for spec in specs for each in shapes_of(spec)] == table.published
+    for kind, factors in table.bytes.items():
+        dtype = torch.bfloat16 if kind.startswith("bf16") else torch.float32
+        case = Case(4, 64, 4, 3, 8, 16, 20)
+        trial = Trial(specs[0].name, case, dtype, given=kind.endswith("given"), rows=table.rows)
+        found = metered_block(trial)
+        assert found.reads == factors["reads"]
+        planned = {name: sum_of(factors[name], trial.numbers) for name in found.bytes}
+        assert planned == pytest.approx(found.bytes, rel=0.01)
 
 
 # What performance counters say of the published models: gigabytes in bf16, tokens, forward TFLOP, attention's share,
@@ -73,7 +86,7 @@ def test_the_published_models(
     cost: FamilyCost, flavour: str, weights: float, load: Load, forward: float, share: float, model: float,
     executed: float,
 ) -> None:  # fmt: skip
-    transformer = cost.transformer({**cost.published(flavour), "attention_type": "regular"})
+    transformer = cost.of_flavour(flavour, attention_type="regular")
     adapters = adapters_of(transformer, SANA_TARGETS if cost is SANA_COST else KANDINSKY_TARGETS, 16)
     in_bf16 = sum(transformer.block_bytes("bf16", quantised=0.0)) + transformer.rest_bytes("bf16")
     assert in_bf16 / 1e9 == pytest.approx(weights, rel=0.02)
@@ -113,12 +126,12 @@ def sana_inputs(frames: int, side: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-Case = tuple[TransformerCost, Any, dict[str, Any], Load, Adapters]
+Step = tuple[TransformerCost, Any, dict[str, Any], Load, Adapters]
 
 
-def kandinsky_case(rank: int = 4) -> Case:
+def kandinsky_case(rank: int = 4) -> Step:
     model = build_kandinsky()
-    cost = IMAGE_COST.transformer(dict(model.config))
+    cost = cost_of(IMAGE_COST, model)
     return (
         cost,
         model,
@@ -128,9 +141,9 @@ def kandinsky_case(rank: int = 4) -> Case:
     )
 
 
-def sana_case(rank: int = 4) -> Case:
+def sana_case(rank: int = 4) -> Step:
     model = build_sana()
-    cost = SANA_COST.transformer(dict(model.config))
+    cost = cost_of(SANA_COST, model)
     return cost, model, sana_inputs(3, 8, torch.float32), Load(2, 3, 4, 4, 300), adapters_of(cost, SANA_TARGETS, rank)
 
 
@@ -148,7 +161,7 @@ def counted(act: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("case", [kandinsky_case, sana_case], ids=["kandinsky", "sana"])
-def test_flops_of_a_forward_pass_are_exact(case: Callable[[], Case]) -> None:
+def test_flops_of_a_forward_pass_are_exact(case: Callable[[], Step]) -> None:
     cost, model, inputs, load, _ = case()
     with torch.no_grad():
         assert cost.forward(load).total == counted(lambda: model(**inputs))
@@ -156,7 +169,7 @@ def test_flops_of_a_forward_pass_are_exact(case: Callable[[], Case]) -> None:
 
 @pytest.mark.parametrize("case", [kandinsky_case, sana_case], ids=["kandinsky", "sana"])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-def test_flops_of_a_lora_step_are_exact(case: Callable[[], Case], checkpointed: bool) -> None:
+def test_flops_of_a_lora_step_are_exact(case: Callable[[], Step], checkpointed: bool) -> None:
     cost, model, inputs, load, adapters = case()
     model = with_lora(model, adapters)
     if checkpointed:
@@ -204,7 +217,7 @@ def metered(model: Any, block: nn.Module, arguments: tuple[Any, ...], streams: t
 )
 def test_bytes_that_a_kandinsky_block_keeps(dtype: torch.dtype, targets: list[str]) -> None:
     model: Any = build_kandinsky()
-    cost = IMAGE_COST.transformer(dict(model.config))
+    cost = cost_of(IMAGE_COST, model)
     adapters = adapters_of(cost, targets, 2)
     model = with_lora(model, adapters)
     for name, parameter in model.named_parameters():
@@ -216,21 +229,30 @@ def test_bytes_that_a_kandinsky_block_keeps(dtype: torch.dtype, targets: list[st
     assert found == pytest.approx(planned.saved, rel=0.05)
 
 
+def test_a_given_first_frame_costs_only_where_tokens_have_times_of_their_own() -> None:
+    kandinsky, sana = VIDEO_COST.of_flavour("i2v-lite-5s"), SANA_COST.of_flavour("2b-480p")
+    plain, given = Load(1, 4, 8, 8, 300), Load(1, 4, 8, 8, 300, timed_tokens=True)
+    for size in (2, 4):
+        assert kandinsky.activations(plain, size, NO_ADAPTERS) == kandinsky.activations(given, size, NO_ADAPTERS)
+        assert sana.activations(plain, size, NO_ADAPTERS).saved < sana.activations(given, size, NO_ADAPTERS).saved
+
+
 def test_bytes_that_a_sparse_block_keeps() -> None:
     """Beside the dense block's, a mask of 4 tiles x 256 keys for each head."""
     model: Any = build_kandinsky(nabla=True, visual_cond=True)
     nabla.install(model)
     settings = dict(model.config)
-    cost = VIDEO_COST.transformer(settings)
+    cost = cost_of(VIDEO_COST, model)
     adapters = adapters_of(cost, KANDINSKY_TARGETS, 2)
     inputs = kandinsky_inputs(1, 32, 6, torch.float32, channels=33)
     inputs["sparse_params"] = nabla.sparse_params(tuple(inputs["hidden_states"].shape), settings, torch.device("cpu"))
+    plain = build_kandinsky(visual_cond=True)
     model = with_lora(model, adapters)
     block = model.visual_transformer_blocks[1]
     found = metered(model, block, block_inputs(model, inputs, block), streams=(0, 1))
     load = Load(2, 1, 16, 16, 6)
     planned = cost.activations(load, 4, adapters)
-    dense = VIDEO_COST.transformer({**settings, "attention_type": "regular"}).activations(load, 4, adapters)
+    dense = cost_of(VIDEO_COST, plain, attention_type="regular").activations(load, 4, adapters)
     assert planned.saved - dense.saved == 2 * 4 * 256 * 2 * 4
     assert found == pytest.approx(planned.saved, rel=0.2)
 
@@ -238,7 +260,7 @@ def test_bytes_that_a_sparse_block_keeps() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bytes_that_a_sana_block_keeps(dtype: torch.dtype) -> None:
     model: Any = build_sana()
-    cost = SANA_COST.transformer(dict(model.config))
+    cost = cost_of(SANA_COST, model)
     adapters = adapters_of(cost, SANA_TARGETS, 2)
     model = with_lora(model, adapters).to(dtype)
     block = model.transformer_blocks[1]

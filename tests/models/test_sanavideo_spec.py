@@ -18,6 +18,7 @@ from simpletuner.models.source import ModelSource
 from simpletuner.plan.build import settle_task
 
 FLAVOUR = SANA_VIDEO.flavours[0]
+ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}
 
 
 def settle(**settings: Any) -> tuple[RunConfig, dict[str, Problem]]:
@@ -70,7 +71,7 @@ def test_the_same_value_is_no_news() -> None:
 @pytest.mark.parametrize(
     ("settings", "key", "words", "fatal"),
     [
-        ({"tread_config": {"routes": []}}, "tread_config", "convolution", True),
+        ({"tread_config": {"routes": [ROUTE]}}, "tread_config", "convolution", True),
         ({"validation_num_video_frames": 85}, "validation_num_video_frames", "81", False),
         ({"vae_dtype": "bf16"}, "vae_dtype", "fp32", False),
         ({"sana_complex_human_instruction": 7}, "sana_complex_human_instruction", "list of lines", True),

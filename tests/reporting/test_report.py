@@ -18,14 +18,13 @@ from simpletuner.errors import Problem
 from simpletuner.reporting import previews
 from simpletuner.reporting.curves import charts_of, is_noisy, smoothed, thin, thin_extremes
 from simpletuner.reporting.environment import describe_environment
-from simpletuner.reporting.html import Html, data_block, element, join
+from simpletuner.reporting.html import VOID, Html, data_block, element, join
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.pieces import LEDGER_ROWS, charts_section
 from simpletuner.reporting.previews import TrainingSample, build_grid, choose_steps, thumbnail
 from simpletuner.reporting.report import LedgerRow, ReportData, Result, settings_of, write_report
 
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
-VOID = {"meta", "img", "link", "br", "hr", "input"}
 
 
 class Page(HTMLParser):

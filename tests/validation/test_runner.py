@@ -57,7 +57,8 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     monkeypatch.setattr(runner, "torch", SimpleNamespace(cuda=cuda, no_grad=torch.no_grad, device=torch.device))
     settings = {"validation_guidance": 1.0, "validation_num_inference_steps": 2, "validation_seed_source": "cpu"}
     validation = runner.ValidationRunner(
-        make_config(tmp_path, **settings), [runner.Subject(ValidationPrompt("a", "a", "a star"), dict, dict)],
+        make_config(tmp_path, **settings),
+        [runner.Subject(ValidationPrompt("a", "a", "a star"), lambda size: {}, lambda size: {})],
         [(16, 16)], tmp_path, 0, None, phase, lambda records: None,
     )  # fmt: skip
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, device=CPU)

@@ -1,4 +1,4 @@
-"""Reading the config that is there, writing the new one, and saying what to do next."""
+"""Reading an existing config, writing the new one, and the next steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simpletuner.plan.draft import Draft
 
 
 def check_target(file: Path) -> None:
-    """Say what forbids writing the file before the first question, not after the last.
+    """Find out before the first question whether the file can be written.
 
     Raises:
         UserError: it cannot be written.
@@ -72,7 +72,7 @@ def render_config(values: Mapping[str, Any]) -> str:
 
 
 def save(file: Path, text: str) -> None:
-    """Write the file, whole or not at all; what it was before stays beside it as `.bak`."""
+    """Write the file atomically; the previous one is kept as `.bak`."""
     target = file.resolve()  # behind a link, the file and not the link is replaced
     if target.is_file():
         write_atomically(backup_of(target), target.read_bytes())
@@ -94,12 +94,12 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
     talk.tell()
     talk.tell("Next steps", "bold")
     if path.expanduser().is_file():
-        talk.tell(f"  1. Look over your dataset file {path}: it is there, and the wizard leaves it as it is.")
+        talk.tell(f"  1. Check your dataset file {path}; the wizard does not change it.")
     else:
-        talk.tell(f"  1. Tell where your {draft.spec.media_noun} are: write the dataset file {path}, for instance")
+        talk.tell(f"  1. Write the dataset file {path}, which says where your {draft.spec.media_noun} are, such as:")
         talk.tell(show_datasets(draft.spec, draft.judgement.flavour.task, indent=5), "dim")
-    talk.tell(f"  2. Check it all:  {train_command(draft.file)} --dry-run")
-    talk.tell(f"  3. Train:         {train_command(draft.file)}")
+    talk.tell(f"  2. Check:  {train_command(draft.file)} --dry-run")
+    talk.tell(f"  3. Train:  {train_command(draft.file)}")
 
 
 def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:

@@ -9,10 +9,11 @@ from huggingface_hub import get_token
 
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES
+from simpletuner.models.spec import Flavour
 from simpletuner.plan.draft import Draft
 from simpletuner.reporting.trackers import KNOWN, check_trackers
 
-# No default of the schema: without a number of steps one round through the pictures decides.
+# Not the schema's default, which is one epoch.
 STEPS = 1000
 
 
@@ -20,9 +21,30 @@ def first_flavour(draft: Draft) -> str:
     return draft.spec.flavours[0].name
 
 
+TASKS = {"t2i": "text to picture", "i2i": "edits pictures", "t2v": "text to clip", "i2v": "picture to clip"}
+# What the parts of a flavour's name say.
+NAME_PARTS = {
+    "sft": "for styles, characters, motions",
+    "pretrain": "for entirely new concepts, on large datasets",
+    "lite": "the small model",
+    "pro": "the large model",
+    "5s": "up to 5 s",
+    "10s": "up to 10 s",
+    "hd": "high resolution",
+    "480p": "480 lines",
+}
+
+
 def flavours(draft: Draft) -> Mapping[str, str]:
-    """The family's flavours, with what a user must bring for them."""
-    return {each.name: f"needs {each.needs}" if each.needs else "" for each in draft.spec.flavours}
+    """The family's flavours: what each is for, and what a user must bring."""
+    return {each.name: _about(each) for each in draft.spec.flavours}
+
+
+def _about(flavour: Flavour) -> str:
+    parts = [NAME_PARTS[part] for part in flavour.name.split("-") if part in NAME_PARTS]
+    needs = [f"needs {flavour.needs}"] if flavour.needs else []
+    task = TASKS[flavour.task] + (f", or {TASKS[flavour.dataset_task]}" if flavour.dataset_task else "")
+    return ", ".join([task, *parts, *needs])
 
 
 def rank(draft: Draft) -> float:
@@ -54,7 +76,7 @@ def prompt_library(draft: Draft) -> str | None:
 
 def usable_trackers(draft: Draft) -> Mapping[str, str]:
     """Trackers that are installed and logged in."""
-    remarks = {"none": "nowhere; a report is written in any case", "wandb": "wandb.ai"}
+    remarks = {"none": "nowhere; the HTML report is always written", "wandb": "wandb.ai"}
     names = [name for name in ("none", *KNOWN) if name not in ("all", "simpletuner") and not check_trackers(name)]
     return {name: remarks.get(name, "") for name in names}
 
@@ -76,14 +98,31 @@ def nearest_sizes(value: str, draft: Draft) -> list[str]:
     return [_sizes(sides, multiple, up=False), _sizes(sides, multiple, up=True)]
 
 
+LONGEST_CLIP = 10_000  # frames; more is a slip of the keyboard
+SEARCHED = 6  # lengths that are tried in each direction
+
+
 def nearest_lengths(value: str, draft: Draft) -> list[str]:
-    """The next shorter and longer clips that fill whole latent frames; empty when the value is fine or no number."""
+    """The next shorter and longer clips that the flavour can make; empty when the value is fine or no number.
+
+    They fill whole latent frames, and training takes them: an i2v flavour has a shortest clip.
+    """
     stride = draft.spec.frame_stride
-    frames = int(value) if re.fullmatch(r"\d{1,6}", value.strip()) else 1
-    if frames < 1 or (frames - 1) % stride == 0:
+    frames = int(value) if re.fullmatch(r"\d{1,6}", value.strip()) else 0
+    if not 1 <= frames <= LONGEST_CLIP or ((frames - 1) % stride == 0 and _is_taken(frames, draft)):
         return []
     below = (frames - 1) // stride * stride + 1
-    return [str(below), str(below + stride)]
+    shorter = (below - stride * step for step in range(SEARCHED))
+    longer = (below + stride * step for step in range(1, SEARCHED))
+    found = [
+        next((each for each in lengths if each > 0 and _is_taken(each, draft)), None) for lengths in (shorter, longer)
+    ]
+    return [str(each) for each in found if each is not None]
+
+
+def _is_taken(frames: int, draft: Draft) -> bool:
+    key = "validation_num_video_frames"
+    return not any(problem.fatal for problem in draft.weigh(key, {key: frames}))
 
 
 def _sizes(parts: list[list[int]], multiple: int, *, up: bool) -> str:

@@ -30,6 +30,10 @@ Condition = Callable[[Draft], bool]
 Choices = Callable[[Draft], Mapping[str, str]]
 
 
+# How alike an answer and a choice must be for the choice to be proposed; less alike is nonsense and moves no default.
+MISSPELLED = 0.75
+
+
 @dataclass(frozen=True)
 class Question:
     """One setting to ask for.
@@ -44,7 +48,8 @@ class Question:
         is_open: other answers than `names` are allowed.
         implied: further settings that an answer decides; None takes one out.
         follows: its default depends on another setting, so that it is written only when it differs.
-        other: (value, draft) -> better values, when the value is not good.
+        other: (value, draft) -> better values for one that does not fit.
+        meanings: values that words stand for.
     """
 
     key: str
@@ -57,6 +62,7 @@ class Question:
     implied: Callable[[Any], dict[str, Any]] = lambda value: {}
     follows: bool = False
     other: Callable[[str, Draft], list[str]] = lambda value, draft: []
+    meanings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def option(self) -> Option:
@@ -78,6 +84,11 @@ class Question:
             return self.names(draft)
         return {name: self.remarks.get(name, "") for name in self.option.choices}
 
+    @property
+    def is_optional(self) -> bool:
+        """Whether a plain `no` leaves the setting out."""
+        return not self.option.required and not self.option.is_flag
+
     def refusals(self, value: Any, choices: Mapping[str, str], draft: Draft) -> list[Problem]:
         """Why an answer cannot be taken, as far as the wizard alone knows."""
         if choices and not self.is_open and value is not None and value not in choices:
@@ -87,7 +98,7 @@ class Question:
             return [Problem(self.key, "is needed.")]
         better = self.other(str(value), draft) if value is not None else []
         if better:
-            return [Problem(self.key, f"{value} does not fit the model; near it are {' and '.join(better)}.")]
+            return [Problem(self.key, f"{value} does not fit the model; {_near(better)}.")]
         return []
 
     def suggestion(self, answer: str, choices: Mapping[str, str], draft: Draft) -> str | None:
@@ -95,13 +106,17 @@ class Question:
         better = self.other(answer, draft)
         if better or answer in choices:
             return better[-1] if better else None
-        return nearest(answer, choices)
+        return nearest(answer, choices, cutoff=MISSPELLED)
 
     def changes(self, value: Any, draft: Draft) -> dict[str, Any]:
         """The settings that an answer decides."""
         if self.follows and self.key not in draft.values and value == self.default(draft):
             return {}
         return {self.key: value, **self.implied(value)}
+
+
+def _near(values: list[str]) -> str:
+    return f"near it are {' and '.join(values)}" if len(values) > 1 else f"the nearest is {values[0]}"
 
 
 @dataclass(frozen=True)
@@ -136,17 +151,30 @@ def _is_published(draft: Draft) -> bool:
     return draft.config.publish.push_to_hub
 
 
-MODEL_TYPES = {"lora": "a small file beside the model", "full": "the whole model; needs far more memory"}
-CHOOSERS = {"manual": "you, here", "auto": "the plan of each run: the fastest that fits the card"}
+def _routes(share: float) -> dict[str, Any]:
+    """One route around all but the outermost blocks."""
+    return {"routes": [{"selection_ratio": share, "start_layer_idx": 2, "end_layer_idx": -2}]}
+
+
+TREAD_WORDS = {
+    "none": "every block sees every token",
+    "quarter": "a quarter of the tokens skip it",
+    "half": "half of them, the usual choice; routes of your own: JSON, see docs/TREAD.md",
+}
+MODEL_TYPES = {
+    "lora": "a small file that is loaded on top of the model",
+    "full": "the whole model; needs far more memory",
+}
+CHOOSERS = {"manual": "you, in the next questions", "auto": "the plan: the fastest settings that fit the card"}
 STEPS = (
-    Step("Results", (Question("output_dir", "Folder for everything that training writes"),)),
+    Step("Results", (Question("output_dir", "Output folder"),)),
     Step(
         "Model",
         (
             Question("model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}),
             Question("model_flavour", "Version of the model", propose=first_flavour, names=flavours),
             Question("model_type", "What to train", remarks=MODEL_TYPES),
-            Question("lora_rank", "LoRA rank (higher learns more, and needs more memory)", when=_is_lora),
+            Question("lora_rank", "LoRA rank (higher learns more and takes more memory)", when=_is_lora),
             Question("lora_alpha", "LoRA alpha (strength of the LoRA)", when=_is_lora, propose=rank, follows=True),
         ),
     ),
@@ -155,14 +183,19 @@ STEPS = (
         (
             Question("base_model_precision", "Precision of the model", when=_is_lora),
             Question("text_encoder_1_precision", "Precision of the text encoder"),
-            Question("offload", "Who chooses what saves memory while the model trains", remarks=CHOOSERS),
+            Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
+            Question("offload", "Settings that save memory: who chooses them", remarks=CHOOSERS),
             Question(
                 "enable_group_offload",
-                "Keep the model in main memory, and only parts of it on the GPU?",
+                "Keep the model in host memory and stream it to the GPU block by block (group offload)?",
                 when=lambda draft: _is_lora(draft) and _by_hand(draft),
                 implied=lambda value: {"group_offload_use_stream": True if value else None},
             ),
-            Question("gradient_checkpointing", "Save memory by computing some things twice (slower)?", when=_by_hand),
+            Question(
+                "gradient_checkpointing",
+                "Save memory by recomputing activations (gradient checkpointing, slower)?",
+                when=_by_hand,
+            ),
         ),
     ),
     Step(
@@ -170,18 +203,18 @@ STEPS = (
         (
             Question(
                 "max_train_steps",
-                "Training steps (0: count rounds through the dataset instead)",
+                "Training steps (0: count epochs instead)",
                 propose=run_length,
                 implied=lambda value: _other_length(value),
             ),
             Question(
                 "num_train_epochs",
-                "Rounds through the dataset",
+                "Epochs (passes over the dataset)",
                 when=lambda draft: not draft.config.schedule.max_train_steps,
                 propose=lambda draft: 1,
             ),
-            Question("train_batch_size", "Samples at a time"),
-            Question("gradient_accumulation_steps", "Batches that make one step"),
+            Question("train_batch_size", "Batch size"),
+            Question("gradient_accumulation_steps", "Gradient accumulation steps"),
         ),
     ),
     Step(
@@ -189,29 +222,29 @@ STEPS = (
         (
             Question("optimizer", "Optimizer", propose=default_optimizer),
             Question("learning_rate", "Learning rate", propose=default_rate),
-            Question("lr_scheduler", "How the rate changes"),
-            Question("lr_warmup_steps", "Steps in which the rate grows from 0"),
+            Question("lr_scheduler", "Schedule of the learning rate"),
+            Question("lr_warmup_steps", "Warm-up steps"),
         ),
     ),
     Step(
         "Checkpoints",
         (
-            Question("checkpoint_step_interval", "Save a checkpoint after every so many steps"),
+            Question("checkpoint_step_interval", "Save a checkpoint every N steps; N"),
             Question("checkpoints_total_limit", "Checkpoints to keep (0: all)"),
         ),
     ),
     Step(
         "Previews",
         (
-            Question("validation_prompt", "A text to make previews of"),
-            Question("user_prompt_library", "File with more texts", propose=prompt_library),
-            Question("validation_resolution", "Size, as width x height", other=nearest_sizes),
-            Question("validation_num_video_frames", "Frames of a preview", when=_is_video, other=nearest_lengths),
+            Question("validation_prompt", "Prompt for previews"),
+            Question("user_prompt_library", "File with more prompts", propose=prompt_library),
+            Question("validation_resolution", "Preview size, width x height", other=nearest_sizes),
+            Question("validation_num_video_frames", "Preview length in frames", when=_is_video, other=nearest_lengths),
             Question("framerate", "Frames per second", when=_is_video),
-            Question("validation_guidance", "Guidance (how closely previews follow the text)"),
+            Question("validation_guidance", "Guidance scale (how closely previews follow the prompt)"),
             Question("validation_num_inference_steps", "Sampling steps"),
-            Question("validation_step_interval", "Make previews after every so many training steps"),
-            Question("validation_seed", "Seed of the previews, if not that of the run"),
+            Question("validation_step_interval", "Render previews every N training steps; N"),
+            Question("validation_seed", "Preview seed"),
         ),
     ),
     Step(
@@ -219,14 +252,21 @@ STEPS = (
         (
             Question(
                 "flow_schedule_shift",
-                "Shift (above 1 stresses composition, below 1 detail)",
+                "Flow shift (above 1 favours composition, below 1 detail)",
                 when=lambda draft: "flow_schedule_shift" in draft.spec.defaults,
                 follows=True,
             ),
-            Question("tread_config", "TREAD routes, as JSON (faster steps, see docs/TREAD.md)", when=_has_routes),
+            Question(
+                "tread_config",
+                "Tokens that skip the middle of the model (TREAD: faster steps, previews as always)",
+                when=_has_routes,
+                names=lambda draft: TREAD_WORDS,
+                is_open=True,
+                meanings={"none": None, "quarter": _routes(0.25), "half": _routes(0.5)},
+            ),
             Question("crepa_enabled", "CREPA (steadier video)?", when=_is_video),
-            Question("use_ema", "Keep a running average of the weights?"),
-            Question("ema_validation", "Weights that previews use", when=lambda draft: draft.config.ema.use_ema),
+            Question("use_ema", "Keep a running average of the weights (EMA)?"),
+            Question("ema_validation", "Previews with EMA", when=lambda draft: draft.config.ema.use_ema),
         ),
     ),
     Step(
@@ -248,7 +288,7 @@ STEPS = (
     Step(
         "Data",
         (
-            Question("seed", "Seed (the same seed repeats a run)", propose=lambda draft: 42),
+            Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
             Question("data_backend_config", "Dataset file", propose=dataset_file),
         ),
     ),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from simpletuner.atomic import write_json
 from simpletuner.cli.wizard.config_file import (
     backup_of,
     check_target,
@@ -16,14 +18,20 @@ from simpletuner.cli.wizard.config_file import (
     show_next_steps,
     unusable_keys,
 )
-from simpletuner.cli.wizard.questions import STEPS, Question, Step
-from simpletuner.cli.wizard.talk import Talk
+from simpletuner.cli.wizard.questions import STEPS, Question
+from simpletuner.cli.wizard.talk import PATIENCE, Back, InputEnded, Talk
+from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem
 from simpletuner.plan.draft import Draft
 
 WELCOME = """\
-Answer the questions, or press Enter for what stands in [brackets].
-? explains a question, - leaves a setting out. Nothing is written before you say so at the end."""
+Answer the questions, or press Enter for the value in [brackets].
+? explains a question, - leaves a setting out, back returns to the question before. Nothing is written until you agree
+at the end. Ctrl-C keeps your answers for the next time."""
+# Of the machine and not of the run: used for the estimate and not written.
+DEVICE_MEMORY = "plan_device_memory_gb"
+QUESTIONS = [question for step in STEPS for question in step.questions]
+TITLES = {question.key: step.title for step in STEPS for question in step.questions}
 
 
 def run_session(file: Path, talk: Talk) -> bool:
@@ -31,31 +39,101 @@ def run_session(file: Path, talk: Talk) -> bool:
 
     Raises:
         UserError: the file cannot be read or written, or the input has ended.
+        KeyboardInterrupt: the answers so far are kept beside the file.
     """
     check_target(file)
     talk.say("Settings for training", "bold")
     talk.say(WELCOME)
-    draft = start_draft(file, talk)
-    steps = [step for step in STEPS if any(question.applies(draft) for question in step.questions)]
-    for number, step in enumerate(steps, start=1):
-        talk.say()
-        talk.say(f"{number}/{len(steps)}  {step.title}", "bold cyan")
-        ask_step(step, draft, talk)
-    if not review(draft, steps, talk):
+    draft, start = start_draft(file, talk)
+    progress = Progress(draft, start)
+    try:
+        progress.ask(talk)
+        agreed = review(draft, talk)
+    except (KeyboardInterrupt, InputEnded):
+        if sys.stdin.isatty() and progress.position > 0:
+            talk.tell(f"\nYour answers are kept in {progress.keep()}; the same command goes on from there.", "yellow")
+        raise
+    if not agreed:
         talk.say("Nothing was written.")
         return False
     existed = file.exists()
-    save(file, render_config(draft.values))
+    save(file, render_config(_written(draft)))
+    kept_answers(file).unlink(missing_ok=True)
     talk.say()
     talk.tell(f"Written: {file}" + (f" (before: {backup_of(file)})" if existed else ""), "green")
     show_next_steps(draft, talk)
     return True
 
 
-def start_draft(file: Path, talk: Talk) -> Draft:
-    """The draft to begin with: the file that is there, when that is wanted, or the defaults."""
+class Progress:
+    """The questions that were answered, so that one can go back, stop and go on.
+
+    Args:
+        position: of the next question.
+    """
+
+    def __init__(self, draft: Draft, position: int = 0) -> None:
+        self.draft, self.position = draft, position
+        self._answered: list[int] = []
+        self._stuck = 0
+
+    def ask(self, talk: Talk) -> None:
+        """Ask everything that applies, from the position on."""
+        title = ""
+        while self.position < len(QUESTIONS):
+            question = QUESTIONS[self.position]
+            if question.applies(self.draft):
+                title = _announce(title, question, talk)
+                try:
+                    talk.ask(question, self.draft)
+                    self._answered.append(self.position)
+                except Back:
+                    self._go_back(talk)
+                    continue
+            self.position += 1
+
+    def _go_back(self, talk: Talk) -> None:
+        if self._answered:
+            self.position = self._answered.pop()
+            return
+        talk.refuse("This is the first question.")
+        self._stuck += 1
+        if self._stuck == PATIENCE:
+            raise InputEnded("There is no question before the first. Nothing was written.")
+
+    def keep(self) -> Path:
+        """Save the answers beside the file."""
+        path = kept_answers(self.draft.file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        following = QUESTIONS[min(self.position, len(QUESTIONS) - 1)].key
+        draft = self.draft
+        write_json(path, {"question": following, "loaded": sorted(draft.loaded), "values": draft.values})
+        return path
+
+
+def _announce(title: str, question: Question, talk: Talk) -> str:
+    """The heading of a question's step, when it is another than before."""
+    if TITLES[question.key] != title:
+        talk.say()
+        talk.say(TITLES[question.key], "bold cyan")
+    return TITLES[question.key]
+
+
+def kept_answers(file: Path) -> Path:
+    """Where the answers of a session that was left are."""
+    return file.with_name(f"{file.name}.draft")
+
+
+def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
+    """The draft to begin with, and the first question: kept answers, the file that is there, or the defaults."""
+    kept = _kept(file)
+    if kept is not None and talk.confirm(f"Go on with the answers in {kept_answers(file)}?", default=True):
+        keys = [question.key for question in QUESTIONS]
+        draft = Draft(file, kept["values"])
+        draft.loaded = frozenset(kept["loaded"])
+        return draft, keys.index(kept["question"]) if kept["question"] in keys else 0
     if not file.exists() or not talk.confirm(f"{file} exists. Start from it?", default=True):
-        return Draft(file)
+        return Draft(file), 0
     problems: list[Problem] = []
     draft = Draft(file, load_values(file, problems))
     for problem in problems:
@@ -66,37 +144,47 @@ def start_draft(file: Path, talk: Talk) -> Draft:
         talk.refuse(f"{key}: {reason}")
     if unusable and talk.confirm("Training would refuse the above. Leave it out?", default=True):
         talk.tell(f"Left out: {', '.join(unusable)}", "yellow")
-        kept = {key: value for key, value in draft.values.items() if key not in unusable}
-        return Draft(file, kept)
-    return draft
+        usable = {key: value for key, value in draft.values.items() if key not in unusable}
+        return Draft(file, usable), 0
+    return draft, 0
 
 
-def ask_step(step: Step, draft: Draft, talk: Talk) -> None:
-    """Ask what applies to the draft as it is by then."""
-    for question in step.questions:
-        if question.applies(draft):
-            talk.ask(question, draft)
+def _kept(file: Path) -> dict[str, Any] | None:
+    content = read_json(kept_answers(file), []) if kept_answers(file).is_file() else None
+    is_whole = isinstance(content, dict) and content.keys() == {"question", "loaded", "values"}
+    return content if is_whole else None
 
 
-def review(draft: Draft, steps: list[Step], talk: Talk) -> bool:
-    """Show everything and change what is named, until the answer is yes or no."""
-    owners = {question.key: step for step in steps for question in step.questions}
+def review(draft: Draft, talk: Talk) -> bool:
+    """Show everything and ask again what is named, until the answer is yes or no."""
+    owners = {question.key: question for question in QUESTIONS}
     while True:
-        _drop_stale(draft, steps)
-        _show(draft, steps, talk)
+        _drop_stale(draft)
+        _show(draft, talk)
         verb = "Replace" if draft.file.exists() else "Write"
         note = f", and keep what is there as {backup_of(draft.file).name}" if draft.file.exists() else ""
         named = talk.choose(f"{verb} {draft.file}{note}? (or name a setting to change)", list(owners))
         if not named:
             return named is None
-        before = _proposals(draft, steps)
-        ask_step(owners[named], draft, talk)
-        _follow_proposals(draft, before, _proposals(draft, steps))
+        _ask_again(owners[named], draft, talk)
 
 
-def _proposals(draft: Draft, steps: list[Step]) -> dict[str, Any]:
+def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
+    """One question, then those that its answer brings up."""
+    before, applied = _proposals(draft), {each.key for each in QUESTIONS if each.applies(draft)}
+    try:
+        talk.ask(question, draft)
+    except Back:
+        return
+    _follow_proposals(draft, before, _proposals(draft))
+    for each in QUESTIONS:
+        if each.applies(draft) and each.key not in applied and each.key != question.key:
+            talk.ask(each, draft)
+
+
+def _proposals(draft: Draft) -> dict[str, Any]:
     """What the wizard would propose now, where the file said nothing."""
-    asked = [question for step in steps for question in step.questions if question.key not in draft.loaded]
+    asked = [question for question in QUESTIONS if question.key not in draft.loaded]
     return {each.key: each.propose(draft) for each in asked if each.propose is not None and each.applies(draft)}
 
 
@@ -106,10 +194,9 @@ def _follow_proposals(draft: Draft, before: Mapping[str, Any], now: Mapping[str,
     draft.change({key: value for key, value in moved.items() if draft.values.get(key) == before[key]})
 
 
-def _drop_stale(draft: Draft, steps: list[Step]) -> None:
+def _drop_stale(draft: Draft) -> None:
     """Take out answers to questions that later answers made pointless, with what a yes had implied."""
-    asked = [question for step in steps for question in step.questions]
-    stale = [each for each in asked if each.key in draft.values and _is_stale(each, draft)]
+    stale = [each for each in QUESTIONS if each.key in draft.values and _is_stale(each, draft)]
     implied = [key for each in stale if draft.values[each.key] is True for key in each.implied(True)]
     draft.change(dict.fromkeys([*(each.key for each in stale), *implied]))
 
@@ -120,19 +207,37 @@ def _is_stale(question: Question, draft: Draft) -> bool:
     return not question.applies(draft) and question.key not in draft.loaded and (value is False or value != 0)
 
 
-def _show(draft: Draft, steps: list[Step], talk: Talk) -> None:
+def _written(draft: Draft) -> dict[str, Any]:
+    """What goes into the file."""
+    return {key: value for key, value in draft.values.items() if key != DEVICE_MEMORY or key in draft.loaded}
+
+
+def _show(draft: Draft, talk: Talk) -> None:
+    from simpletuner.cli.wizard.verdict import judge
+
     talk.say()
     talk.say("Your settings", "bold")
-    asked = [question.key for step in steps for question in step.questions]
-    width = max(len(key) for key in draft.values)
-    for key in (key for key in asked if key in draft.values):
-        talk.say(f"  {key:<{width}}  {_shown(draft.values[key])}")
-    others = [key for key in draft.values if key not in asked]
+    values = _written(draft)
+    asked = [question.key for question in QUESTIONS if question.key in values]
+    width = max(len(key) for key in values)
+    for key in asked:
+        talk.say(f"  {key:<{width}}  {_shown(values[key])}")
+    others = [key for key in values if key not in asked]
     if others:
         talk.say(f"  As before: {', '.join(others)}")
-    for problem in dict.fromkeys(draft.judgement.problems):
-        talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
     talk.say()
+    lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
+    for line in lines:
+        talk.tell(f"  {line}", "cyan")
+    _warn([*draft.judgement.problems, *problems], talk)
+    talk.say()
+
+
+def _warn(problems: Sequence[Problem], talk: Talk) -> None:
+    fatal = {(problem.where, problem.message) for problem in problems if problem.fatal}
+    for problem in dict.fromkeys(problems):
+        if problem.fatal or (problem.where, problem.message) not in fatal:
+            talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
 
 
 def _shown(value: object) -> str:

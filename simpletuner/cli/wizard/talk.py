@@ -1,4 +1,4 @@
-"""One question, asked until the answer is good: in a terminal, through a pipe, or answered by its default."""
+"""One question, asked until the answer can be used: in a terminal, through a pipe, or with its default."""
 
 from __future__ import annotations
 
@@ -11,22 +11,34 @@ from typing import Any
 from rich.console import Console
 
 from simpletuner.cli.wizard.questions import Question
-from simpletuner.config.option import Option, parse_flag
+from simpletuner.config.option import parse_flag
 from simpletuner.errors import ConfigError, UserError, nearest
 from simpletuner.plan.draft import Draft
 
-HELP, NONE = "?", "-"
+HELP, NONE, BACK = "?", "-", "back"
+# What people type to leave out a setting that is optional.
+NOTHING = frozenset({"n", "no", "none"})
+# Bad answers to one question in a row, after which its default is taken: no input makes the wizard ask for ever.
+PATIENCE = 5
 # Control characters and bytes that are not UTF-8 (surrogates), which no setting can hold.
 NO_TEXT = ("Cc", "Cs")
 # A longer list would bury the question; `?` shows it.
-LONGEST_LIST = 8
+LONGEST_LIST = 14
+
+
+class Back(Exception):
+    """The question before is wanted again."""
+
+
+class InputEnded(UserError):
+    """Nobody answers any more."""
 
 
 class Talk:
     """The conversation.
 
     Args:
-        defaults: nobody is asked; every question gets its default.
+        defaults: ask nobody; every question gets its default.
     """
 
     def __init__(self, *, defaults: bool = False) -> None:
@@ -41,7 +53,7 @@ class Talk:
             self.tell(text, style)
 
     def tell(self, text: str = "", style: str = "") -> None:
-        """A line in any case; nothing in it is taken for markup."""
+        """A line that is always shown; nothing in it is taken for markup."""
         self.console.print(text, style=style, markup=False, soft_wrap=True)
 
     def ask(self, question: Question, draft: Draft) -> None:
@@ -49,29 +61,45 @@ class Talk:
         proposed = question.default(draft)
         choices = question.choices(draft)
         self._list_choices(question, choices, proposed)
-        while True:
-            answer = self._read(f"  {question.text} {_bracketed(proposed, question.option)}: ")
+        for _ in range(PATIENCE):
+            answer = self._read(f"  {question.text} {_bracketed(proposed, question)}: ")
             if answer == HELP:
                 self._explain(question, draft, choices)
                 continue
+            if answer.lower() == BACK:
+                raise Back
             value = _interpret(answer, question, proposed, choices)
-            if self._accept(question, draft, value, choices):
+            if self._accept(question, draft, value, choices, is_proposed=not answer):
                 draft.change(question.changes(value, draft))
                 return
             proposed = question.suggestion(answer, choices, draft) or proposed
+        self._give_up(question, draft, choices)
+
+    def _give_up(self, question: Question, draft: Draft, choices: Mapping[str, str]) -> None:
+        """Take the default after too many answers that cannot be used.
+
+        Raises:
+            InputEnded: the default cannot be used either.
+        """
+        value = question.default(draft)
+        if not self._accept(question, draft, value, choices, is_proposed=True):
+            raise InputEnded(f"{question.key}: {PATIENCE} answers cannot be used. Nothing was written.")
+        self.refuse(f"Left at {_worded(value, question)}; name {question.key} at the end to change it.")
+        draft.change(question.changes(value, draft))
 
     def confirm(self, text: str, *, default: bool) -> bool:
-        """Yes or no."""
-        while True:
+        """Yes or no; the default after too many answers that are neither."""
+        for _ in range(PATIENCE):
             answer = self._read(f"  {text} {_bracketed(default)}: ")
             try:
                 return default if not answer else bool(parse_flag(_word(answer)))
             except ValueError:
                 self.refuse(f"{answer!r} is neither yes nor no.")
+        return default
 
     def choose(self, text: str, names: Sequence[str]) -> str | None:
-        """Yes (None), no (an empty text) or one of the names."""
-        while True:
+        """Yes (None), no (an empty text) or one of the names; no after too many other answers."""
+        for _ in range(PATIENCE):
             answer = self._read(f"  {text} [Y/n]: ")
             try:
                 return None if not answer or parse_flag(_word(answer)) else ""
@@ -81,16 +109,17 @@ class Talk:
                 return name
             guess = nearest(name, names)
             self.refuse(f"{answer!r} is neither yes, no nor a setting of the list." + (f" {guess}?" if guess else ""))
+        return ""
 
     def refuse(self, reason: str) -> None:
-        """What is wrong, said in any case."""
+        """What is wrong; shown even when nobody is asked."""
         self.tell(f"    {reason}", "yellow")
 
     def _read(self, prompt: str) -> str:
         """One line, without the spaces around it; empty for the default.
 
         Raises:
-            UserError: the input has ended.
+            InputEnded: nobody answers any more.
         """
         if self.defaults:
             return ""
@@ -99,23 +128,27 @@ class Talk:
                 answer = input(prompt).strip()
             except EOFError:
                 self.say()
-                raise UserError("The input ended before the last question. Nothing was written.") from None
+                raise InputEnded("The input ended before the last question. Nothing was written.") from None
             if not sys.stdin.isatty():
                 self.say(answer)  # what comes through a pipe is not on the screen
             if all(unicodedata.category(each) not in NO_TEXT for each in answer):
                 return answer
-            self.refuse("That holds characters that are no text; write it again.")
+            self.refuse("This contains control characters; type it again.")
 
     def _list_choices(self, question: Question, choices: Mapping[str, str], proposed: Any) -> None:
-        if not 1 < len(choices) <= LONGEST_LIST:
+        if not choices or len(choices) > LONGEST_LIST:
             return
         width = max(len(name) for name in choices)
         for number, (name, note) in enumerate(choices.items(), start=1):
-            mark = "*" if name == proposed else " "
+            mark = "*" if name == _worded(proposed, question) else " "
             self.say(f"  {mark} {number}  {name:<{width}}  {note}".rstrip())
 
-    def _accept(self, question: Question, draft: Draft, value: Any, choices: Mapping[str, str]) -> bool:
+    def _accept(
+        self, question: Question, draft: Draft, value: Any, choices: Mapping[str, str], *, is_proposed: bool
+    ) -> bool:
         """Whether an answer is good, or only doubtful and wanted all the same; else the reasons are shown.
+
+        What the wizard itself proposes is taken without asking whether it is wanted.
 
         Raises:
             ConfigError: nobody is there to give a better one.
@@ -129,7 +162,7 @@ class Talk:
             raise ConfigError(fatal)
         for problem in fatal or problems:
             self.refuse(problem.message if problem.where == question.key else str(problem))
-        return not problems or (not fatal and (self.defaults or self.confirm("  Keep it?", default=False)))
+        return not problems or (not fatal and (is_proposed or self.confirm("  Keep it?", default=False)))
 
     def _explain(self, question: Question, draft: Draft, choices: Mapping[str, str]) -> None:
         """The words of the option schema."""
@@ -137,6 +170,9 @@ class Talk:
         self.say(f"    {option.help}", "cyan")
         allowed = ", ".join(choices) if choices else " ".join(filter(None, (option.type_name, option.limit_text)))
         self.say(f"    Allowed: {allowed}. Setting: {option.name}.", "cyan")
+        if choices and len(choices) <= LONGEST_LIST:
+            for name, note in choices.items():
+                self.say(f"      {name}{f': {note}' if note else ''}", "cyan")
         if option.default_note:
             self.say(f"    Default: {option.default_note.replace('`', '')}.", "cyan")
         if not option.required:
@@ -149,8 +185,14 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
         return proposed
     if answer == NONE:
         return None
+    if answer.lower() in NOTHING and question.is_optional:
+        answer = "none"
+        if answer not in choices:
+            return None
     if answer.isdecimal() and 1 < len(choices) <= LONGEST_LIST and 0 < int(answer) <= len(choices):
-        return list(choices)[int(answer) - 1]
+        answer = list(choices)[int(answer) - 1]
+    if answer in question.meanings:
+        return question.meanings[answer]
     if choices:
         spelled = {name.lower().replace("_", "-"): name for name in choices}
         return spelled.get(answer.lower().replace("_", "-"), answer)
@@ -161,11 +203,16 @@ def _word(answer: str) -> str:
     return {"y": "yes", "n": "no"}.get(answer.lower(), answer)
 
 
-def _bracketed(value: Any, option: Option | None = None) -> str:
+def _bracketed(value: Any, question: Question | None = None) -> str:
     """The default as a prompt shows it."""
     if isinstance(value, bool):
         return "[Y/n]" if value else "[y/N]"
+    return f"[{_worded(value, question)}]"
+
+
+def _worded(value: Any, question: Question | None) -> str:
     if value is None:
-        note = option.default_note.replace("`", "") if option else ""
-        return f"[{note or 'none'}]"
-    return f"[{value:g}]" if isinstance(value, float) else f"[{value}]"
+        note = question.option.default_note.replace("`", "") if question else ""
+        return note or "none"
+    known = [word for word, meaning in question.meanings.items() if meaning == value] if question else []
+    return known[0] if known else f"{value:g}" if isinstance(value, float) else str(value)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping, Sequence
 
 from simpletuner.config.load import FamilyOptions, RunConfig
+from simpletuner.config.option import Size
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.cost import IMAGE_COST
+from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS
 from simpletuner.models.kandinsky5.options import KandinskyOptions, write_rope_scale
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
 from simpletuner.models.source import ModelSource
@@ -18,7 +20,6 @@ ALL_LINEAR = (
     r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
 )
 
-TRANSFORMER_CLASS = "Kandinsky5Transformer3DModel"
 IMAGE_VAE_CLASS = "AutoencoderKL"
 
 COMPONENTS = {
@@ -61,6 +62,21 @@ def check_image(config: RunConfig, flavour: Flavour) -> list[Problem]:
         message = f"{write_rope_scale(scale)!r}: pictures are sampled with 1,1,1 and nothing else; leave it at auto."
         problems.append(Problem("rope_scale", message))
     return problems
+
+
+def check_image_sizes(
+    config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]]
+) -> list[Problem]:
+    """Preview sizes that the stock pipeline does not render by itself."""
+    others = [f"{width}x{height}" for width, height in used if (width, height) not in IMAGE_SIZES]
+    if not others or config.validation.validation_disable:
+        return []
+    native = ", ".join(f"{width}x{height}" for width, height in IMAGE_SIZES)
+    message = (
+        f"{', '.join(others)}: previews have this size, but the stock pipeline renders {native} only and would take "
+        "the nearest of them; set its `resolutions` to [(width, height)] to reproduce a preview."
+    )
+    return [Problem("validation_resolution", message, fatal=False)]
 
 
 def check_image_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
@@ -141,6 +157,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     quantised_layers=ALL_LINEAR,
     license="mit",
     check=check_image,
+    check_sizes=check_image_sizes,
     check_checkpoint=check_image_checkpoint,
     clean_caption=clean_caption,
     text_fingerprint=text_fingerprint,

@@ -1,8 +1,8 @@
 """The sentences around a caption that Kandinsky 5 was trained with.
 
-The text encoder reads the whole sentence, the transformer only what follows the first `crop` tokens of it, which is
-the caption and the end of the sentence. The words are the ones of the official training and inference code, their
-spelling of "prompt" included; releases of diffusers carry slightly other words and other crops.
+The text encoder reads the whole sentence, the transformer only what follows the first `crop` tokens of it. The words
+are the ones of the official training and inference code, their spelling of "prompt" included; releases of diffusers
+carry slightly other words and other crops.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ TemplateName = Literal["image", "image_edit", "video"]
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """A sentence with `{}` where the caption goes, and the number of tokens before the caption."""
+    """A sentence with `{}` where the caption goes, and how many of its first tokens the transformer does not get.
+
+    For `image` and `video` these are the tokens before the caption. Of `image_edit` Qwen's tokenizer makes 52 tokens
+    before the caption, and 55 are cut off in the official code: the caption's first three are lost, here as there.
+    """
 
     text: str
     crop: int
@@ -40,7 +44,8 @@ OFFICIAL: dict[TemplateName, TextTemplate] = {
     "image_edit": TextTemplate(
         "<|im_start|>system\nYou are a promt engineer. Based on the provided source image (first image) and target"
         " image (second image), create an interesting text prompt that can be used together with the source image to"
-        " create the target image:<|im_end|><|im_start|>user{}<|vision_start|><|image_pad|><|vision_end|><|im_end|>",
+        " create the target image:<|im_end|>\n"
+        "<|im_start|>user\n{}<|vision_start|><|image_pad|><|vision_end|><|im_end|>",
         crop=55,
     ),
     "video": TextTemplate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simpletuner.models import usage as parts
 from simpletuner.models.kandinsky5.options import KandinskyOptions
-from simpletuner.models.kandinsky5.spec import TEMPLATES
+from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, TEMPLATES
 from simpletuner.models.usage import Usage
 
 PIPELINES = {
@@ -29,6 +29,7 @@ def usage_snippet(usage: Usage) -> str:
         f"model = {parts.text(usage.model)}",
         f"pipe = {pipeline}.from_pretrained(model, tokenizer=load_processor(model), dtype=torch.{usage.dtype})",
         *(_template(usage) if is_official else []),
+        *_exact_size(usage, is_clip),
         *parts.preparation(usage, scheduler),
         *parts.picture(usage),
     ]
@@ -46,6 +47,13 @@ def _template(usage: Usage) -> list[str]:
         f'pipe.prompt_template = OFFICIAL["{name}"].text',
         f'pipe.prompt_template_encode_start_idx = OFFICIAL["{name}"].crop',
     ]
+
+
+def _exact_size(usage: Usage, is_clip: bool) -> list[str]:
+    """The pipelines of pictures snap every other size to a list of seven, unless the list holds that size."""
+    if is_clip or usage.size in IMAGE_SIZES:
+        return []
+    return [f"pipe.resolutions = [{usage.size}]  # sample exactly this size"]
 
 
 def _pil(call: list[str]) -> list[str]:

@@ -12,17 +12,14 @@ from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewRequest
-from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading, nabla
-from simpletuner.models.kandinsky5.denoiser import channels_first, channels_last, predict_velocity, sample_posterior
+from simpletuner.models.adapter import CheckpointSetup, PreviewRequest
+from simpletuner.models.kandinsky5 import nabla
+from simpletuner.models.kandinsky5.adapter import Kandinsky5Adapter
+from simpletuner.models.kandinsky5.denoiser import channels_last, sample_posterior
 from simpletuner.models.kandinsky5.geometry import is_sparse, rope_scale_of_size
-from simpletuner.models.kandinsky5.options import KandinskyOptions
-from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
-from simpletuner.models.kandinsky5.usage import usage_snippet
+from simpletuner.models.kandinsky5.loading import pipeline_inputs
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
-from simpletuner.models.loading import attend_by_frame, load_vae, slice_convolutions
-from simpletuner.models.usage import Usage
+from simpletuner.models.loading import attend_by_frame, slice_convolutions
 
 
 class HunyuanLatentEncoder:
@@ -49,40 +46,30 @@ class HunyuanLatentEncoder:
 class StockVideoPipeline:
     """diffusers' own pipeline of the flavour, fed with cached embeddings."""
 
-    def __init__(self, pipeline: Any, vae: AutoencoderKLHunyuanVideo, device: torch.device, animates: bool) -> None:
-        self.pipeline, self.vae, self.device, self.animates = pipeline, vae, device, animates
+    def __init__(self, pipeline: Any, device: torch.device, takes_picture: bool) -> None:
+        self.pipeline, self.vae, self.device, self.takes_picture = pipeline, pipeline.vae, device, takes_picture
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one clip of exactly the requested size and length."""
-        source = {"image": request.source} if self.animates else {}
-        inputs = loading.pipeline_inputs(request, self.device)
+        source = {"image": request.start} if self.takes_picture else {}
+        inputs = pipeline_inputs(request, self.device)
         output = self.pipeline(**inputs, **source, num_frames=request.num_frames, output_type="pil")
         return list(output.frames[0])
 
 
-class Kandinsky5VideoAdapter:
+class Kandinsky5VideoAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Video checkpoint; the size that the result will be used at decides the scale of positions."""
 
-    spec = KANDINSKY5_VIDEO
+    spec, vae_class = KANDINSKY5_VIDEO, AutoencoderKLHunyuanVideo
 
     def __init__(self, setup: CheckpointSetup) -> None:
-        self.source, self.text, self.caching = setup.source, setup.text, setup.caching
-        self.animates = setup.flavour.task == "i2v"
-        self.options = setup.options.of(KandinskyOptions)
+        super().__init__(setup)
         self.rope_scale = self.options.rope_scale or rope_scale_of_size(setup.use_size, setup.flavour.name)
-        self.dtype = torch.float32
-        self._padding: attention.TextPadding | None = None
         self._tiles: nabla.TileAttention | None = None
         self._settings: dict[str, Any] = {}
 
-    def load_text_encoder(
-        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
-    ) -> Kandinsky5TextEncoder:
-        template = select_template(self.options.text_template, "video")
-        return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype, quantise)
-
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
-        vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, dtype)
+        vae = self.load_vae(device, dtype)
         attend_by_frame(vae)
         encoder = HunyuanLatentEncoder(vae, device, dtype)
         if self.caching.vae_enable_patch_conv:
@@ -90,75 +77,38 @@ class Kandinsky5VideoAdapter:
         return encoder
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        transformer: Any = loading.load_transformer(self.source["transformer"], dtype)
-        self.dtype, self._settings = dtype, dict(transformer.config)
-        self._padding = attention.install(transformer)
+        transformer: Any = super().load_transformer(dtype)
+        self._settings = dict(transformer.config)
         if is_sparse(self._settings):
             self._tiles = nabla.install(transformer)
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         """i2v: frame 0 is the clean picture and is left out of the loss. Pictures and t2v clips stay as they are."""
-        return hold_first_frame(noisy) if self.animates else noisy
+        return hold_first_frame(noisy) if self.takes_picture else noisy
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
-        if self._padding is None:
-            raise RuntimeError("predict() needs a transformer from load_transformer()")
-        hidden_states = channels_last(noisy.noisy_latents)
-        sparsity = None
-        if self._settings["visual_cond"]:
-            hidden_states = torch.cat([hidden_states, *self._condition_channels(noisy)], dim=-1)
-        if self._tiles is not None and is_sparse(self._settings):
-            head_dim = sum(self._settings["axes_dims"])
-            heads = self._settings["model_dim"] // head_dim
-            self._tiles.settle(hidden_states.device, self.dtype, head_dim, heads)
-            sparsity = nabla.sparse_params(tuple(hidden_states.shape), self._settings, hidden_states.device)
-        velocity = predict_velocity(
-            transformer,
-            self._padding,
-            hidden_states,
-            noisy.timesteps,
-            noisy.batch.embeds,
-            rope_scale=self.rope_scale,
-            dtype=self.dtype,
-            sparse_params=sparsity,
-        )
-        return channels_first(velocity)
-
-    def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        return denoiser.block_layout(transformer)
-
-    def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
-        if self._padding is None:
-            raise RuntimeError("use_fast_blocks() needs a transformer from load_transformer()")
-        return fast.install(transformer, self._padding)
-
-    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
-        return fast.store_in_bf16(transformer)
+        channels = self._condition_channels(noisy) if self._settings.get("visual_cond") else ()
+        return self.velocity(transformer, noisy, channels, self.rope_scale, self._sparsity(noisy))
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> StockVideoPipeline:
-        vae = load_vae(AutoencoderKLHunyuanVideo, self.source["vae"], self.caching, device, self.dtype)
-        pipeline = loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
-        return StockVideoPipeline(pipeline, vae, device, self.animates)
+        return StockVideoPipeline(self.stock_pipeline(transformer, device, shift), device, self.takes_picture)
 
-    @staticmethod
-    def usage_snippet(usage: Usage) -> str:
-        return usage_snippet(usage)
-
-    def load_bare_pipeline(self) -> Any:
-        return loading.bare_pipeline(self._pipeline_class(), self.source["transformer"])
-
-    def _pipeline_class(self) -> Any:
-        from diffusers import Kandinsky5I2VPipeline, Kandinsky5T2VPipeline
-
-        return Kandinsky5I2VPipeline if self.animates else Kandinsky5T2VPipeline
+    def _sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
+        """What block-sparse attention needs to know about a batch, None for dense checkpoints."""
+        if self._tiles is None or not is_sparse(self._settings):
+            return None
+        latents, settings = channels_last(noisy.noisy_latents), self._settings
+        head_dim = sum(settings["axes_dims"])
+        self._tiles.settle(latents.device, self.dtype, head_dim, settings["model_dim"] // head_dim)
+        return nabla.sparse_params(tuple(latents.shape), settings, latents.device)
 
     def _condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, Tensor]:
         """Sixteen channels of zeros, and a mask that is 1 on a first frame that is given."""
         latents = channels_last(noisy.noisy_latents)
         mask = torch.zeros_like(latents[..., :1])
-        if self.animates and noisy.batch.condition is not None and latents.shape[1] > 1:
+        if self.takes_picture and noisy.batch.condition is not None and latents.shape[1] > 1:
             mask[:, 0] = 1
         return torch.zeros_like(latents), mask

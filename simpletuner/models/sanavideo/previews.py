@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import nn
 
 from simpletuner.config.json_files import read_json
@@ -38,12 +38,11 @@ class StockSanaPipelines:
             pipeline.set_progress_bar_config(disable=True)
 
     def render(self, request: PreviewRequest) -> list[Image.Image]:
-        """Sample one clip of exactly the requested size and length; the source is cropped to the size's ratio."""
+        """Sample one clip of exactly the requested size and length."""
         inputs = self._inputs(request)
         if request.source is None:
             return list(self.from_text(**inputs).frames[0])
-        picture = ImageOps.fit(request.source.convert("RGB"), (request.width, request.height))
-        return list(self.from_picture(**inputs, image=picture).frames[0])
+        return list(self.from_picture(**inputs, image=request.start).frames[0])
 
     def _inputs(self, request: PreviewRequest) -> dict[str, Any]:
         dtype = request.embeds["prompt_embeds"].dtype

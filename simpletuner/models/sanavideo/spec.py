@@ -6,7 +6,7 @@ from typing import Any
 
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
-from simpletuner.models.sanavideo.cost import COST, TEXT_LENGTH
+from simpletuner.models.sanavideo.cost import COST, TEXT_LENGTH, TRANSFORMER_CLASS
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.prompts import (
     bare_fingerprint,
@@ -17,7 +17,6 @@ from simpletuner.models.sanavideo.prompts import (
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Component, FamilySpec, Flavour
 
-TRANSFORMER_CLASS = "SanaVideoTransformer3DModel"
 VAE_CLASS = "AutoencoderKLWan"
 MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
 LONGEST_CLIP = 81  # frames that the model was trained with

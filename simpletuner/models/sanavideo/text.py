@@ -76,11 +76,11 @@ class SanaTextEncoder:
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """`prompt_embeds` (L, D) of each caption, L up to `max_length`, on the CPU.
 
-        Negative prompts and empty captions are encoded without instruction and motion score.
+        Bare ones are encoded without instruction and motion score.
         """
         embeds: list[TextEmbeds] = [{} for _ in requests]
         for bare in (False, True):
-            members = [index for index, request in enumerate(requests) if _is_bare(request) is bare]
+            members = [index for index, request in enumerate(requests) if request.bare is bare]
             texts = [self._compose(requests[index]) for index in members]
             for index, hidden in zip(members, self._encode(texts, bare) if texts else [], strict=True):
                 embeds[index] = {"prompt_embeds": hidden}
@@ -90,13 +90,13 @@ class SanaTextEncoder:
         """The end of a caption that does not fit, or None."""
         request = TextRequest(caption)
         ids = self.tokenizer(self._compose(request))["input_ids"]
-        cut = ids[self._length(_is_bare(request)) :]
+        cut = ids[self._length(request.bare) :]
         return str(self.tokenizer.decode(cut)) if cut else None
 
     def _compose(self, request: TextRequest) -> str:
         """Everything that is tokenized for a request."""
         caption = clean_caption(request.caption)
-        return caption if _is_bare(request) else self.instruction + with_motion_score(caption, self.motion_score)
+        return caption if request.bare else self.instruction + with_motion_score(caption, self.motion_score)
 
     def _length(self, bare: bool) -> int:
         """Tokens that Gemma reads. With an instruction, the pipeline adds its tokens less two to `max_length`."""
@@ -119,7 +119,3 @@ class SanaTextEncoder:
             hidden: Tensor = self.gemma(ids, attention_mask=mask, use_cache=False).last_hidden_state
             return hidden
         return self.start.read(self.gemma, ids, mask)
-
-
-def _is_bare(request: TextRequest) -> bool:
-    return request.negative or not clean_caption(request.caption)

@@ -1,0 +1,419 @@
+"""Measures what the transformer of each family costs and writes it beside the family, as `cost.json`.
+
+    python -m benchmarks.cost_table
+
+The plan reads the tables without torch (`models/cost.py`). Shapes come from the classes at the published dimensions, on
+the meta device. Everything else comes from small transformers of the same classes on the CPU: which weights meet
+tokens, text or samples, which of them need the gradient of their input, FLOPs of attention, and bytes of activations.
+Those grow linearly with a few widths, so a handful of small models gives factors that hold at any size.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import diffusers
+import numpy as np
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.models import SHAPES, RandomAdapter, make_batch, make_config, small_size
+from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.diffusion.flow import make_noisy
+from simpletuner.models.cost_table import numbered, product_of
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import FamilySpec
+from tests.meter import saved_bytes
+from tests.peak import Peak, attention
+
+# What the quantities are fitted to: products of these numbers of a micro-batch and of the model.
+BYTES_OF = (
+    "token width", "token inner", "token heads", "token head", "token", "text width", "text", "sample width",
+    "sample width head",
+)  # fmt: skip
+FLOPS_OF = {
+    "large": ("token token width", "token text width", "token head width", "token width"),
+    "small": ("text text width",),
+}
+LARGEST_ERROR = 0.002  # of a fit, relative
+WHOLE = 0.05  # a factor that is so near to a whole number is one
+LORA_RANK = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small model and one micro-batch of it: heads, their width, the ratio of the feed-forward; tokens by axis."""
+
+    heads: int
+    head: int
+    ratio: int
+    frames: int
+    height: int
+    width: int
+    text: int
+    samples: int = 1
+
+
+CASES = (
+    Case(2, 64, 4, 4, 16, 8, 24),
+    Case(4, 64, 4, 3, 16, 16, 40),
+    Case(2, 128, 4, 4, 8, 16, 12),
+    Case(2, 64, 5, 5, 8, 16, 24),
+    Case(4, 32, 4, 3, 16, 16, 60),
+    Case(3, 64, 5, 4, 16, 8, 32),
+    Case(2, 32, 4, 7, 8, 16, 16),
+    Case(6, 32, 5, 3, 16, 16, 8),
+    Case(1, 64, 4, 4, 16, 16, 16),
+    Case(2, 96, 4, 3, 16, 16, 20),
+    Case(3, 32, 5, 9, 8, 8, 30),
+    Case(5, 32, 4, 4, 16, 16, 12),
+    Case(1, 128, 5, 5, 16, 8, 10),
+)
+
+
+def main() -> None:
+    for package, specs in packages().items():
+        path = Path(str(files(package) / "cost.json"))
+        text = json.dumps(table_of(specs), indent=1)
+        path.write_text(re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", _on_one_line, text) + "\n", encoding="utf-8")
+        print(path)
+
+
+def _on_one_line(match: re.Match[str]) -> str:
+    return f"[{' '.join(match[1].split())}]"
+
+
+def packages() -> dict[str, list[FamilySpec]]:
+    """Families by the folder that their table lies in; those of one folder share a transformer class."""
+    found: dict[str, list[FamilySpec]] = {}
+    for spec in FAMILIES.values():
+        found.setdefault(spec.cost.package, []).append(spec)
+    return found
+
+
+def table_of(specs: Sequence[FamilySpec]) -> dict[str, Any]:
+    """Everything that is measured of one class."""
+    family = specs[0].name
+    structure = structure_of(family)
+    return {
+        **structure,
+        "flops": flops_of(family, structure["rows"]),
+        "bytes": bytes_of(family, structure["rows"]),
+        "published": [published for spec in specs for published in shapes_of(spec)],
+    }
+
+
+class Trial:
+    """A small transformer of random weights with a micro-batch, run as training runs it."""
+
+    def __init__(
+        self, family: str, case: Case, dtype: torch.dtype = torch.float32, *, given: bool = False,
+        rows: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        size = small_size(family, case.heads, case.head, case.ratio)
+        self.spec = FAMILIES[family]
+        # A picture has the tokens of all frames in one.
+        frames, rows_of_one = (case.frames, 1) if self.spec.media == "video" else (1, case.frames)
+        patch = self.spec.patch_size
+        latents = (frames, patch * rows_of_one * case.height, patch * case.width)
+        text = self.spec.cost.padded_text or case.text
+        with mock.patch.dict(SHAPES, {"trial": replace(size, latents=latents, caption=text)}):
+            self.adapter = RandomAdapter(make_config("trial"), "trial", "cpu")
+            self.model: Any = self.adapter.load_transformer(dtype).train().requires_grad_(False)
+            batch = make_batch("trial", case.samples)
+        if given:
+            batch = replace(batch, condition=batch.latents[:, :, :1].clone())
+        sigmas = torch.full((case.samples,), 0.5)
+        self.noisy = self.adapter.prepare(make_noisy(batch, sigmas, torch.randn_like(batch.latents)))
+        self.rows = rows or {}
+        self.numbers = {
+            "token": case.samples * case.frames * case.height * case.width,
+            "text": case.samples * text,
+            "sample": case.samples,
+            "head": case.head,
+            "heads": case.heads,
+            "width": case.heads * case.head,
+            "inner": max((module.weight.shape[0] for module in self.reads_tokens), default=0),
+        }
+
+    @property
+    def groups(self) -> dict[str, nn.ModuleList]:
+        return self.adapter.block_layout(self.model).groups
+
+    @property
+    def reads_tokens(self) -> list[Any]:
+        """Layers of a large block that are applied to tokens."""
+        name, groups = next(reversed(self.groups)), list(self.groups)
+        layers = ((f"{name}.0.{layer}", module) for layer, module in weighted(self.large[-1]))
+        return [module for layer, module in layers if self.rows.get(numbered(layer, groups)) == "token"]
+
+    @property
+    def large(self) -> nn.ModuleList:
+        """The blocks that tokens pass through: the last group."""
+        return list(self.groups.values())[-1]
+
+    def add_lora(self) -> None:
+        self.model.add_adapter(LoraConfig(r=LORA_RANK, target_modules=list(self.spec.lora_targets)))
+
+    def part(self, index: int) -> NoisyBatch:
+        """One sample of the micro-batch."""
+        one, batch, noisy = slice(index, index + 1), self.noisy.batch, self.noisy
+        alone = replace(batch, latents=batch.latents[one], embeds=batch.embeds[one], names=batch.names[one])
+        return self.adapter.prepare(make_noisy(alone, noisy.sigmas[one], noisy.noise[one]))
+
+    def forward(self) -> Tensor:
+        return self.adapter.predict(self.model, self.noisy)
+
+
+def weighted(model: nn.Module) -> list[tuple[str, Any]]:
+    """Modules that multiply with a weight of their own."""
+    kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def structure_of(family: str) -> dict[str, Any]:
+    """What holds at any size: names of the blocks, what each weight is applied to, where no gradient flows."""
+    case = Case(2, 64, 3, 2, 4, 8, 24, samples=3)
+    trial = Trial(family, case)
+    groups = list(trial.groups)
+    rows: dict[str, str] = {}
+    untrained: dict[str, set[str]] = {}
+    for kind in ("lora", "full"):
+        trial = Trial(family, case)
+        seen = {name: _watch(module) for name, module in weighted(trial.model)}
+        if kind == "lora":
+            trial.add_lora()
+        else:
+            trial.model.requires_grad_(True)
+        trial.forward()
+        untrained[kind] = {name for name, (_, flows) in seen.items() if not flows[0]}
+        counts = {trial.numbers[axis]: axis for axis in ("sample", "text", "token")}
+        rows = {numbered(name, groups): counts[found[0]] for name, (found, _) in seen.items()}
+    return {
+        "groups": groups,
+        "float32": sorted(trial.model._keep_in_fp32_modules or ()),
+        "rows": rows,
+        "no_gradient": {kind: _first_or_all(names, groups) for kind, names in untrained.items()},
+        "keeps_attention": trial.spec.fast_blocks,
+    }
+
+
+def _watch(module: Any) -> tuple[list[int], list[bool]]:
+    """Fills in, at each call, to how many positions a module is applied and whether its input needs a gradient."""
+    positions: list[int] = []
+    flows: list[bool] = []
+
+    def look(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        positions.append(output.numel() // module.weight.shape[0])
+        flows.append(inputs[0].requires_grad)
+
+    module.register_forward_hook(look)
+    return positions, flows
+
+
+def _first_or_all(names: set[str], groups: Sequence[str]) -> list[str]:
+    """Names with `#` for the block's number where they hold in every block, else with the number 0."""
+    second = {name for name in names if re.match(rf"({'|'.join(groups)})\.1\.", name)}
+    all_blocks = {numbered(name, groups) for name in second}
+    first = {name for name in names - second if numbered(name, groups) not in all_blocks}
+    return sorted(all_blocks | first)
+
+
+def flops_of(family: str, table: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """FLOPs of a block that are no products with weights, as factors; `small` blocks are those of the other groups."""
+    rows, found = [], []
+    for case in CASES:
+        trial = Trial(family, case)
+        large, every = len(trial.large), sum(map(len, trial.groups.values()))
+        groups = list(trial.groups)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            trial.forward()
+        products = sum(
+            2 * trial.numbers[table[numbered(name, groups)]] * module.weight.numel()
+            for name, module in weighted(trial.model)
+        )
+        counts = {"large": large, "small": every - large}
+        rows.append([counts[size] * product_of(term, trial.numbers) for size in FLOPS_OF for term in FLOPS_OF[size]])
+        found.append(counter.get_total_flops() - products)
+    factors = iter(fit(rows, found))
+    return {size: {term: factor for term in terms if (factor := next(factors))} for size, terms in FLOPS_OF.items()}
+
+
+def bytes_of(family: str, rows: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Bytes of a large block as factors, by the name of the dtype; ` given` where a first frame has its own time."""
+    found = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        for given in (False, True) if FAMILIES[family].cost.guided_together else (False,):
+            trials = [Trial(family, case, dtype, given=given, rows=rows) for case in CASES]
+            metered = [metered_block(trial) for trial in trials]
+            products = [[product_of(term, trial.numbers) for term in BYTES_OF] for trial in trials]
+            table: dict[str, Any] = {"reads": metered[0].reads}
+            for quantity in metered[0].bytes:
+                factors = fit(products, [each.bytes[quantity] for each in metered])
+                table[quantity] = {t: factor for t, factor in zip(BYTES_OF, factors, strict=True) if factor}
+            found[name + " given" * given] = table
+    return found
+
+
+def fit(rows: Sequence[Sequence[float]], found: Sequence[float]) -> list[float]:
+    """Factors of a sum of products, by least squares on relative errors.
+
+    Most are whole numbers: bytes and operations of whole tensors. The largest shares are taken first and rounded, and
+    what they leave is fitted again.
+
+    Raises:
+        ValueError: what was found is no such sum.
+    """
+    matrix = np.array(rows) / np.array(found)[:, None]
+    factors, rest = np.zeros(matrix.shape[1]), np.ones(len(found))
+    open_ones = list(np.flatnonzero(matrix.any(0)))
+    while open_ones:
+        solved = np.linalg.lstsq(matrix[:, open_ones], rest, rcond=None)[0]
+        shares = np.abs(matrix[:, open_ones] * solved).mean(0)
+        at = int(shares.argmax())
+        column = open_ones.pop(at)
+        factors[column] = round(solved[at]) if abs(solved[at] - round(solved[at])) < WHOLE else round(solved[at], 4)
+        rest = rest - matrix[:, column] * factors[column]
+    error = np.abs(rest).max()
+    if error > LARGEST_ERROR:
+        raise ValueError(f"no sum of these products: {error:.1%} off")
+    return [float(each) for each in factors]
+
+
+@dataclass(frozen=True)
+class Metered:
+    """A block, metered: bytes by what they are, and which layers read a tensor that only an adapter would keep."""
+
+    bytes: Mapping[str, float]
+    reads: Mapping[str, str]
+
+
+def metered_block(trial: Trial) -> Metered:
+    """The last block with the arguments that it has in a LoRA run, without adapters of its own."""
+    block, inputs, settings = _with_arguments(trial)
+    hidden, *others = [each for each in tree_leaves((inputs, settings)) if isinstance(each, Tensor)]
+    there = [*block.parameters(), *block.buffers(), hidden, *others]
+    read: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, arguments, name=name: read.update({name: arguments[0]}))
+        for name, module in weighted(block)
+    ]
+    with saved_bytes(there) as meter:
+        out = block(*inputs, **settings)
+    for hook in hooks:
+        hook.remove()
+    reads = _reads(read, meter, there)
+    saved = meter.bytes
+    read.clear()
+    del out, meter
+    with mock.patch.object(nn.functional, "scaled_dot_product_attention", _flash):
+        with Peak(there) as peak:
+            out = block(*inputs, **settings)
+            out.backward(torch.empty_like(out))
+        del out
+        with torch.no_grad(), Peak(there) as sampling:
+            block(*inputs, **settings)
+    with torch.no_grad(), mock.patch.object(nn.functional, "rms_norm", _norm), Traffic() as traffic:
+        block(*inputs, **settings)
+    outside = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in others}
+    return Metered(
+        {
+            "saved": saved,
+            "transient": peak.most - saved,
+            "outside": sum(outside.values()),
+            "sampling": sampling.most,
+            "traffic": traffic.bytes,
+        },
+        reads,
+    )
+
+
+def _with_arguments(trial: Trial) -> tuple[nn.Module, Any, Any]:
+    """A block without adapters, and what the model hands to it; gradients flow where they do beside a LoRA."""
+    seen: list[Any] = []
+    block = trial.large[-1]
+    layers = {name: dict(module._modules) for name, module in block.named_modules()}
+    hook = block.register_forward_pre_hook(lambda _, *arguments: seen.append(arguments), with_kwargs=True)
+    trial.add_lora()
+    trial.forward()
+    hook.remove()
+    for name, children in layers.items():
+        block.get_submodule(name)._modules.update(children)
+    inputs, settings = tree_map(_leaf, seen[0])
+    return block, inputs, settings
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _reads(read: Mapping[str, Tensor], meter: Any, there: Sequence[Tensor]) -> dict[str, str]:
+    """Layers whose input is kept for an adapter alone, with the first layer that reads the same tensor."""
+    known = {each.untyped_storage().data_ptr() for each in there} | meter.addresses
+    first: dict[int, str] = {}
+    found = {}
+    for name, tensor in read.items():
+        address = tensor.untyped_storage().data_ptr()
+        if address not in known:
+            found[name] = first.setdefault(address, name)
+    return found
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+    return attention(query, key, value)
+
+
+def _norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """A norm that reads and writes once, as its kernel does; `add` stands for it."""
+    return torch.add(x, 0)
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that elementwise operations read and write."""
+
+    # Products, and what only makes another view of a tensor.
+    OTHERS = re.compile(
+        r"(add)?b?mm|convolution|_?scaled_dot_product.*|empty.*|.*view.*|t|transpose|permute|expand|(un)?squeeze|"
+        r"as_strided|slice|select|detach|split.*|unbind|alias|chunk"
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self.OTHERS.fullmatch(func.overloadpacket.__name__):
+            tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
+            self.bytes += sum(each.numel() * each.element_size() for each in tensors)
+        return out
+
+
+def shapes_of(spec: FamilySpec) -> Iterator[dict[str, Any]]:
+    """Parameters of the published checkpoints; those of a repeated block are written once."""
+    flavours: dict[str, list[str]] = {}
+    for flavour in spec.flavour_names:
+        settings = {key: value for key, value in spec.cost.published(flavour).items() if key != "attention_type"}
+        flavours.setdefault(json.dumps(settings), []).append(flavour)
+    for settings, names in flavours.items():
+        with torch.device("meta"):
+            model: Any = getattr(diffusers, spec.cost.transformer_class)(**json.loads(settings))
+        groups = [name for name, child in model.named_children() if isinstance(child, nn.ModuleList)]
+        shapes = {numbered(name, groups): list(each.shape) for name, each in model.named_parameters()}
+        yield {"flavours": names, "blocks": {name: len(getattr(model, name)) for name in groups}, "shapes": shapes}
+
+
+if __name__ == "__main__":
+    main()

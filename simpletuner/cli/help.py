@@ -1,0 +1,145 @@
+"""`simpletuner help`: every setting explained, by its name, by section or by a search."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from simpletuner.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from simpletuner.config.option import Option
+
+WIDTH = 78
+
+
+class SettingsCommand(TyperCommand):
+    """A command that takes settings; its `--help` names the sections they are explained in."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        typer.echo("\n".join(sections_help()))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("help")(show_help)
+
+
+def show_help(
+    context: typer.Context,
+    words: Annotated[list[str] | None, typer.Argument(help="A setting, a section, or words to search for.")] = None,
+) -> None:
+    """Explain a setting (help learning_rate), a section (help LoRA), or search (help offload)."""
+    if not words and context.parent is not None:
+        typer.echo(context.parent.get_help())
+    lines = settings_help(" ".join(words)) if words else sections_help()
+    typer.echo("\n".join(lines))
+
+
+def sections_help() -> Iterator[str]:
+    """The sections of the settings, and how to read on."""
+    yield "\nSettings: key=value, --key value or --flag; they beat the file. Sections:\n"
+    names = [f"{name} ({len(options)})" for name, options in _sections().items()]
+    yield textwrap.fill(", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    yield "\nsimpletuner help KEY explains one, help SECTION a section, help WORD searches."
+
+
+def settings_help(wanted: str) -> list[str]:
+    """What is known about a key, a section, or everything that mentions the words.
+
+    Raises:
+        UserError: nothing is found.
+    """
+    import simpletuner.models.registry  # noqa: F401 - families declare options of their own
+    from simpletuner.config.schema import option_names
+
+    names, sections = option_names(), _sections()
+    name = wanted.lstrip("-").replace("-", "_").lower()
+    mentions = [option for options in sections.values() for option in options if _mentions(option, wanted)]
+    section = next((each for each in sections if each.lower() == wanted.lower()), None)
+    found = sections[section] if section else mentions
+    if name in names:
+        others = [each for each in found if each.name != names[name].name]
+        more = [line for each in others for line in summary(each)] if section else _see_also(others)
+        return [*describe(names[name]), *more]
+    if not found:
+        guess = nearest(name, names)
+        raise UserError(f"no setting mentions {wanted!r}.{f' Did you mean {guess!r}?' if guess else ''}")
+    return [line for option in found for line in summary(option)]
+
+
+def describe(option: Option) -> Iterator[str]:
+    """Everything about one key."""
+    yield f"{option.name}  ({option.section})"
+    yield from textwrap.wrap(option.help, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    facts = {
+        "Allowed": allowed(option),
+        "Default": default_of(option),
+        "By family": ", ".join(f"{family} {value}" for family, value in _family_defaults(option.name)),
+        "Also written": ", ".join(option.aliases),
+        "Status": "not available yet" if option.planned else "",
+    }
+    for title, text in facts.items():
+        if text:
+            yield _indented(f"{title}: {text}")
+
+
+def _see_also(options: Sequence[Option]) -> Iterator[str]:
+    if options:
+        text = ", ".join(option.name for option in options)
+        yield _indented(f"See also: {text}")
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def summary(option: Option) -> Iterator[str]:
+    """A key with its values, its default and its help, in a few lines."""
+    status = "; not available yet" if option.planned else ""
+    yield f"--{option.name}"
+    text = f"{option.help} [{allowed(option)}; default {default_of(option)}{status}]"
+    yield from textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def allowed(option: Option) -> str:
+    """The values a key takes, in words."""
+    kind = ", ".join(option.choices) or option.type_name
+    return f"{kind} {option.limit_text}".strip()
+
+
+def default_of(option: Option) -> str:
+    """The default in words."""
+    if option.default_note:
+        return option.default_note.replace("`", "")
+    if option.required:
+        return "none, must be set"
+    if isinstance(option.default, bool):
+        return str(option.default).lower()
+    return "not set" if option.default is None else str(option.default)
+
+
+def _sections() -> dict[str, list[Option]]:
+    import simpletuner.models.registry  # noqa: F401 - families declare options of their own
+    from simpletuner.config.schema import all_options
+
+    sections: dict[str, list[Option]] = {}
+    for option in all_options().values():
+        sections.setdefault(option.section, []).append(option)
+    return sections
+
+
+def _mentions(option: Option, wanted: str) -> bool:
+    text = " ".join((option.name, *option.aliases, option.help, option.section, *option.choices)).lower()
+    return all(word in text or word.replace("-", "_") in text for word in wanted.lower().split())
+
+
+def _family_defaults(name: str) -> Sequence[tuple[str, Any]]:
+    from simpletuner.models.registry import FAMILIES
+
+    return [(family, spec.defaults[name]) for family, spec in FAMILIES.items() if name in spec.defaults]

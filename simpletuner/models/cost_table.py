@@ -1,0 +1,239 @@
+"""What was measured of a family's transformer class, read from its `cost.json`, as a `TransformerCost`. No torch.
+
+`python -m benchmarks.cost_table` writes the tables. A number of a block stands in names as `#`. Quantities are sums of
+factors; a factor's key, such as `token width`, names the numbers that it is multiplied with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from simpletuner.models.cost import Activations, Adapters, Load, Shape, TransformerCost, VaeLoad, Work
+
+Factors = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """A `cost.json`.
+
+    Attributes:
+        groups: names of the lists of repeated blocks, in the order of the forward pass; the last are the large ones.
+        float32: parts of names of parameters that no precision setting rounds.
+        rows: what of a micro-batch each weight is applied to: `token`, `text` or `sample`.
+        no_gradient: layers whose input needs no gradient, in a run of kind `lora` or `full`.
+        keeps_attention: selective checkpointing keeps the result of the self-attention.
+        flops: of a `large` and of a `small` block, beside products with weights.
+        bytes: of a large block by dtype; `reads` has the layers whose input is kept for an adapter alone, with the
+            first layer that reads the same.
+        published: shapes of the published checkpoints.
+    """
+
+    groups: Sequence[str]
+    float32: Sequence[str]
+    rows: Mapping[str, str]
+    no_gradient: Mapping[str, Sequence[str]]
+    keeps_attention: bool
+    flops: Mapping[str, Factors]
+    bytes: Mapping[str, Mapping[str, Any]]
+    published: Sequence[Mapping[str, Any]]
+
+    def published_shapes(self, flavour: str) -> dict[str, Shape]:
+        """Every parameter of a flavour's published checkpoint, by name."""
+        found = next(each for each in self.published if flavour in each["flavours"])
+        shapes: dict[str, Shape] = {}
+        for name, shape in found["shapes"].items():
+            count = found["blocks"].get(name.partition(".#.")[0], 1)
+            shapes |= {name.replace("#", str(index), 1): tuple(shape) for index in range(count)}
+        return shapes
+
+
+@cache
+def read_table(package: str) -> CostTable:
+    """The table in a family's folder."""
+    return CostTable(**json.loads((files(package) / "cost.json").read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class FamilyCost:
+    """What the plan asks a family's `cost.py`.
+
+    Attributes:
+        package: the folder of the family, with its `cost.json`.
+        transformer_class: name of the transformer's class in diffusers.
+        published: dimensions of the published transformer by the flavour's name, as in its config.json.
+        transformer: its cost from such dimensions and from the shapes of its parameters, by name.
+        vae_parameters, text_parameters: of the published encoders, for a checkpoint that is not here yet.
+        vae_encode, vae_decode: numbers that are alive at the peak, from the VAE's config and what it has before it.
+        prompt_layer: the layer that reads text embeddings; its input is as wide as they are.
+        picture_tokens: text tokens that a source picture of a size takes in the prompt, where it is in it.
+        guided_together: guidance runs both prompts in one batch instead of one after the other.
+        padded_text: the length that every prompt is padded to; 0 where prompts are as long as they are.
+    """
+
+    package: str
+    transformer_class: str
+    published: Callable[[str], dict[str, object]]
+    transformer: Callable[[Mapping[str, object], Mapping[str, Shape]], TransformerCost]
+    vae_parameters: int
+    text_parameters: int
+    vae_encode: Callable[[Mapping[str, object], VaeLoad], float]
+    vae_decode: Callable[[Mapping[str, object], VaeLoad], float]
+    prompt_layer: str
+    picture_tokens: Callable[[int, int], int] = field(default=lambda width, height: 0)
+    guided_together: bool = False
+    padded_text: int = 0
+
+    def of_flavour(self, flavour: str, **changes: object) -> TransformerCost:
+        """The cost of a published checkpoint, or of one that differs in some settings."""
+        return self.transformer(
+            {**self.published(flavour), **changes}, read_table(self.package).published_shapes(flavour)
+        )
+
+
+def numbered(name: str, groups: Sequence[str]) -> str:
+    """A name with `#` in place of its block's number."""
+    return re.sub(rf"^({'|'.join(groups)})\.\d+\.", r"\1.#.", name)
+
+
+def product_of(words: str, numbers: Mapping[str, float]) -> float:
+    """`token width` is the product of these two numbers."""
+    return math.prod(numbers[word] for word in words.split())
+
+
+def sum_of(factors: Factors, numbers: Mapping[str, float]) -> float:
+    return sum(factor * product_of(words, numbers) for words, factor in factors.items())
+
+
+@dataclass(frozen=True)
+class Block:
+    """A large block: its weights by their names in it, what they are applied to, and the width of a token."""
+
+    prefix: str
+    weights: Mapping[str, Shape]
+    rows: Mapping[str, str]
+
+    @property
+    def tokens(self) -> Iterable[Shape]:
+        return (shape for name, shape in self.weights.items() if self.rows[name] == "token")
+
+    @property
+    def hidden(self) -> int:
+        return next(iter(self.tokens))[1]
+
+    @property
+    def inner(self) -> int:
+        return max(shape[0] for shape in self.tokens)
+
+
+def transformer_cost(
+    table: CostTable,
+    shapes: Mapping[str, Shape],
+    *,
+    head: int,
+    unit: int = 1,
+    masked: Callable[[Load], float] = lambda load: 0.0,
+) -> TransformerCost:
+    """The cost of a transformer of the table's class.
+
+    Args:
+        shapes: of every parameter, by name.
+        head: width of an attention head.
+        unit: how many tokens a route keeps or leaves out together.
+        masked: numbers of the attention mask that a large block makes of a micro-batch.
+    """
+    counts = {group: len({each.split(".")[1] for each in shapes if each.startswith(f"{group}.")})
+              for group in table.groups}  # fmt: skip
+    blocks = [f"{group}.{index}." for group, count in counts.items() for index in range(count)]
+    large = counts[table.groups[-1]]
+    block = _large_block(table, shapes, blocks[-1])
+    layers = {name: numbered(name.removesuffix(".weight"), table.groups) for name in shapes}
+    rows = {name: table.rows.get(layer) for name, layer in layers.items() if name.endswith(".weight")}
+    ends = {kind: frozenset(names) for kind, names in table.no_gradient.items()}
+
+    def rows_of(name: str, load: Load) -> int:
+        axis = rows.get(name)
+        return 0 if axis is None else load.samples * {"sample": 1, "text": load.text, "token": load.tokens}[axis]
+
+    def attention(load: Load) -> Work:
+        numbers = {"width": block.hidden, "head": head, "text": load.text}
+        small = _attention(table.flops["small"], {**numbers, "token": load.tokens}).times(len(blocks) - large)
+        each = (_attention(table.flops["large"], {**numbers, "token": one.tokens}) for one in load.in_blocks(large))
+        return sum(each, small).times(load.samples)
+
+    def starts(module: str, full: bool) -> bool:
+        names = ends["full" if full else "lora"]
+        return module in names or numbered(module, table.groups) in names
+
+    return TransformerCost(
+        shapes=shapes,
+        blocks=blocks,
+        large=large,
+        hidden=block.hidden,
+        stays_float32=lambda name: any(part in name.split(".") for part in table.float32),
+        rows=rows_of,
+        attention=attention,
+        activations=lambda load, size, adapters: _activations(table, block, head, masked, load, size, adapters),
+        starts=starts,
+        unit=unit,
+    )
+
+
+def _large_block(table: CostTable, shapes: Mapping[str, Shape], prefix: str) -> Block:
+    names = [name for name in shapes if name.startswith(prefix) and name.endswith(".weight")]
+    layers = {name.removeprefix(prefix).removesuffix(".weight"): name for name in names}
+    numbers = {layer: numbered(prefix + layer, table.groups) for layer in layers}
+    known = {layer: table.rows[number] for layer, number in numbers.items() if number in table.rows}
+    return Block(prefix, {layer: shapes[layers[layer]] for layer in known}, known)
+
+
+def _attention(factors: Factors, numbers: Mapping[str, float]) -> Work:
+    """What grows with the product of two lengths is softmax attention."""
+    lengths = {words: sum(word in ("token", "text") for word in words.split()) for words in factors}
+    softmax = {words: factor for words, factor in factors.items() if lengths[words] == 2}
+    other = {words: factor for words, factor in factors.items() if lengths[words] < 2}
+    return Work(sum_of(other, numbers), sum_of(softmax, numbers))
+
+
+def _activations(
+    table: CostTable, block: Block, head: int, masked: Callable[[Load], float], load: Load, size: int,
+    adapters: Adapters,
+) -> Activations:  # fmt: skip
+    """Bytes of a micro-batch in a large block with its adapters.
+
+    A mask has a byte for each number as booleans, and once more the number that attention adds to its scores, which
+    autograd keeps.
+    """
+    kind = "bf16" if size < 4 else "fp32"
+    # Only families whose tokens have a time of their own are measured with it.
+    timed = load.timed_tokens and f"{kind} given" in table.bytes
+    factors = table.bytes[f"{kind} given" if timed else kind]
+    axes = {"token": load.samples * load.tokens, "text": load.samples * load.text, "sample": load.samples}
+    numbers = {**axes, "width": block.hidden, "inner": block.inner, "head": head, "heads": block.hidden // head}
+    found = {name: sum_of(each, numbers) for name, each in factors.items() if name != "reads"}
+    elements, mask = axes["token"] * block.hidden, masked(load)
+    kept = elements * size + axes["token"] * numbers["heads"] * 4  # the self-attention's result and its sums
+    return Activations(
+        held=elements * size,
+        saved=found["saved"] + _adapted(block, factors["reads"], axes, adapters) * size + mask * size,
+        transient=max(found["transient"], 2.0 * mask),
+        attention=kept if table.keeps_attention else 0.0,
+        outside=found["outside"],
+        sampling=found["sampling"] + mask * (1 + size),
+        traffic=found["traffic"] + mask * 2 * (1 + size),
+    )
+
+
+def _adapted(block: Block, reads: Mapping[str, str], axes: Mapping[str, int], adapters: Adapters) -> float:
+    """Numbers that a block keeps for its adapters: what goes into them, where nothing else keeps it, and between."""
+    layers = [layer for layer in block.weights if f"{block.prefix}{layer}" in adapters]
+    inputs = {reads[layer]: axes[block.rows[layer]] * math.prod(block.weights[layer][1:2])
+              for layer in layers if layer in reads}  # fmt: skip
+    return sum(inputs.values()) + sum(axes[block.rows[layer]] * adapters.rank for layer in layers)

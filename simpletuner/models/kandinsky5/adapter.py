@@ -1,0 +1,114 @@
+"""What the adapters of pictures and clips have in common: how a checkpoint is loaded and its transformer called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
+from simpletuner.models.blocks import FastBlocks
+from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
+from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale
+from simpletuner.models.kandinsky5.spec import TEMPLATES
+from simpletuner.models.kandinsky5.usage import usage_snippet
+from simpletuner.models.loading import load_vae
+from simpletuner.models.spec import FamilySpec
+from simpletuner.models.usage import Usage
+
+if TYPE_CHECKING:
+    from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
+
+
+class Kandinsky5Adapter:
+    """One Kandinsky 5 checkpoint.
+
+    Attributes:
+        vae_class: of its VAE, in diffusers.
+        takes_picture: it starts from a picture (i2i, i2v).
+        dtype: that the transformer was loaded in.
+    """
+
+    spec: FamilySpec
+    vae_class: Any
+
+    def __init__(self, setup: CheckpointSetup) -> None:
+        self.source, self.text, self.caching = setup.source, setup.text, setup.caching
+        self.options = setup.options.of(KandinskyOptions)
+        self.task = setup.flavour.task
+        self.takes_picture = self.task in ("i2i", "i2v")
+        self.dtype = torch.float32
+        self._padding: attention.TextPadding | None = None
+
+    def load_text_encoder(
+        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+    ) -> Kandinsky5TextEncoder:
+        # transformers' models come in here: with everything cached, a run never needs them.
+        from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
+
+        template = select_template(self.options.text_template, TEMPLATES[self.task])
+        return Kandinsky5TextEncoder(self.source, template, self.spec.text_length(self.text), device, dtype, quantise)
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        transformer = loading.load_transformer(self.source["transformer"], dtype)
+        self.dtype, self._padding = dtype, attention.install(transformer)
+        return transformer
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        return denoiser.block_layout(transformer)
+
+    def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
+        return fast.install(transformer, self.padding)
+
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
+        return fast.store_in_bf16(transformer)
+
+    @staticmethod
+    def usage_snippet(usage: Usage) -> str:
+        return usage_snippet(usage)
+
+    def load_bare_pipeline(self) -> Any:
+        return loading.bare_pipeline(self._pipeline_class(), self.source["transformer"])
+
+    @property
+    def padding(self) -> attention.TextPadding:
+        if self._padding is None:
+            raise RuntimeError("this needs a transformer from load_transformer()")
+        return self._padding
+
+    def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
+        return load_vae(self.vae_class, self.source["vae"], self.caching, device, dtype)
+
+    def stock_pipeline(self, transformer: nn.Module, device: torch.device, shift: float | None) -> Any:
+        """diffusers' pipeline of the flavour around a transformer; `shift` replaces its scheduler's when given."""
+        vae = self.load_vae(device, self.dtype)
+        return loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        noisy: NoisyBatch,
+        channels: tuple[Tensor, ...],
+        rope_scale: RopeScale,
+        sparse_params: dict[str, Any] | None = None,
+    ) -> Tensor:
+        """The prediction `B C F H W` from the noisy latents and further input channels, each `B F H W C`."""
+        hidden_states = torch.cat([denoiser.channels_last(noisy.noisy_latents), *channels], dim=-1)
+        prediction = denoiser.predict_velocity(
+            transformer,
+            self.padding,
+            hidden_states,
+            noisy.timesteps,
+            noisy.batch.embeds,
+            rope_scale=rope_scale,
+            dtype=self.dtype,
+            sparse_params=sparse_params,
+        )
+        return denoiser.channels_first(prediction)
+
+    def _pipeline_class(self) -> Any:
+        import diffusers
+
+        return getattr(diffusers, f"Kandinsky5{self.task.upper()}Pipeline")

@@ -1,0 +1,119 @@
+"""A fourth family around a class of diffusers, Sana for pictures: what an afternoon's work begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from diffusers import SanaTransformer2DModel
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.cost_table import table_of
+from simpletuner.config.option import Group
+from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup
+from simpletuner.models.cost import Shape, TransformerCost
+from simpletuner.models.cost_table import CostTable, FamilyCost, transformer_cost
+from simpletuner.models.spec import AutoShift, Component, FamilySpec, Flavour
+from tests.tiny import WIDTH
+
+LINEAR = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
+
+
+def small(heads: int, head: int, ratio: int) -> dict[str, Any]:
+    """Settings of a small transformer, as `benchmarks/models.py` has them for the others."""
+    widths = {"attention_head_dim": head, "cross_attention_head_dim": head, "cross_attention_dim": heads * head}
+    counts = {"num_attention_heads": heads, "num_cross_attention_heads": heads, "num_layers": 2}
+    channels = {"in_channels": 16, "out_channels": 16, "caption_channels": WIDTH, "patch_size": 2}
+    return {**widths, **counts, **channels, "mlp_ratio": float(ratio)}
+
+
+@cache
+def table() -> CostTable:
+    """Measured here; a family of the package reads its `cost.json`."""
+    return CostTable(**table_of([FOURTH]))
+
+
+def cost(settings: Mapping[str, object], shapes: Mapping[str, Shape]) -> TransformerCost:
+    head: Any = settings["attention_head_dim"]
+    return transformer_cost(table(), shapes, head=head)
+
+
+class FourthAdapter:
+    """The part of an adapter that a training step needs."""
+
+    spec: FamilySpec
+
+    def __init__(self, setup: CheckpointSetup) -> None:
+        self.source, self.dtype = setup.source, torch.float32
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        self.dtype = dtype
+        part = self.source["transformer"]
+        transformer: nn.Module = SanaTransformer2DModel.from_pretrained(part.fetch(), torch_dtype=dtype)
+        return transformer
+
+    def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
+        return noisy
+
+    def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
+        prompts = [one["prompt_embeds"] for one in noisy.batch.embeds]
+        text = pad_sequence(prompts, batch_first=True).to(self.dtype)
+        mask = torch.arange(text.shape[1]) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
+        velocity: Tensor = transformer(
+            hidden_states=noisy.noisy_latents[:, :, 0].to(self.dtype),
+            encoder_hidden_states=text,
+            encoder_attention_mask=mask.to(self.dtype),
+            timestep=noisy.timesteps,
+            return_dict=False,
+        )[0]
+        return velocity.float().unsqueeze(2)
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        name = "transformer_blocks"
+        return BlockLayout({name: transformer.get_submodule(name)})  # type: ignore[dict-item]
+
+
+class FourthOptions(Group):
+    """The fourth family"""
+
+
+FOURTH = FourthAdapter.spec = FamilySpec(
+    name="fourth",
+    title="The fourth family",
+    media="image",
+    flavours=(Flavour("small", "example/fourth", "t2i"),),
+    adapter="tests.models.fourth:FourthAdapter",
+    options=FourthOptions,
+    defaults={"flow_schedule_shift": 3.0, "resolution": 512},
+    components={each: Component(each) for each in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")},
+    size_multiple=16,
+    vae_stride=8,
+    patch_size=2,
+    largest_side=2048,
+    native_sizes={512: ((512, 512),)},
+    text_length_cap=300,
+    lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
+    lora_presets={"all-linear": LINEAR},
+    quantised_layers=LINEAR,
+    license="other",
+    check=lambda config, flavour: [],
+    check_checkpoint=lambda flavour, source: [],
+    clean_caption=str.strip,
+    text_fingerprint=lambda options, flavour: "no words around captions",
+    auto_shift=AutoShift(most_tokens=8192, highest_mu=0.9),
+    cost=FamilyCost(
+        package="tests.models",
+        transformer_class="SanaTransformer2DModel",
+        published=lambda flavour: small(4, 32, 3),
+        transformer=cost,
+        vae_parameters=10_000_000,
+        text_parameters=100_000_000,
+        vae_encode=lambda settings, load: 640.0 * load.pixels * load.samples,
+        vae_decode=lambda settings, load: 768.0 * load.pixels * load.samples,
+        prompt_layer="caption_projection.linear_1",
+    ),
+)

@@ -1,0 +1,33 @@
+"""The contract of a family, for all in the registry, and for a fourth one that only the tests have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from benchmarks.models import SMALL
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import FamilySpec
+from tests.models.contract import CONTRACT, Check
+from tests.models.fourth import FOURTH, small
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("spec", FAMILIES.values(), ids=[*FAMILIES])
+def test_a_family_keeps_the_contract(spec: FamilySpec, check: Check) -> None:
+    check(spec)
+
+
+@pytest.fixture
+def fourth() -> Iterator[FamilySpec]:
+    rows = {FOURTH.cost.transformer_class: small}
+    with mock.patch.dict(FAMILIES, {FOURTH.name: FOURTH}), mock.patch.dict(SMALL, rows):
+        yield FOURTH
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_a_fourth_family_is_a_spec_and_an_adapter(fourth: FamilySpec, check: Check) -> None:
+    """Its cost is measured, none of it is written by hand."""
+    check(fourth)

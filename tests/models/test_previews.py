@@ -1,0 +1,61 @@
+"""Sizes and source pictures of previews: fitted as training fits them, and a hint where the stock pipeline differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.sample import Sample
+from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from tests.fidelity.family import CPU, make_adapter, make_config, picture
+from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.tiny import make_checkpoint
+
+
+def test_a_sample_is_fitted_to_another_size_in_the_middle() -> None:
+    trained = Geometry("1.0", (64, 64), (192, 64), (7, 0))
+    sample = Sample("photos", "a.png", Path("a.png"), "", (300, 100), trained)
+    assert sample.fitted((64, 64)) is sample, "a crop of its own stays"
+    assert sample.fitted((128, 64)).geometry == Geometry("1.0", (128, 64), (192, 64), (32, 0))
+    assert sample.fitted((128, 128)).geometry == Geometry("1.0", (128, 128), (384, 128), (128, 0))
+
+
+@pytest.mark.parametrize("task", ["i2i", "i2v"])
+def test_a_source_of_another_ratio_is_cropped(tmp_path: Path, i2i_checkpoint: Path, task: str) -> None:
+    """The stock pipelines would stretch it."""
+    if task == "i2i":
+        adapter: Any = make_adapter(i2i_checkpoint, task)
+    else:
+        adapter = make_video_adapter(make_checkpoint(tmp_path / "i2v", "i2v"), task)
+    source = picture(64, 192)
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("", source if task == "i2i" else None)])[
+        0
+    ]
+    stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, None)
+    processor = getattr(stock.pipeline, "image_processor" if task == "i2i" else "video_processor")
+    seen, preprocess = [], processor.preprocess
+    processor.preprocess = lambda image, **size: (seen.append(image.size), preprocess(image, **size))[1]
+    preview = PreviewRequest(embeds, embeds, 96, 64, 1, 1.0, 5, source=source, num_frames=17)
+    with torch.no_grad():
+        assert {frame.size for frame in stock.render(preview)} == {(96, 64)}
+    assert seen == [(96, 64)]
+
+
+def test_a_size_that_the_stock_pipeline_does_not_render_is_told(t2i_checkpoint: Path) -> None:
+    def told(*sizes: tuple[int, int], **settings: Any) -> list[str]:
+        config = make_config(t2i_checkpoint, **settings)
+        assert KANDINSKY5_IMAGE.check_sizes is not None
+        found = KANDINSKY5_IMAGE.check_sizes(config, KANDINSKY5_IMAGE.flavours[0], sizes, {})
+        assert not any(each.fatal for each in found)
+        return [str(each) for each in found]
+
+    assert told((1024, 1024), (896, 1152)) == []
+    (message,) = told((1024, 1024), (768, 768))
+    assert message.startswith("validation_resolution: 768x768: ")
+    assert "resolutions" in message
+    assert told((768, 768), validation_disable=True) == []
