@@ -45,7 +45,7 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.entries import list_entries, make_catalogue
-from simpletuner.reporting.progress import SilentProgress
+from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
 from simpletuner.run.caches import build_adapter
 from simpletuner.training.assemble import Intent, assemble
 from simpletuner.training.state import Assembly
@@ -93,7 +93,7 @@ class Chain:
     size: str
     steps: int
     waits: list[float] = field(default_factory=list)
-    phase: Any = field(default_factory=SilentProgress)
+    phase: Any = field(default_factory=lambda: RunningPhase(EventStream(), PhaseStarted("Filling")))
 
     def fill_texts(self) -> None:
         """Encode and write every caption."""

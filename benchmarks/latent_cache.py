@@ -33,7 +33,7 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.plan.build import make_plan
 from simpletuner.plan.entries import list_entries, make_catalogue
-from simpletuner.reporting.progress import SilentProgress
+from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
 from simpletuner.run.caches import build_adapter
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
@@ -54,7 +54,7 @@ def main() -> None:
         vae: Any = build_vae().requires_grad_(False).eval().to(device)
         encoder = FluxLatentEncoder(vae, device, torch.float32)
         targets = (Path(name) / f"cache{number}" for number in count())
-        phase: Any = SilentProgress()
+        phase: Any = RunningPhase(EventStream(), PhaseStarted("Filling"))
 
         def config(**settings: Any) -> CachingConfig:
             return make_config(**settings).caching

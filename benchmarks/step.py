@@ -30,8 +30,9 @@ from benchmarks.timing import Ratio, arguments, compare, interleave, show
 from simpletuner.config.load import RunConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.registry import FAMILIES
-from simpletuner.reporting.metrics import MetricsFile
-from simpletuner.reporting.plain import PlainProgress
+from simpletuner.reporting.events import EventStream
+from simpletuner.reporting.plain import PlainDisplay
+from simpletuner.run.records import RunRecord
 from simpletuner.training.assemble import Intent, assemble
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.recorder import Recorder
@@ -70,8 +71,8 @@ def ours(size: str, device: str, config: RunConfig, batch: Batch, record: Path |
     state = TrainState()
     recorder = None
     if record is not None:
-        metrics = MetricsFile(record / f"{len(batch.names)}.jsonl")
-        recorder = Recorder(metrics, PlainProgress(io.StringIO()), trackers=[], ema=None, epochs=1)
+        events = EventStream(PlainDisplay(io.StringIO()), RunRecord(record / str(len(batch.names)), 0))
+        recorder = Recorder(events, ema=None, epochs=1)
         recorder.on_train_start(assembly, state)
 
     def step() -> None:

@@ -31,7 +31,7 @@ from simpletuner.models.adapter import CheckpointSetup, TextEncoder
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
-from simpletuner.reporting.progress import SilentProgress
+from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
 from tests.tiny import PIPELINES, make_checkpoint
 from tests.tiny_sana import make_sana_checkpoint
 
@@ -86,7 +86,7 @@ def _compare(kind: str, folder: Path, options: Any) -> list[Ratio]:
 def _filling(captions: Sequence[str], encoder: TextEncoder, batch: int, targets: Any) -> Callable[[], None]:
     """Fill an empty cache."""
     caching = make_config(text_encoder_batch_size=batch).caching
-    phase: Any = SilentProgress()
+    phase: Any = RunningPhase(EventStream(), PhaseStarted("Filling"))
     identity = EncoderIdentity("benchmark", "random", "fp32")
 
     def run() -> None:

@@ -2,7 +2,7 @@
 
 A file is written under a temporary name beside its place and then renamed; a folder is built under a name that ends
 in `-tmp` and then renamed. What stood there before stays until the new one is complete. A full disk is reported
-as `DiskFullError` with the path; nothing torn is left behind.
+as `DiskFullError` with the path, a read-only place as `WriteError`; nothing torn is left behind.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
-from simpletuner.errors import DiskFullError
+from simpletuner.errors import DiskFullError, WriteError
 
 TEMPORARY_SUFFIX = ".tmp"
 UNFINISHED_FOLDER_SUFFIX = "-tmp"
+OLD_FOLDER_SUFFIX = f"-old{UNFINISHED_FOLDER_SUFFIX}"
 DISK_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT})
+READ_ONLY_CODES = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+STRAY_FILE = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(TEMPORARY_SUFFIX)}")
 # Writers in native code (safetensors, torch) report the code of the system as text only.
 DISK_FULL_WORDS = ("no space left on device", "disk quota exceeded", "not enough space on the disk")
 
@@ -55,7 +60,7 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
         DiskFullError: as in `write_atomically`.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
-    with disk_full_named(path):
+    with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("xb") as file:
@@ -83,7 +88,7 @@ def build_folder(final: Path) -> Iterator[Path]:
         DiskFullError: no space or quota left; the folder that was there is kept.
     """
     temporary = final.with_name(final.name + UNFINISHED_FOLDER_SUFFIX)
-    with disk_full_named(final):
+    with writing_to(final):
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
@@ -107,7 +112,7 @@ def replace_folder(temporary: Path, final: Path) -> None:
         raise ValueError(f"{temporary}: an unfinished folder must be named ...{UNFINISHED_FOLDER_SUFFIX}")
     _flush_tree(temporary)
     if final.exists():
-        aside = final.with_name(f"{final.name}-old{UNFINISHED_FOLDER_SUFFIX}")
+        aside = final.with_name(final.name + OLD_FOLDER_SUFFIX)
         shutil.rmtree(aside, ignore_errors=True)
         final.rename(aside)
         temporary.rename(final)
@@ -118,15 +123,34 @@ def replace_folder(temporary: Path, final: Path) -> None:
 
 
 @contextmanager
-def disk_full_named(path: Path) -> Iterator[None]:
-    """Turn "no space left" of any writer inside the block into `DiskFullError` with the path."""
+def writing_to(path: Path) -> Iterator[None]:
+    """Turn what keeps any writer inside the block from writing into an error that names the path.
+
+    Raises:
+        DiskFullError: no space left.
+        WriteError: no permission, or a read-only disk.
+    """
     try:
         yield
     except Exception as error:
-        if isinstance(error, DiskFullError) or not is_disk_full(error):
+        if isinstance(error, WriteError):
             raise
-        message = f"{path}: no space left on the disk. What was complete is kept; free some space and start again."
-        raise DiskFullError(message) from error
+        if is_disk_full(error):
+            message = f"{path}: no space left on the disk. What was complete is kept; free some space and start again."
+            raise DiskFullError(message) from error
+        if is_read_only(error, path.parent):
+            message = f"{path}: cannot be written ({os.strerror(error.errno or 0)}). What was complete is kept."
+            raise WriteError(message) from error
+        raise
+
+
+def is_read_only(error: BaseException, folder: Path) -> TypeGuard[OSError]:
+    """Whether the system allows nothing to be written in a folder; a source that may not be read is something else."""
+    if not isinstance(error, OSError) or error.errno not in READ_ONLY_CODES:
+        return False
+    if error.filename is None:
+        return error.errno == errno.EROFS  # which reading never meets
+    return Path(error.filename).is_relative_to(folder)
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -140,6 +164,30 @@ def is_disk_full(error: BaseException) -> bool:
         return True
     earlier = error.__cause__ or error.__context__
     return earlier is not None and is_disk_full(earlier)
+
+
+def sweep(folder: Path, below: str = "", *, older_than: float = 0.0) -> None:
+    """Remove the unfinished files that a killed process left in a folder.
+
+    Args:
+        below: which folders in it, as a glob with its slash: `**/` is all of them; none unless given.
+        older_than: seconds; younger ones may be under way in another process.
+    """
+    for path in folder.glob(f"{below}.*{TEMPORARY_SUFFIX}"):
+        if STRAY_FILE.fullmatch(path.name) and path.stat().st_mtime <= time.time() - older_than:
+            path.unlink(missing_ok=True)
+
+
+def sweep_folders(parent: Path, name: re.Pattern[str]) -> None:
+    """Remove the unfinished folders of this name, and bring back one that a kill caught between two renames."""
+    for path in parent.glob(f"*{UNFINISHED_FOLDER_SUFFIX}"):
+        old = path.name.endswith(OLD_FOLDER_SUFFIX)
+        final = path.with_name(path.name.removesuffix(OLD_FOLDER_SUFFIX if old else UNFINISHED_FOLDER_SUFFIX))
+        if name.fullmatch(final.name) and path.is_dir():
+            if old and not final.exists():
+                path.rename(final)
+            else:
+                shutil.rmtree(path)
 
 
 def _flush_tree(folder: Path) -> None:

@@ -55,8 +55,12 @@ class ConfigError(UserError):
         super().__init__("\n".join(str(problem) for problem in self.problems if problem.fatal))
 
 
-class DiskFullError(UserError):
-    """No space left while writing; everything that was complete before is kept."""
+class WriteError(UserError):
+    """A place where nothing can be written; everything that was complete before is kept."""
+
+
+class DiskFullError(WriteError):
+    """No space left while writing."""
 
 
 class NonFiniteError(SimpleTunerError):

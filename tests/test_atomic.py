@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,13 +16,15 @@ import pytest
 
 from simpletuner.atomic import (
     build_folder,
-    disk_full_named,
     open_atomically,
     replace_folder,
+    sweep,
+    sweep_folders,
     write_atomically,
     write_json,
+    writing_to,
 )
-from simpletuner.errors import DiskFullError
+from simpletuner.errors import DiskFullError, WriteError
 
 
 def names(folder: Path) -> list[str]:
@@ -73,13 +76,13 @@ def test_a_full_disk_names_the_path_and_keeps_the_old_file(
 
 
 def test_a_full_disk_is_recognised_in_the_words_of_native_writers(tmp_path: Path) -> None:
-    with pytest.raises(DiskFullError), disk_full_named(tmp_path):
+    with pytest.raises(DiskFullError), writing_to(tmp_path):
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
     stumbled = RuntimeError("unexpected pos 704 vs 598")  # torch.save, closing an archive that it could not write
     stumbled.__context__ = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(DiskFullError), disk_full_named(tmp_path):
+    with pytest.raises(DiskFullError), writing_to(tmp_path):
         raise stumbled
-    with pytest.raises(PermissionError), disk_full_named(tmp_path):
+    with pytest.raises(PermissionError), writing_to(tmp_path):
         raise PermissionError(errno.EACCES, "Permission denied")
 
 
@@ -151,3 +154,43 @@ def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
         assert len(content) == 300_000
         assert len(set(content)) == 1
         path.unlink()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_place_that_is_read_only_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    final = tmp_path / "folder" / "a.json"
+
+    def refuse(path: Path, *arguments: object, **more: object) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(WriteError, match=f"^{final}: cannot be written "):
+        write_atomically(final, b"x")
+
+
+def test_a_source_that_may_not_be_read_is_not_the_place_that_is_written(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), writing_to(tmp_path / "a.json"):
+        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/picture.png")
+
+
+def test_sweeping_takes_unfinished_files_of_ours_alone(tmp_path: Path) -> None:
+    below = tmp_path / "below"
+    below.mkdir()
+    ours = [folder / ".entry.zst.0123456789ab.tmp" for folder in (tmp_path, below)]
+    theirs = [tmp_path / ".notes.tmp", tmp_path / "entry.0123456789ab.tmp", tmp_path / "entry.zst"]
+    for path in (*ours, *theirs):
+        path.touch()
+    sweep(tmp_path)
+    assert [path.exists() for path in ours] == [False, True]
+    sweep(tmp_path, "**/", older_than=60)
+    assert ours[1].exists(), "another process may be writing it"
+    sweep(tmp_path, "**/")
+    assert not ours[1].exists()
+    assert all(path.exists() for path in theirs)
+
+
+def test_a_folder_caught_between_two_renames_comes_back(tmp_path: Path) -> None:
+    for name in ("pipeline-old-tmp", "checkpoint-4-tmp", "checkpoint-6", "checkpoint-6-old-tmp", "mine-tmp"):
+        (tmp_path / name).mkdir()
+    sweep_folders(tmp_path, re.compile(r"checkpoint-\d+|pipeline"))
+    assert {path.name for path in tmp_path.iterdir()} == {"pipeline", "checkpoint-6", "mine-tmp"}

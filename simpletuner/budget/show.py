@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from simpletuner.budget.budget import BucketCost, Budget, gigabytes
+from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes
 from simpletuner.budget.disk import Writing, find_writings
+from simpletuner.budget.rounds import preview_rounds, remaining_steps
 from simpletuner.config.schema import all_options
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.plan.build import Plan
@@ -189,15 +190,40 @@ def _cells(budget: Budget, each: BucketCost) -> Iterator[str]:
 
 
 def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
-    steps = plan.length.total_steps - (plan.resume.step if plan.resume else 0)
-    rounds = 0
-    if budget.workload.previews:
-        rounds = len(plan.prompts) * (1 + steps // plan.config.validation.validation_step_interval)
-    previews = rounds * budget.preview_seconds
+    if plan.is_finished:
+        yield "  nothing is left to do: this run is finished"
+        return
+    steps, each = remaining_steps(plan), budget.step_seconds
+    previews = preview_rounds(plan) * len(plan.prompts) * budget.preview_seconds
     beside = f", and {duration(previews)} for previews" if previews else ""
-    each = budget.step_seconds
     whole = duration(each * steps)
     yield f"  about {duration(each)} a step, {whole} for {steps} steps{beside}; without filling the caches"
+
+
+def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+    """The plan in a few lines, for the start of a run: what, on what, how long, where it goes, whether it fits."""
+    kind = "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
+    yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
+    names = [dataset.id for dataset in plan.trained]
+    samples = sum(len(dataset.samples) for dataset in plan.trained)
+    yield f"  on {samples} {plan.spec.media_noun} (dataset{'s' if len(names) > 1 else ''} {', '.join(names)})"
+    steps = remaining_steps(plan)
+    rounds = preview_rounds(plan)
+    seconds = steps * budget.step_seconds + rounds * len(plan.prompts) * budget.preview_seconds
+    after = f" after step {plan.resume.step}" if plan.resume else ""
+    shown = f" and {_count(rounds, 'round')} of previews" if rounds else ""
+    yield f"  {_count(steps, 'step')}{after}{shown}, about {duration(seconds)}; goes to {plan.output_dir}"
+    yield _fit_line(budget)
+
+
+def _fit_line(budget: Budget) -> str:
+    """`  fits: up to 16.4 GB of 25.8 GB on a GPU with 24 GiB, while training at 1024x1024`"""
+    device = budget.device
+    needs = {each.name: each.device + (0.0 if device.is_gpu else each.host) for each in budget.phases}
+    peak = max(needs, key=lambda name: needs[name])
+    room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
+    verdict = "fits" if fits(budget.phases, device) else "does not fit"
+    return f"  {verdict}: up to {gigabytes(needs[peak])}{room} on {device.name}, while {peak}"
 
 
 def duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -102,7 +103,7 @@ def fill_latents(
     encode = ShrinkingEncoder(_latent_batch(encoder), encoder.use_less_memory, _described, _latent_advice(config))
     failures: dict[tuple[str, str], str] = {}
     writes: list[Future[None]] = []
-    with ThreadPoolExecutor(_decoders(config)) as decoders, ThreadPoolExecutor(WRITERS) as writers:
+    with _decoding_threads(config) as decoders, ThreadPoolExecutor(WRITERS) as writers:
         ahead = max(config.image_processing_batch_size, config.vae_batch_size)
         decoding = _decode_ahead(entries, ahead, decoders)
         for group in _batches(decoding, config.vae_batch_size, failures):
@@ -338,5 +339,11 @@ def _chunks(entries: Sequence[TextEntry], size: int) -> Iterator[Sequence[TextEn
     return (entries[start : start + size] for start in range(0, len(entries), size))
 
 
-def _decoders(config: CachingConfig) -> int:
-    return min(config.max_workers, os.cpu_count() or 1)
+@contextmanager
+def _decoding_threads(config: CachingConfig) -> Iterator[ThreadPoolExecutor]:
+    """Threads that give up what waits for them when an error or Ctrl-C ends the filling."""
+    threads = ThreadPoolExecutor(min(config.max_workers, os.cpu_count() or 1))
+    try:
+        yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)

@@ -7,11 +7,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
+from simpletuner.atomic import DISK_FULL_CODES, READ_ONLY_CODES
 from simpletuner.cli import cache, configure, examples, help, train
 from simpletuner.errors import ConfigError, SimpleTunerError
 
@@ -70,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - the outermost frame: whatever it is, it must be told in one line
+        if isinstance(error, OSError) and error.errno in READ_ONLY_CODES | DISK_FULL_CODES:
+            return _complain(f"error: {error.filename or 'writing'}: {error.strerror}.", USAGE)
         traceback.print_exc()
         return _complain(f"{type(error).__name__}: {error}", 1)
     if code == INTERRUPTED:
@@ -91,7 +95,8 @@ def _complain_about_problems(error: ConfigError) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    print(text, file=sys.stderr)
+    with suppress(OSError):  # nobody may be left to read it
+        print(text, file=sys.stderr)
     return code
 
 

@@ -19,13 +19,13 @@ def fill(context: typer.Context) -> None:
     """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""
     plan = _plan(context.args)
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import make_progress
+    from simpletuner.reporting.progress import shown_events
 
     setup_logging()
-    with make_progress() as progress:
+    with shown_events() as events:
         from simpletuner.run.caches import fill_caches
 
-        fill_caches(plan, progress)
+        fill_caches(plan, events)
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.help import SettingsCommand
-from simpletuner.errors import Problem, UserError
+from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
     from simpletuner.config.arguments import Arguments
@@ -60,28 +60,34 @@ def train(
         _show_plan(arguments, problems)
         return
     from simpletuner.budget.ready import ready_plan
+    from simpletuner.budget.show import start_lines
     from simpletuner.models.registry import load_adapter
+    from simpletuner.reporting.events import Notice, StateChanged
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import make_progress
+    from simpletuner.reporting.progress import shown_events
+    from simpletuner.reporting.requests import signals_as_interrupt
     from simpletuner.run.lock import lock_output
 
     plan, budget = ready_plan(arguments, problems)
     prepare_output(plan)
     setup_logging()
-    with lock_output(plan.output_dir), make_progress() as progress:
+    with lock_output(plan.output_dir), signals_as_interrupt(), shown_events() as events:
         for warning in plan.warnings:
-            progress.say(f"warning: {warning}")
+            events.publish(Notice(str(warning), warning=True))
         for decision in budget.decisions:
-            progress.say(f"offload auto: {decision}")
+            events.say(f"offload auto: {decision}")
         if plan.is_finished:
-            progress.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
+            events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
             return
+        begun = plan.resume.step if plan.resume else 0
+        summary = "\n".join(start_lines(plan, budget))
+        events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
         # torch comes in here, after everything that could fail cheaply.
-        with progress.phase("Loading torch"), quick_imports():
+        with events.phase("Loading torch"), quick_imports():
             from simpletuner.run.train import run_plan
 
             load_adapter(plan.spec)
-        run_plan(plan, budget, progress)
+        run_plan(plan, budget, events)
 
 
 def prepare_output(plan: Plan) -> None:
@@ -102,12 +108,30 @@ def plan(
         str | None,
         typer.Option("--device-memory", metavar="GB", help="Plan for a GPU with so much memory."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
 ) -> None:
     """Check everything that needs no weights, and print what a run would do, take and need."""
     arguments, problems = parse_settings(context.args)
     if device_memory is not None:
         arguments.settings.append(("plan_device_memory_gb", device_memory))
-    _show_plan(arguments, problems)
+    if as_json:
+        _print_json(arguments, problems)
+    else:
+        _show_plan(arguments, problems)
+
+
+def _print_json(arguments: Arguments, problems: list[Problem]) -> None:
+    from simpletuner.budget.document import plan_json
+    from simpletuner.budget.ready import weigh_plan
+    from simpletuner.config.load import raise_if_fatal
+
+    try:
+        weighed = weigh_plan(arguments, problems)
+    except ConfigError as error:
+        print(plan_json(None, error.problems))
+        raise
+    print(plan_json(weighed, [*weighed[0].warnings, *problems]))
+    raise_if_fatal(problems)
 
 
 def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:

@@ -158,6 +158,7 @@ class PreviewRequest:
         width, height: size in pixels, exactly.
         source: the picture an i2i or i2v flavour starts from, of any size.
         num_frames: length of a clip; 1 for pictures.
+        between_steps: called after each sampling step; what it raises ends the rendering.
     """
 
     embeds: TextEmbeds
@@ -170,6 +171,12 @@ class PreviewRequest:
     seed_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: Image | None = None
     num_frames: int = 1
+    between_steps: Callable[[], None] = lambda: None
+
+    def on_step_end(self, pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        """What diffusers' pipelines take as `callback_on_step_end`; changes nothing."""
+        self.between_steps()
+        return {}
 
     @property
     def start(self) -> Image | None:

@@ -1,4 +1,4 @@
-"""The settings so far, judged by the same rules as a training run."""
+"""The settings so far, judged by the same rules as a training run. Shared by wizard and page; it never raises."""
 
 from __future__ import annotations
 
@@ -21,12 +21,20 @@ from simpletuner.validation.prompts import collect_prompts, fit_sizes
 
 @dataclass(frozen=True)
 class Judgement:
-    """What training would make of some settings."""
+    """What training would make of some settings, finished or not."""
 
     config: RunConfig
     spec: FamilySpec
     flavour: Flavour
     problems: list[Problem]
+
+    @property
+    def by_key(self) -> dict[str, list[Problem]]:
+        """The problems under the key that they are about, each once."""
+        found: dict[str, list[Problem]] = {}
+        for problem in dict.fromkeys(self.problems):
+            found.setdefault(problem.where, []).append(problem)
+        return found
 
 
 class Draft:

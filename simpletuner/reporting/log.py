@@ -93,6 +93,16 @@ class ConsoleHandler(logging.StreamHandler):
         return sys.stderr
 
 
+class DebugFile(logging.FileHandler):
+    """Ends, where others print a traceback for every record, when the disk takes no more."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], OSError):
+            logging.getLogger().removeHandler(self)
+        else:
+            super().handleError(record)
+
+
 class RedactingFormatter(logging.Formatter):
     """Hides secrets in the finished text, so that arguments and tracebacks are covered as well as the message.
 
@@ -112,7 +122,7 @@ def belongs_on_console(record: logging.LogRecord) -> bool:
 
 
 def _debug_handler(path: Path) -> logging.Handler:
-    handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
+    handler = DebugFile(path, mode="a", encoding="utf-8", errors="backslashreplace")
     handler.setLevel(logging.DEBUG)
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)-8s %(name)s: %(message)s"))
     return handler

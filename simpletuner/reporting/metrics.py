@@ -10,12 +10,12 @@ import errno
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from simpletuner.atomic import disk_full_named, write_atomically
+from simpletuner.atomic import write_atomically, writing_to
 
 METRICS_FILE = "training_metrics.jsonl"
 MEDIA_FILE = "validation_media.jsonl"
@@ -54,18 +54,25 @@ class StepLines:
 
     Args:
         path: created when missing.
-        resume_step: lines of later steps are dropped first, and a torn last line; 0 for a fresh run.
+        resume_step: lines of later steps are dropped first, and a torn last line; 0 for a fresh run, which keeps none.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            before = self.path.read_bytes()
-            kept = b"".join(line for line in before.splitlines(keepends=True) if _is_kept(line, resume_step))
-            if kept != before:
-                write_atomically(self.path, kept)
-        self._file = self.path.open("ab", buffering=0)
+        with writing_to(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+        self.drop(lambda row: resume_step == 0 or row["step"] > resume_step)
+
+    def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Take lines out, and torn ones with them."""
+        before = self.path.read_bytes()
+        rows = ((line, _parse(line)) for line in before.splitlines(keepends=True))
+        kept = b"".join(line for line, row in rows if row is not None and not unwanted(row))
+        if kept != before:
+            self._file.close()
+            write_atomically(self.path, kept)
+            self._file = self.path.open("ab", buffering=0)
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line; it is in the hands of the operating system when this returns.
@@ -75,7 +82,7 @@ class StepLines:
         """
         row = {"step": step, **{key: _finite(value) for key, value in values.items() if key != "step"}}
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        with disk_full_named(self.path):
+        with writing_to(self.path):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, "short write")
 
@@ -98,13 +105,21 @@ class MetricsFile:
 
 
 class MediaFile:
-    """`validation_media.jsonl`: every preview of the run."""
+    """`validation_media.jsonl`: every preview of the run.
+
+    Attributes:
+        paths: of the previews in it.
+    """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self._lines = StepLines(path, resume_step)
+        self.paths = {record.path for record in read_media(path)}
 
     def append(self, record: MediaRecord) -> None:
-        """Record one rendered preview."""
+        """Record one rendered preview; one that is rendered again into the same file has one line, the later."""
+        if record.path in self.paths:
+            self._lines.drop(lambda row: row.get("path") == record.path)
+        self.paths.add(record.path)
         self._lines.append(record.step, asdict(record))
 
     def close(self) -> None:
@@ -119,6 +134,14 @@ def read(path: Path) -> list[dict[str, Any]]:
         return []
     rows = (_parse(line) for line in content.splitlines(keepends=True))
     return [row for row in rows if row is not None]
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The metrics of each step, oldest first; what was measured after a step was recorded is put with it."""
+    steps: dict[int, dict[str, Any]] = {}
+    for row in read(path):
+        steps.setdefault(row["step"], {}).update(row)
+    return list(steps.values())
 
 
 def read_media(path: Path) -> list[MediaRecord]:
@@ -137,11 +160,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _is_kept(line: bytes, last_step: int) -> bool:
-    row = _parse(line)
-    return row is not None and row["step"] <= last_step
 
 
 def _finite(value: Any) -> Any:

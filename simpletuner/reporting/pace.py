@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from simpletuner.reporting.progress import StepNumbers
+from collections.abc import Mapping
+
+from simpletuner.reporting.events import (
+    CACHING,
+    EVALUATED,
+    SAVING,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    MediaRendered,
+    Notice,
+    PhaseEnded,
+    PhaseStarted,
+    Rounds,
+    StateChanged,
+    StepDone,
+)
 
 # A loss jumps with the noise level that was drawn; some fifty steps show where it goes.
 LOSS_MEMORY = 0.98
@@ -34,13 +50,20 @@ class RunningMean:
 
 
 class Pace:
-    """What the displays say about the steps so far."""
+    """What the displays say about the steps so far, and about what is still to come.
 
-    def __init__(self, total_steps: int, start_step: int) -> None:
+    Args:
+        rounds: what comes beside the steps, by kind.
+    """
+
+    def __init__(self, total_steps: int, start_step: int, rounds: Mapping[str, Rounds] | None = None) -> None:
         self.total_steps = total_steps
         self.start_step = start_step
-        self.last: StepNumbers | None = None
+        self.last: StepDone | None = None
         self.losses: list[float] = []
+        self._rounds = rounds or {}
+        self._round_seconds = {kind: each.seconds for kind, each in self._rounds.items()}
+        self._within_step = 0.0
         self._loss_every = max(1, (total_steps - start_step) // LOSS_POINTS)
         self._loss = RunningMean(LOSS_MEMORY)
         self._seconds = RunningMean(PACE_MEMORY)
@@ -49,14 +72,33 @@ class Pace:
         self._useful = RunningMean(PACE_MEMORY)
         self._spent = 0.0
 
-    def add(self, report: StepNumbers) -> None:
-        self.last = report
-        self._seconds.add(report.seconds)
-        self._spent += report.seconds
-        self._data.add(report.data_wait_seconds)
-        self._weights.add(report.weights_wait_seconds or 0.0)
-        self._useful.add(report.seconds * (report.mfu or 0.0))
-        smoothed = self._loss.add(report.loss)
+    @classmethod
+    def of(cls, running: StateChanged) -> Pace:
+        """The pace of a session that begins."""
+        return cls(running.total_steps, running.step, running.rounds)
+
+    def note(self, event: Event) -> None:
+        """Take in whatever says how long something took; other events change nothing."""
+        match event:
+            case StepDone():
+                self._add(event)
+            case PhaseEnded() if event.complete:
+                self._round_seconds[event.phase.kind] = event.seconds
+                if event.phase.kind == CACHING:  # an epoch with new crops: the step that waits for it is no measure
+                    self._within_step += event.seconds
+            case CheckpointSaved():
+                self._round_seconds[SAVING] = event.seconds
+
+    def _add(self, step: StepDone) -> None:
+        self.last = step
+        self._spent += step.seconds
+        caching, self._within_step = min(self._within_step, step.data_wait_seconds), 0.0
+        seconds = step.seconds - caching
+        self._seconds.add(seconds)
+        self._data.add(step.data_wait_seconds - caching)
+        self._weights.add(step.weights_wait_seconds or 0.0)
+        self._useful.add(seconds * (step.mfu or 0.0))
+        smoothed = self._loss.add(step.loss)
         if self.steps_done % self._loss_every == 0:
             self.losses.append(smoothed)
 
@@ -75,9 +117,22 @@ class Pace:
         return self.last.step - self.start_step if self.last else 0
 
     @property
+    def step(self) -> int:
+        """Where the run is."""
+        return self.last.step if self.last else self.start_step
+
+    @property
+    def is_complete(self) -> bool:
+        return self.step >= self.total_steps
+
+    @property
     def remaining_seconds(self) -> float:
-        done = self.last.step if self.last else self.start_step
-        return max(0, self.total_steps - done) * self._seconds.value
+        """Until the run is finished: steps, and the previews, evaluations, saves and new crops between them."""
+        steps = max(0, self.total_steps - self.step) * self._seconds.value
+        return steps + sum(
+            rounds.after(self.step, self.total_steps) * self._round_seconds[kind]
+            for kind, rounds in self._rounds.items()
+        )
 
     @property
     def shares(self) -> dict[str, float]:
@@ -99,7 +154,9 @@ class Pace:
     def summary(self) -> str:
         """One sentence for the end of a session."""
         if self.last is None:
-            return f"No step was needed: step {self.start_step} of {self.total_steps} was reached before."
+            if self.is_complete:
+                return f"No step was needed: step {self.start_step} of {self.total_steps} was reached before."
+            return f"No step was completed; the run stands at step {self.start_step} of {self.total_steps}."
         mean = self._spent / max(1, self.steps_done)
         return (
             f"Trained {amount(self.steps_done, 'steps')} in {clock(self._spent)} ({pace_text(mean)}), "
@@ -162,3 +219,32 @@ def shares_text(parts: dict[str, float]) -> str:
 def mfu_text(mfu: float) -> str:
     """`MFU 41 %`: model FLOP utilisation, the model's own arithmetic in units of the device's measured matmul rate."""
     return f"MFU {mfu * 100:.0f} %"
+
+
+def line_of(event: CheckpointSaved | Evaluated | MediaRendered | Notice) -> str:
+    """What a display says about an event; nothing where a bar shows it already."""
+    match event:
+        case CheckpointSaved():
+            gone = f" (removed {', '.join(path.name for path in event.removed)})" if event.removed else ""
+            return f"Saved {event.path.name}{gone}"
+        case Evaluated():
+            losses = ", ".join(f"{name.removeprefix(EVALUATED)} {loss:.5g}" for name, loss in event.losses.items())
+            return f"Evaluation loss at step {event.step}: {losses}"
+        case Notice():
+            return f"warning: {event.text}" if event.warning else event.text
+        case MediaRendered():
+            return ""
+
+
+def ending(event: PhaseEnded) -> str:
+    """`1,204 captions in 4:05`, or where the phase stopped."""
+    if event.complete:
+        return f"{amount(event.done, event.phase.unit)} in {clock(event.seconds)}"
+    return f"stopped at {reached(event.phase, event.done)}"
+
+
+def reached(phase: PhaseStarted, done: int) -> str:
+    """`12/40 pictures (30 %)`"""
+    if not phase.total:
+        return amount(done, phase.unit)
+    return f"{done:,}/{amount(phase.total, phase.unit)} ({done * 100 // phase.total} %)"

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Self, TextIO
+from collections.abc import Callable
+from typing import TextIO
 
-from simpletuner.reporting.pace import Pace, amount, clock, pace_text, size_text
-from simpletuner.reporting.progress import Phase, StepNumbers
+from simpletuner.reporting.events import (
+    ENDED,
+    SHOWN,
+    Event,
+    PhaseAdvanced,
+    PhaseEnded,
+    PhaseStarted,
+    StateChanged,
+    StepDone,
+)
+from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, reached, size_text
+from simpletuner.reporting.progress import LastingStream
 
 # A log should stay readable: about this many lines a run, and a sign of life at least this often.
 TRAINING_LINES = 30
@@ -19,7 +27,7 @@ SHORTEST_PAUSE = 2.0
 LONGEST_PAUSE = 15.0
 
 
-class PlainProgress:
+class PlainDisplay:
     """Throttled lines on a stream.
 
     Args:
@@ -27,57 +35,64 @@ class PlainProgress:
         now: the clock; tests bring their own.
     """
 
-    def __init__(self, stream: TextIO, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO | LastingStream, now: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._now = now
         self._pace: Pace | None = None
         self._every = 1
         self._told_at = 0.0
+        self._phases: dict[PhaseStarted, _PhaseLines] = {}
 
-    @contextmanager
-    def phase(self, title: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
-        phase = _PlainPhase(self, title, total, unit, self._now)
-        try:
-            yield phase
-        except BaseException:
-            self.say(f"{title}: stopped at {phase.state()}")
-            raise
-        self.say(f"{title}: {amount(phase.done, unit)} in {clock(self._now() - phase.started)}")
-
-    def start_training(self, total_steps: int, start_step: int = 0) -> None:
-        self._pace = Pace(total_steps, start_step)
-        self._every = max(1, -(-(total_steps - start_step) // TRAINING_LINES))
-        self._told_at = self._now()
-        note = f", continuing after step {start_step}" if start_step else ""
-        self.say(f"Training: {total_steps} steps{note}")
-
-    def step(self, report: StepNumbers) -> None:
-        if self._pace is None:
-            raise RuntimeError("start_training() comes before the first step()")
-        self._pace.add(report)
-        due = report.step % self._every == 0 or report.step in (self._pace.start_step + 1, self._pace.total_steps)
-        if due or self._now() - self._told_at >= LONGEST_SILENCE:
-            self._told_at = self._now()
-            self.say(step_line(self._pace, report))
-
-    def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
-
-    def finish(self) -> None:
+    def __call__(self, event: Event) -> None:
         if self._pace is not None:
-            self.say(self._pace.summary())
+            self._pace.note(event)
+        match event:
+            case PhaseStarted():
+                self._phases[event] = _PhaseLines(event, self._now())
+            case PhaseAdvanced():
+                self._say(self._phases[event.phase].due(event, self._now()))
+            case PhaseEnded():
+                del self._phases[event.phase]
+                self._say(f"{event.phase.title}: {ending(event)}")
+            case StepDone():
+                self._step(event)
+            case StateChanged():
+                self._change(event)
+            case _:
+                self._say(line_of(event))
+
+    def close(self) -> None:
+        if self._pace is not None:
+            self._say(self._pace.summary())
             self._pace = None
 
-    def __enter__(self) -> Self:
-        return self
+    def _change(self, event: StateChanged) -> None:
+        if event.state == "running":
+            self._pace = Pace.of(event)
+            self._every = max(1, -(-(event.total_steps - event.step) // TRAINING_LINES))
+            self._told_at = self._now()
+            note = f", continuing after step {event.step}" if event.step else ""
+            self._say(f"Training: {event.total_steps} steps{note}")
+        elif event.state in ENDED:
+            self.close()
+        if event.state in SHOWN:
+            self._say(event.message)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.finish()
+    def _step(self, event: StepDone) -> None:
+        if self._pace is None:
+            raise RuntimeError("the state `running` comes before the first step")
+        due = event.step % self._every == 0 or event.step in (self._pace.start_step + 1, self._pace.total_steps)
+        if due or self._now() - self._told_at >= LONGEST_SILENCE:
+            self._told_at = self._now()
+            self._say(step_line(self._pace, event))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
 
 
-def step_line(pace: Pace, report: StepNumbers) -> str:
+def step_line(pace: Pace, report: StepDone) -> str:
     """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GiB  compute 99 %, …`"""
     epochs = f"/{report.epochs}" if report.epochs else ""
     parts = [
@@ -94,25 +109,17 @@ def step_line(pace: Pace, report: StepNumbers) -> str:
     return "  ".join(parts)
 
 
-class _PlainPhase:
-    def __init__(
-        self, progress: PlainProgress, title: str, total: int | None, unit: str, now: Callable[[], float]
-    ) -> None:
-        self._progress, self._title, self._total, self._unit, self._now = progress, title, total, unit, now
-        self.done = 0
-        self.started = self._told_at = now()
-        self._told_tenth = 0
+class _PhaseLines:
+    """When a phase under way is worth a line."""
 
-    def advance(self, count: int = 1, note: str = "") -> None:
-        self.done += count
-        tenth = self.done * 10 // self._total if self._total else self._told_tenth
-        pause = self._now() - self._told_at
+    def __init__(self, phase: PhaseStarted, now: float) -> None:
+        self._phase, self._told_at, self._told_tenth = phase, now, 0
+
+    def due(self, event: PhaseAdvanced, now: float) -> str:
+        """The line that is due now, or none."""
+        total, pause = self._phase.total, now - self._told_at
+        tenth = event.done * 10 // total if total else self._told_tenth
         if pause < SHORTEST_PAUSE or (tenth == self._told_tenth and pause < LONGEST_PAUSE):
-            return
-        self._told_at, self._told_tenth = self._now(), tenth
-        self._progress.say(f"{self._title}: {self.state()}" + (f" ({note})" if note else ""))
-
-    def state(self) -> str:
-        if not self._total:
-            return amount(self.done, self._unit)
-        return f"{self.done:,}/{amount(self._total, self._unit)} ({self.done * 100 // self._total} %)"
+            return ""
+        self._told_at, self._told_tenth = now, tenth
+        return f"{self._phase.title}: {reached(self._phase, event.done)}" + (f" ({event.note})" if event.note else "")

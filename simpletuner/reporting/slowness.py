@@ -1,6 +1,6 @@
 """Notices when steps become slower than they were, and says what the likely reason is.
 
-Only steps of one bucket shape are compared with each other, since a larger bucket is slower by right.
+Only steps of one bucket shape are compared with each other, since a larger bucket is slower by design.
 """
 
 from __future__ import annotations

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO, cast
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -27,22 +24,32 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from simpletuner.reporting.pace import Pace, amount, clock, pace_text, size_text
-from simpletuner.reporting.progress import Phase, StepNumbers
+from simpletuner.reporting.events import (
+    ENDED,
+    SHOWN,
+    Event,
+    PhaseAdvanced,
+    PhaseEnded,
+    PhaseStarted,
+    StateChanged,
+    StepDone,
+)
+from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, size_text
+from simpletuner.reporting.progress import LastingStream
 
 REFRESHES_PER_SECOND = 4
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
 
 
-class LiveProgress:
+class LiveDisplay:
     """Bars for the phases under way and a panel for training; everything else scrolls by above them.
 
     The display redirects `sys.stdout` and `sys.stderr`, so log lines and prints of libraries land above it too.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False)
+    def __init__(self, stream: LastingStream) -> None:
+        self._console = Console(file=cast(TextIO, stream), highlight=False)
         self._bars = Progress(
             SpinnerColumn(finished_text="[green]✓[/]"),
             TextColumn("{task.description}", style="bold"),
@@ -53,55 +60,48 @@ class LiveProgress:
             TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=self._console,
         )
+        self._tasks: dict[PhaseStarted, TaskID] = {}
         self._pace: Pace | None = None
         self._live: Live | None = None
 
-    @contextmanager
-    def phase(self, title: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
-        self._show()
-        task = self._bars.add_task(title, total=total, unit=unit, note="")
-        phase = _LivePhase(self._bars, task)
-        started = time.monotonic()
-        try:
-            yield phase
-        except BaseException:
-            self._print(Text.assemble(("✗ ", "red"), title, (f"  stopped at {amount(phase.done, unit)}", "dim")))
-            raise
-        else:
-            took = f"  {amount(phase.done, unit)} in {clock(time.monotonic() - started)}"
-            self._print(Text.assemble(("✓ ", "green"), title, (took, "dim")))
-        finally:
-            self._bars.remove_task(task)
+    def __call__(self, event: Event) -> None:
+        if self._pace is not None:
+            self._pace.note(event)
+        match event:
+            case PhaseStarted():
+                self._show()
+                self._tasks[event] = self._bars.add_task(event.title, total=event.total, unit=event.unit, note="")
+            case PhaseAdvanced():
+                self._bars.update(self._tasks[event.phase], completed=event.done, note=event.note)
+            case PhaseEnded():
+                self._bars.remove_task(self._tasks.pop(event.phase))
+                mark = ("✓ ", "green") if event.complete else ("✗ ", "red")
+                self._print(Text.assemble(mark, event.phase.title, (f"  {ending(event)}", "dim")))
+            case StepDone():
+                if self._pace is None:
+                    raise RuntimeError("the state `running` comes before the first step")
+            case StateChanged():
+                self._change(event)
+            case _:
+                self._print(Text(line_of(event)))
 
-    def start_training(self, total_steps: int, start_step: int = 0) -> None:
-        self._pace = Pace(total_steps, start_step)
-        self._show()
-
-    def step(self, report: StepNumbers) -> None:
-        if self._pace is None:
-            raise RuntimeError("start_training() comes before the first step()")
-        self._pace.add(report)
-
-    def say(self, text: str) -> None:
-        self._print(Text(text))
-
-    def finish(self) -> None:
+    def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
         if self._pace is not None:
-            self._print(
-                Text.assemble(("✓ " if self._pace.remaining_seconds == 0 else "■ ", "green"), self._pace.summary())
-            )
+            mark = ("✓ ", "green") if self._pace.is_complete else ("■ ", "yellow")
+            self._print(Text.assemble(mark, self._pace.summary()))
             self._pace = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.finish()
+    def _change(self, event: StateChanged) -> None:
+        if event.state == "running":
+            self._pace = Pace.of(event)
+            self._show()
+        elif event.state in ENDED:
+            self.close()
+        if event.state in SHOWN:
+            self._print(Text(event.message))
 
     def _show(self) -> None:
         """Start the display with the first thing worth showing; until then the terminal is left alone."""
@@ -119,7 +119,8 @@ class LiveProgress:
         self._live.start()
 
     def _print(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True)
+        if text.plain:
+            self._console.print(text, soft_wrap=True)
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [self._bars] if self._bars.tasks else []
@@ -130,7 +131,7 @@ class LiveProgress:
 
 def training_panel(pace: Pace) -> Panel:
     """Bar, numbers and the course of the smoothed loss."""
-    done = pace.last.step if pace.last else pace.start_step
+    done = pace.step
     bar = Table.grid(padding=(0, 2), expand=True)
     bar.add_column(ratio=1)
     bar.add_column(justify="right")
@@ -168,13 +169,3 @@ def _numbers(pace: Pace) -> Iterator[tuple[str, str]]:
     yield "epoch", f"{report.epoch}/{report.epochs}" if report.epochs else str(report.epoch)
     if report.memory_bytes is not None:
         yield "memory", size_text(report.memory_bytes)
-
-
-class _LivePhase:
-    def __init__(self, bars: Progress, task: TaskID) -> None:
-        self._bars, self._task = bars, task
-        self.done = 0
-
-    def advance(self, count: int = 1, note: str = "") -> None:
-        self.done += count
-        self._bars.update(self._task, advance=count, note=note)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from simpletuner.config.schema import TrackingConfig
 from simpletuner.errors import Problem, did_you_mean
+from simpletuner.reporting.events import ENDED, Evaluated, Event, MediaRendered, PhaseEnded, StateChanged, StepDone
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.redaction import redact, redact_settings
 
@@ -188,6 +189,29 @@ class GuardedTracker:
             self._tracker = None
             logger.warning("%s stopped working; training goes on without it. %s", self.name, redact(_brief(error)))
             logger.debug("%s failed", self.name, exc_info=True)
+
+
+class TrackerFeed:
+    """Tells a tracker about the events of a run. Previews of one round reach it together."""
+
+    def __init__(self, tracker: GuardedTracker) -> None:
+        self._tracker = tracker
+        self._round: list[MediaRecord] = []
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepDone():
+                self._tracker.log(event.metrics, event.step)
+                self._tracker.log_timesteps(event.timesteps, event.step)
+            case Evaluated():
+                self._tracker.log(event.losses, event.step)
+            case MediaRendered():
+                self._round.append(event.media)
+            case PhaseEnded() if self._round:
+                self._tracker.log_media(self._round, self._round[0].step)
+                self._round = []
+            case StateChanged() if event.state in ENDED:
+                self._tracker.finish(0 if event.state == "finished" else 1)
 
 
 def _split(report_to: str) -> list[str]:

@@ -30,7 +30,7 @@ from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length
 from simpletuner.plan.checks import check_tread
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
-from simpletuner.reporting.progress import Progress
+from simpletuner.reporting.events import CACHING, EventStream
 from simpletuner.training.assemble import make_accelerator
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class CacheWorkshop:
     plan: Plan
     adapter: FamilyAdapter
     device: torch.device
-    progress: Progress
+    events: EventStream
     listing: Listing
 
     @property
@@ -107,7 +107,7 @@ class CacheWorkshop:
         """Encode captions that are not in their cache."""
         if not entries:
             return
-        with self.progress.phase("Encoding captions", len(entries), "captions") as phase:
+        with self.events.phase("Encoding captions", len(entries), "captions", CACHING) as phase:
             notes = fill_texts(entries, self._load_text_encoder, self.plan.config.caching, phase)
         for note in dict.fromkeys(notes):
             logger.warning(note)
@@ -118,7 +118,7 @@ class CacheWorkshop:
         if not entries:
             return {}
         noun = self.plan.spec.media_noun
-        with self.progress.phase(f"Encoding {noun}", len(entries), noun) as phase:
+        with self.events.phase(f"Encoding {noun}", len(entries), noun, CACHING) as phase:
             failures = fill_latents(entries, self._load_latent_encoder, self.plan.config.caching, phase)
         self._release()
         return failures
@@ -127,7 +127,7 @@ class CacheWorkshop:
         """Make what techniques cache of samples and is not in its cache; the latents are there."""
         if not entries:
             return
-        with self.progress.phase("Encoding features", len(entries), self.plan.spec.media_noun) as phase:
+        with self.events.phase("Encoding features", len(entries), self.plan.spec.media_noun, CACHING) as phase:
             fill_features(entries, lambda each: each.kind.load(self.adapter, self.device), self._latents, phase)
         self._release()
 
@@ -183,17 +183,17 @@ def build_adapter(plan: Plan) -> FamilyAdapter:
     return load_adapter(plan.spec)(CheckpointSetup.of(plan.config, plan.flavour, plan.source, use_size))
 
 
-def fill_caches(plan: Plan, progress: Progress) -> None:
+def fill_caches(plan: Plan, events: EventStream) -> None:
     """Fetch the model and complete the caches of a plan, and nothing more."""
-    open_workshop(plan, build_adapter(plan), make_accelerator().device, progress, epoch=1)
-    progress.say("The caches are complete.")
+    open_workshop(plan, build_adapter(plan), make_accelerator().device, events, epoch=1)
+    events.say("The caches are complete.")
 
 
 def open_workshop(
     plan: Plan,
     adapter: FamilyAdapter,
     device: torch.device,
-    progress: Progress,
+    events: EventStream,
     *,
     epoch: int,
     listing: Listing | None = None,
@@ -204,17 +204,17 @@ def open_workshop(
         listing: what the plan's estimate has listed; used again where it holds for this plan and epoch.
     """
     quarantine_rejected(plan)
-    fetch(plan, progress)
+    fetch(plan, events)
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
-    workshop = CacheWorkshop(plan, adapter, device, progress, listing)
+    workshop = CacheWorkshop(plan, adapter, device, events, listing)
     workshop.fill()
     for dataset in workshop.plan.datasets:
         dataset.save_index()
     return workshop
 
 
-def fetch(plan: Plan, progress: Progress) -> None:
+def fetch(plan: Plan, events: EventStream) -> None:
     """Bring every part of the checkpoint onto this machine.
 
     Raises:
@@ -222,7 +222,7 @@ def fetch(plan: Plan, progress: Progress) -> None:
     """
     absent = [part for part in plan.source.parts.values() if part.local_folder() is None]
     if absent:
-        with progress.phase("Downloading the model", len(absent), "parts") as phase:
+        with events.phase("Downloading the model", len(absent), "parts") as phase:
             for part in absent:
                 part.fetch()
                 phase.advance(1, f"{part.location}/{part.folder}")

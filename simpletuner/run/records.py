@@ -1,9 +1,12 @@
-"""Everything that a run writes about itself while it goes: the record, its mirrors, the report."""
+"""Everything that a run writes about itself while it goes: the record, its mirrors, the report.
+
+All of them are subscribers of the run's events, and all close themselves when the run ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,24 +14,95 @@ from pathlib import Path
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import LedgerEntry, Sample
+from simpletuner.errors import UserError
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.environment import describe_environment
+from simpletuner.reporting.events import (
+    ENDED,
+    EVALUATED,
+    PREVIEWS,
+    Evaluated,
+    Event,
+    EventStream,
+    MediaRendered,
+    PhaseEnded,
+    StateChanged,
+    StepDone,
+)
 from simpletuner.reporting.metrics import (
     MEDIA_FILE,
     METRICS_FILE,
     MediaFile,
     MediaRecord,
     MetricsFile,
-    read,
+    Value,
     read_media,
+    read_steps,
 )
+from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
 from simpletuner.reporting.report import REPORT_FILE, LedgerRow, ReportData, Result, State, settings_of, write_report
-from simpletuner.reporting.trackers import GuardedTracker, build_trackers
+from simpletuner.reporting.trackers import TrackerFeed, build_trackers
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
-from simpletuner.training.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+class RunRecord:
+    """Writes `training_metrics.jsonl` and `validation_media.jsonl`.
+
+    Args:
+        step: that the session continues after; what was recorded of later ones is dropped.
+
+    Attributes:
+        evaluated: the step that the session continues after has its evaluation loss.
+        previews: of that step.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._metrics, self._media = MetricsFile(folder / METRICS_FILE, step), MediaFile(folder / MEDIA_FILE, step)
+        here = [row for row in read_steps(folder / METRICS_FILE) if row["step"] == step]
+        self.evaluated = any(name.startswith(EVALUATED) for row in here for name in row)
+        self.previews: list[MediaRecord] = [each for each in read_media(folder / MEDIA_FILE) if each.step == step]
+        self._step = step
+        self._losses: Mapping[str, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Evaluated() if event.step > self._step:
+                self._losses = event.losses
+            case Evaluated():  # made up for: the step was recorded without it
+                self._metrics.append(event.step, event.losses)
+            case StepDone():
+                self._metrics.append(event.step, {**row_of(event), **self._losses})
+                self._step, self._losses = event.step, {}
+            case MediaRendered():
+                self._media.append(event.media)
+            case StateChanged() if event.state in ENDED:
+                self._metrics.close()
+                self._media.close()
+
+
+def row_of(step: StepDone) -> dict[str, Value]:
+    """The line of a step in the record."""
+    memory = {} if step.memory_bytes is None else {"peak_memory_gb": round(step.memory_bytes / 1e9, 3)}
+    return {**step.metrics, **timing_of(step), **memory, "timesteps": [round(each, 1) for each in step.timesteps]}
+
+
+def timing_of(step: StepDone) -> dict[str, float]:
+    """The duration of a step and what it went into, by their names in the record."""
+    seconds = {
+        "seconds": step.seconds,
+        "data_seconds": step.data_wait_seconds,
+        "weights_seconds": step.weights_wait_seconds,
+        "mfu": step.mfu,
+    }
+    parts = shares(step.seconds, step.data_wait_seconds, step.weights_wait_seconds)
+    named = seconds | {f"{name}_share": share for name, share in parts.items()}
+    return {name: round(value, 6) for name, value in named.items() if value is not None}
+
 
 # Training pictures that the report shows.
 SAMPLES = 24
@@ -37,10 +111,15 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "b
 
 @dataclass
 class RunReport:
-    """Writes `training_report.html` for one plan."""
+    """Rewrites `training_report.html` for one plan now and then, when previews are new, and at the end.
+
+    A report that cannot be written is told once and ends no run: it can be made from the record.
+    """
 
     plan: Plan
     _environment: dict[str, str] = field(default_factory=describe_environment, init=False)
+    _failed: bool = field(default=False, init=False)
+    _step: int = field(default=0, init=False)
 
     @cached_property
     def samples(self) -> list[TrainingSample]:
@@ -49,18 +128,42 @@ class RunReport:
             _shown(sample) for sample in pick(SAMPLES, [each for data in self.plan.trained for each in data.samples])
         ]
 
-    def write(self, step: int, state: State = "running", message: str = "") -> None:
-        """Rewrite the report as of a step."""
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepDone():
+                self._step = event.step
+                if event.step % max(50, self.plan.length.total_steps // 20) == 0:
+                    self.write()
+            case PhaseEnded() if event.phase.kind == PREVIEWS:
+                self.write()
+            case StateChanged(state="running"):
+                self._step = event.step
+                self.write()
+            case StateChanged(state="finished"):
+                self.write("finished")
+            case StateChanged() if event.state in ENDED:
+                self.write("stopped", event.message)
+
+    def write(self, state: State = "running", message: str = "") -> None:
+        """Rewrite the report as of the last step."""
+        try:
+            write_report(self.plan.output_dir / REPORT_FILE, self._data(state, message))
+        except (OSError, UserError) as error:
+            if not self._failed:
+                logger.warning("The report cannot be written, and the run goes on without it. %s", error)
+            self._failed = True
+
+    def _data(self, state: State, message: str) -> ReportData:
         plan = self.plan
         folder = plan.output_dir
-        data = ReportData(
+        return ReportData(
             title=plan.config.tracking.tracker_run_name,
             subtitle=f"{_kind(plan)} on {plan.spec.name} {plan.flavour.name}",
             state=state,
-            step=step,
+            step=self._step,
             total_steps=plan.length.total_steps,
             output_dir=folder,
-            metrics=read(folder / METRICS_FILE),
+            metrics=read_steps(folder / METRICS_FILE),
             previews=read_media(folder / MEDIA_FILE),
             settings=settings_of(plan.config),
             ledger=[_row(entry) for dataset in plan.datasets for entry in dataset.ledger()],
@@ -70,7 +173,6 @@ class RunReport:
             notes=[str(warning) for warning in plan.warnings],
             result=find_result(plan) if state == "finished" else None,
         )
-        write_report(folder / REPORT_FILE, data)
 
 
 def _kind(plan: Plan) -> str:
@@ -144,45 +246,18 @@ def _row(entry: LedgerEntry) -> LedgerRow:
     )
 
 
-@dataclass(frozen=True)
-class Records:
-    """The files and services of one session."""
+def keep_records(plan: Plan, events: EventStream, step: int) -> RunRecord:
+    """Subscribe the record, the trackers and the report of a session that continues after a step.
 
-    metrics: MetricsFile
-    media: MediaFile
-    trackers: Sequence[GuardedTracker]
-    report: RunReport
-
-    def show(self, records: Sequence[MediaRecord]) -> None:
-        """Pass on previews of one step, which are on disk by now."""
-        if not records:
-            return
-        for record in records:
-            self.media.append(record)
-        for tracker in self.trackers:
-            tracker.log_media(records, records[0].step)
-        self.report.write(records[0].step)
-
-
-@contextmanager
-def keep_records(plan: Plan, state: TrainState) -> Iterator[Records]:
-    """Open the records of a session that goes on from a state, and close them with how it ended."""
-    config, folder, step = plan.config, plan.output_dir, state.global_step
-    report = RunReport(plan)
+    Raises:
+        UserError: the record cannot be written.
+    """
+    config, folder = plan.config, plan.output_dir
     trackers = build_trackers(config.tracking, folder, Path(config.run.logging_dir).expanduser(), step)
+    record = RunRecord(folder, step)
+    events.subscribe(record)
     for tracker in trackers:
         tracker.start(config.flat())
-    metrics, media = MetricsFile(folder / METRICS_FILE, step), MediaFile(folder / MEDIA_FILE, step)
-    exit_code = 1
-    try:
-        yield Records(metrics, media, trackers, report)
-        report.write(state.global_step, "finished")
-        exit_code = 0
-    except BaseException as error:
-        report.write(state.global_step, "stopped", message=str(error) or type(error).__name__)
-        raise
-    finally:
-        metrics.close()
-        media.close()
-        for tracker in trackers:
-            tracker.finish(exit_code)
+        events.subscribe(TrackerFeed(tracker))
+    events.subscribe(RunReport(plan))
+    return record

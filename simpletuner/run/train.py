@@ -6,20 +6,27 @@ plan ─► fetch ─► caches ─► assemble ─► train ─► publish
 from __future__ import annotations
 
 import os
-from contextlib import closing
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 
 import torch
 
+from simpletuner.atomic import sweep, sweep_folders
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import usable_cores
 from simpletuner.budget.measure import device_rates
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.data.loader import BatchLoader
+from simpletuner.errors import Interrupted
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import feature_kinds
-from simpletuner.reporting.progress import Progress
+from simpletuner.plan.entries import feature_kinds, text_folder
+from simpletuner.reporting.events import EventStream, RunState, StateChanged
+from simpletuner.reporting.report import REPORT_FILE
+from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
 from simpletuner.run.caches import build_adapter, open_workshop
 from simpletuner.run.publish import publish, weight_note
 from simpletuner.run.records import keep_records
@@ -28,11 +35,15 @@ from simpletuner.run.watchers import Session, build_callbacks, build_validation
 from simpletuner.training.assemble import Intent, assemble, make_accelerator, peak_learning_rate
 from simpletuner.training.checkpoints import load_checkpoint
 from simpletuner.training.ema import Ema
-from simpletuner.training.loop import stop_on_interrupt, train
+from simpletuner.training.loop import train
+from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.training.state import Assembly, TrainState
+from simpletuner.validation.runner import PREVIEW_FOLDERS
+
+ABANDONED = 3600.0  # seconds after which nobody can be writing a file any more
 
 
-def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool | None = None) -> None:
+def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool | None = None) -> None:
     """Train what a plan says, from where an earlier session left it, to a verified file.
 
     Args:
@@ -40,7 +51,7 @@ def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool 
         rehearsed: whether the largest moments are tried first; None is on a GPU.
 
     Raises:
-        UserError: something the user can mend; nothing that was complete is lost.
+        UserError: something the user can fix; nothing that was complete is lost.
         Interrupted: Ctrl-C; a checkpoint of the last step is on disk.
     """
     prepare_machine(plan)
@@ -48,12 +59,13 @@ def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool 
     device, config = accelerator.device, plan.config
     adapter = build_adapter(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
+    sweep_strays(plan)
     epoch = plan.resume.manifest.epoch if plan.resume else 1
-    workshop = open_workshop(plan, adapter, device, progress, epoch=epoch, listing=budget.listing)
+    workshop = open_workshop(plan, adapter, device, events, epoch=epoch, listing=budget.listing)
     plan = workshop.plan
 
     rates = device_rates(plan.output_dir, device, DTYPES[transformer_dtype(config.precision)])
-    with progress.phase("Loading the transformer"):
+    with events.phase("Loading the transformer"):
         techniques = [technique.build() for technique in plan.techniques]
         assembly = assemble(config, intent_of(plan), adapter, techniques, accelerator)
     ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
@@ -62,21 +74,55 @@ def run_plan(plan: Plan, budget: Budget, progress: Progress, *, rehearsed: bool 
     loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, workshop.follow, pin=True)
     state = begin(plan, assembly, loader, ema)
     if plan.resume:
-        progress.say(f"Continuing from {plan.resume.path.name}")
+        events.say(f"Continuing from {plan.resume.path.name}")
 
-    with closing(loader), keep_records(plan, state) as records:
-        session = Session(plan, workshop.catalogue, reader, loader, ema, records, progress, rates)
-        validation = build_validation(session)
+    with closing(loader), announced_end(events, state, plan):
+        record = keep_records(plan, events, state.global_step)
+        session = Session(plan, workshop.catalogue, reader, loader, ema, record, events, rates, budget)
+        validation = build_validation(session, state)
         callbacks = build_callbacks(session, validation)
         if device.type == "cuda" if rehearsed is None else rehearsed:
-            with progress.phase("Rehearsing the largest moments"):
+            with events.phase("Rehearsing the largest moments"):
                 for tried in rehearse(assembly, loader.sampler.batches(loader.epoch), reader, validation, budget):
-                    progress.say(str(tried))
-        with stop_on_interrupt() as stop:
-            train(assembly, loader, state, callbacks, stop)
-        published = publish(plan, assembly, ema, weight_note(plan, state))
-        progress.finish()
-        progress.say(published)
+                    events.say(str(tried))
+        stopping = partial(StateChanged, "stopping", total_steps=plan.length.total_steps, message=STOPPING)
+        with stop_on_interrupt(events, lambda: stopping(step=state.global_step)):
+            train(assembly, loader, state, callbacks, events.stop)
+        result = publish(plan, assembly, ema, weight_note(plan, state))
+        done = "\n".join(end_lines(plan, result))
+        events.publish(StateChanged("finished", state.global_step, plan.length.total_steps, done))
+
+
+@contextmanager
+def announced_end(events: EventStream, state: TrainState, plan: Plan) -> Iterator[None]:
+    """Publish that a run failed or was interrupted, so that records are closed and say so."""
+    try:
+        yield
+    except BaseException as error:
+        how: RunState = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        message = str(error) or type(error).__name__
+        events.publish(StateChanged(how, state.global_step, plan.length.total_steps, message))
+        raise
+
+
+def end_lines(plan: Plan, result: str) -> Iterator[str]:
+    """What a finished run leaves to read: the result, the report, what to type next."""
+    yield result
+    yield f"Report: {plan.output_dir / REPORT_FILE}"
+    yield "To train longer, start the same command with a larger max_train_steps."
+
+
+def sweep_strays(plan: Plan) -> None:
+    """Remove what a killed run left half written; a cache may be in use by another run, so there only what is old."""
+    names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|unverified")
+    for folder in (plan.output_dir, plan.output_dir / "ema"):
+        sweep(folder)
+        sweep_folders(folder, names)
+    for below in PREVIEW_FOLDERS:
+        sweep(plan.output_dir / below)
+    caches = {text_folder(plan), *(text_folder(plan, each) for each in plan.datasets)}
+    for folder in caches | {each.latent_dir for each in plan.datasets}:
+        sweep(folder, "**/", older_than=ABANDONED)
 
 
 def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:

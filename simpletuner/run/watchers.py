@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from PIL.Image import Image
 
+from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import DeviceRates
+from simpletuner.budget.rounds import find_rounds, steps_per_epoch
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
+from simpletuner.config.schema import ScheduleConfig
 from simpletuner.data.buckets import Size
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
@@ -19,14 +22,15 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, preview_sources
 from simpletuner.plan.resume import identify
 from simpletuner.reporting.environment import package_versions
-from simpletuner.reporting.progress import Progress
+from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.redaction import redact_settings
 from simpletuner.run.publish import weight_note
-from simpletuner.run.records import Records
+from simpletuner.run.records import RunRecord
 from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema, EmaUpdater
 from simpletuner.training.loop import Callback
-from simpletuner.training.recorder import Recorder, ReportWriter
+from simpletuner.training.recorder import Recorder, RequestDesk
+from simpletuner.training.state import TrainState
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.prompts import ValidationPrompt
 from simpletuner.validation.runner import Subject, ValidationRunner
@@ -75,6 +79,7 @@ class Session:
         reader, loader: cached entries as batches, and these in the order of the run.
         ema: the moving average of the trained weights, where one is kept.
         rates: how fast the device is; None where it was not measured.
+        budget: what was expected before the run.
     """
 
     plan: Plan
@@ -82,34 +87,51 @@ class Session:
     reader: BatchReader
     loader: BatchLoader
     ema: Ema | None
-    records: Records
-    progress: Progress
+    record: RunRecord
+    events: EventStream
     rates: DeviceRates | None
+    budget: Budget
 
 
 def build_callbacks(session: Session, validation: ValidationRunner) -> list[Callback]:
     """Who watches the run, in the order in which they are called."""
     averaging: list[Callback] = [EmaUpdater(session.ema)] if session.ema else []
-    checkpoints, evaluation, recorder = build_checkpoints(session), build_evaluation(session), build_recorder(session)
-    writer = ReportWriter(session.records.report.write, interval=max(50, session.plan.length.total_steps // 20))
-    # Evaluation adds to the metrics that the recorder then writes down.
-    return [*averaging, checkpoints, evaluation, recorder, validation, writer]
+    evaluation, recorder, checkpoints = build_evaluation(session), build_recorder(session), build_checkpoints(session)
+    desk = RequestDesk(
+        session.plan.output_dir, session.events, {"save": checkpoints.save, "preview": validation.render}
+    )
+    return [*averaging, evaluation, recorder, desk, checkpoints, validation]
 
 
-def build_validation(session: Session) -> ValidationRunner:
-    """Renders previews."""
-    plan, progress = session.plan, session.progress
-    return ValidationRunner(
+def build_validation(session: Session, state: TrainState) -> ValidationRunner:
+    """Renders previews.
+
+    Args:
+        state: that the session begins with.
+    """
+    plan = session.plan
+    validation = ValidationRunner(
         config=plan.config,
         subjects=build_subjects(plan, session.catalogue, session.reader),
         sizes=plan.sizes,
         output_dir=plan.output_dir,
         seed=plan.seed,
         ema=session.ema,
-        phase=lambda title, total: progress.phase(title, total, plan.spec.media_noun),
-        listener=session.records.show,
+        events=session.events,
         frame_rate=preview_rate(plan),
+        recorded=session.record.previews,
     )
+    before = replace(state, epochs_done=epochs_before(session.loader, plan.config.schedule))
+    validation.lacking = state.global_step > 0 and validation.is_due(before, state.epochs_done)
+    return validation
+
+
+def epochs_before(loader: BatchLoader, schedule: ScheduleConfig) -> int:
+    """Epochs that were complete before the last step: it may have completed one."""
+    batches = loader.sampler.index
+    completed = batches >= loader.sampler.batches_per_epoch(loader.epoch)
+    begun_earlier = batches < schedule.gradient_accumulation_steps
+    return loader.epochs_done - (completed or begun_earlier)
 
 
 def build_checkpoints(session: Session) -> CheckpointWriter:
@@ -131,35 +153,33 @@ def build_checkpoints(session: Session) -> CheckpointWriter:
             versions=package_versions(),
         ),
         settings=redact_settings(config.flat()),
-        say=session.progress.say,
+        events=session.events,
         note=lambda state: weight_note(plan, state),
     )
 
 
 def build_evaluation(session: Session) -> EvaluationLoss:
     """Measures the loss on data that is not trained on."""
-    plan, progress = session.plan, session.progress
+    plan = session.plan
     return EvaluationLoss(
         config=plan.config.evaluation,
         datasets={each.id: each.samples for each in evaluated(plan)},
         read=session.reader.read_sample,
         seed=plan.seed,
-        steps_per_epoch=plan.length.batches_per_epoch / plan.config.schedule.gradient_accumulation_steps,
+        steps_per_epoch=steps_per_epoch(plan),
         ema=session.ema,
         ema_validation=plan.config.ema.ema_validation,
-        phase=lambda title, total: progress.phase(title, total, "timesteps"),
-        say=progress.say,
+        events=session.events,
+        lacking=not session.record.evaluated,
     )
 
 
 def build_recorder(session: Session) -> Recorder:
-    """Writes every step down."""
-    records, rates = session.records, session.rates
+    """Publishes every step."""
     return Recorder(
-        records.metrics,
-        session.progress,
-        records.trackers,
+        session.events,
         session.ema,
         session.plan.length.epochs,
-        matmul_flops=rates.matmul_flops if rates else None,
+        matmul_flops=session.rates.matmul_flops if session.rates else None,
+        rounds=find_rounds(session.plan, session.budget),
     )

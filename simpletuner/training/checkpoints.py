@@ -13,6 +13,7 @@ checkpoint-<step>/
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
+from simpletuner.reporting.events import CheckpointSaved, EventStream
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import (
     STATE_FOLDER,
@@ -142,7 +144,6 @@ class CheckpointWriter:
     """Callback that saves at the configured intervals and keeps as many as configured.
 
     Attributes:
-        say: shows a line to the user.
         note: entries for the header of weight files, by the state of the run.
     """
 
@@ -152,7 +153,7 @@ class CheckpointWriter:
     ema: Ema | None
     identity: Identity
     settings: Mapping[str, Any]
-    say: Callable[[str], None]
+    events: EventStream
     note: Callable[[TrainState], Mapping[str, str]]
     saved_step: int | None = field(default=None, init=False)
 
@@ -170,18 +171,19 @@ class CheckpointWriter:
             self.save(assembly, state, rolling=True)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        if self.saved_step != state.global_step:
-            self.save(assembly, state)
+        """An interruption must not displace a checkpoint of the configured intervals, so it saves a rolling one."""
+        self.save(assembly, state, rolling=state.global_step < assembly.settings.total_steps)
 
     def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
-        """Save now, then remove what is beyond the limit."""
-        if not assembly.world.is_main:
+        """Save now, unless this step is saved already; then remove what is beyond the limit."""
+        if self.saved_step == state.global_step or not assembly.world.is_main:
             return
         name = f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
         arguments = (assembly, state, self.loader, self.ema, self.identity, self.settings, self.note(state))
+        started = time.monotonic()
         save_checkpoint(self.output_dir / name, *arguments)
         self.saved_step = state.global_step
         limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
         removed = prune(self.output_dir, limit, rolling=rolling)
-        gone = f" (removed {', '.join(path.name for path in removed)})" if removed else ""
-        self.say(f"Saved {name}{gone}")
+        seconds = time.monotonic() - started
+        self.events.publish(CheckpointSaved(self.output_dir / name, state.global_step, seconds, removed))

@@ -6,21 +6,23 @@ saves and renders comes in through callbacks. Neither needs a line here.
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import Interrupted
+from simpletuner.reporting.events import StopRequest
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport, optimizer_step
 
 
 class Callback(Protocol):
-    """Called in a fixed order: EMA, checkpoints, evaluation, record, previews, report."""
+    """Called in a fixed order: EMA, evaluation, record, requests, checkpoints, previews.
+
+    A step is recorded before its checkpoint, so that a run that goes on from there lacks no line. Previews take long
+    and come after it; what a kill has cost of them is rendered when the run goes on.
+    """
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         """Before the first step of this process, at `state.global_step` steps done."""
@@ -35,51 +37,33 @@ class Callback(Protocol):
         ...
 
 
-@dataclass
-class StopRequest:
-    """Whether Ctrl-C asked the run to stop after the current step."""
-
-    requested: bool = False
-
-
 def train(
     assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], stop: StopRequest
 ) -> None:
     """Train from `state.global_step` to the end of the run.
 
     Raises:
-        Interrupted: Ctrl-C; the step under way was finished and the callbacks have seen the end of the run.
+        Interrupted: a stop was requested; the step under way was finished, and the callbacks have seen the end.
     """
     assembly.transformer.train()
-    for callback in callbacks:
-        callback.on_train_start(assembly, state)
+    _tell(callbacks, lambda callback: callback.on_train_start(assembly, state))
     while state.global_step < assembly.settings.total_steps and not stop.requested:
-        report = optimizer_step(assembly, loader, state.global_step)
+        position = loader.state_dict()
+        try:
+            report = optimizer_step(assembly, loader, state.global_step)
+        except Interrupted:  # while the new crops of an epoch were encoded: the step has not happened
+            loader.load_state_dict(position)
+            break
         state.global_step, state.epoch = report.step, report.epoch
-        for callback in callbacks:
-            callback.on_step_end(assembly, state, report)
+        _tell(callbacks, lambda callback: callback.on_step_end(assembly, state, report))  # noqa: B023 - called at once
         state.epochs_done = report.epochs_done
-    for callback in callbacks:
-        callback.on_train_end(assembly, state)
+    _tell(callbacks, lambda callback: callback.on_train_end(assembly, state))
     if stop.requested:
         raise Interrupted(f"Stopped at step {state.global_step}; start again to continue from there.")
 
 
-@contextmanager
-def stop_on_interrupt() -> Iterator[StopRequest]:
-    """Turn the first Ctrl-C (or SIGTERM) into a request to stop after the step; the second one interrupts at once."""
-    stop = StopRequest()
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        stop.requested = True
-        for each, handler in previous.items():
-            signal.signal(each, handler)
-
-    for number in previous:
-        signal.signal(number, ask)
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _tell(callbacks: Sequence[Callback], call: Callable[[Callback], None]) -> None:
+    """Call each; a request to stop cuts previews and evaluations short, and the others still have their turn."""
+    for callback in callbacks:
+        with suppress(Interrupted):
+            call(callback)

@@ -1,21 +1,17 @@
-"""The record of a run, and its mirrors.
-
-`training_metrics.jsonl` is the record; terminal, trackers and report show what is in it.
-"""
+"""Callbacks that are little more than a line: what a step tells the world, the moving average, requests."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
-from simpletuner.reporting.metrics import MetricsFile, Value
-from simpletuner.reporting.pace import shares
-from simpletuner.reporting.progress import Progress, StepNumbers
+from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepDone
+from simpletuner.reporting.requests import Request, take_requests
 from simpletuner.reporting.slowness import SlowSteps
-from simpletuner.reporting.trackers import GuardedTracker
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport
@@ -23,56 +19,48 @@ from simpletuner.training.step import StepReport
 
 @dataclass
 class Recorder:
-    """Callback that writes every step down and passes it on.
+    """Callback that publishes every step.
 
     Attributes:
         matmul_flops: the device's measured rate, in operations per second; None where it was not measured.
+        rounds: what comes again and again beside the steps.
         slow_steps: notices when steps become slower.
     """
 
-    metrics: MetricsFile
-    progress: Progress
-    trackers: Sequence[GuardedTracker]
+    events: EventStream
     ema: Ema | None
     epochs: int
     matmul_flops: float | None = None
+    rounds: Mapping[str, Rounds] = field(default_factory=dict)
     slow_steps: SlowSteps = field(default_factory=SlowSteps)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        self.progress.start_training(assembly.settings.total_steps, state.global_step)
+        self.events.publish(
+            StateChanged("running", state.global_step, assembly.settings.total_steps, rounds=self.rounds)
+        )
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        values = dict(report.metrics)
-        if self.ema is not None:
-            values["ema_decay_value"] = self.ema.decay_value
-        mfu = utilisation(report, self.matmul_flops)
-        timesteps = [round(timestep, 1) for timestep, _ in report.samples]
-        memory = round(peak_memory() / 1e9, 3)
-        row: dict[str, Value] = {**values, **timing_of(report, mfu), "peak_memory_gb": memory, "timesteps": timesteps}
-        self.metrics.append(report.step, row)
-        for tracker in self.trackers:
-            tracker.log(values, report.step)
-            tracker.log_timesteps([timestep for timestep, _ in report.samples], report.step)
-        self.progress.step(
-            StepNumbers(
+        average = {} if self.ema is None else {"ema_decay_value": self.ema.decay_value}
+        self.events.publish(
+            StepDone(
                 step=report.step,
                 epoch=report.epoch,
-                loss=values["train_loss"],
-                learning_rate=values["learning_rate"],
+                metrics=report.metrics | average,
                 seconds=report.seconds,
                 data_wait_seconds=report.data_seconds,
                 weights_wait_seconds=report.weights_seconds,
-                mfu=mfu,
-                memory_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+                mfu=utilisation(report, self.matmul_flops),
+                memory_bytes=peak_memory(),
                 epochs=self.epochs,
+                timesteps=[timestep for timestep, _ in report.samples],
             )
         )
         notice = self.slow_steps.add(report.shapes, report.seconds, report.data_seconds, report.weights_seconds)
         if notice is not None:
-            self.progress.say(notice)
+            self.events.say(notice)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """The record is closed by who opened it, also when the run ends with an error."""
+        """How the run ended is told by who started it."""
 
 
 def utilisation(report: StepReport, matmul_flops: float | None) -> float | None:
@@ -95,37 +83,29 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def timing_of(report: StepReport, mfu: float | None) -> dict[str, float]:
-    """The duration of a step and what it went into, by their names in the record."""
-    seconds = {
-        "seconds": report.seconds,
-        "data_seconds": report.data_seconds,
-        "weights_seconds": report.weights_seconds,
-        "mfu": mfu,
-    }
-    parts = shares(report.seconds, report.data_seconds, report.weights_seconds)
-    named = seconds | {f"{name}_share": share for name, share in parts.items()}
-    return {name: round(value, 6) for name, value in named.items() if value is not None}
-
-
 @dataclass
-class ReportWriter:
-    """Callback that rewrites the HTML report now and then, and when previews are new.
+class RequestDesk:
+    """Callback that does what was asked for with a file in `output_dir/requests/`.
 
     Attributes:
-        write: writes the report as of a step.
-        interval: steps between two versions.
+        actions: what answers a request; `stop` is not among them.
     """
 
-    write: Callable[[int], None]
-    interval: int
+    output_dir: Path
+    events: EventStream
+    actions: Mapping[Request, Callable[[Assembly, TrainState], object]]
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        self.write(state.global_step)
+        take_requests(self.output_dir)  # they were made to an earlier session
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        if state.global_step % self.interval == 0:
-            self.write(state.global_step)
+        for request in take_requests(self.output_dir):
+            if request == "stop":
+                self.events.stop.requested = True
+                total = assembly.settings.total_steps
+                self.events.publish(StateChanged("stopping", state.global_step, total, "Stopping, as a file requests."))
+            else:
+                self.actions[request](assembly, state)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """The end of the run writes its own version, which knows how it ended."""
+        """What comes too late is removed by the next session."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -22,19 +22,18 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.diffusion.seeds import generator_for
-from simpletuner.reporting.progress import Phase
+from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream, Phase
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport
 from simpletuner.validation.runner import quiet, weights_to_use
 
-PREFIX = "loss/val/"
 POOLED = "pooled"
 
 
 @dataclass
 class EvaluationLoss:
-    """Callback that adds `loss/val/<dataset id>` to the metrics of the steps at which it is due.
+    """Callback that publishes `loss/val/<dataset id>` at the steps at which it is due.
 
     Attributes:
         datasets: the samples to evaluate, by dataset id.
@@ -42,8 +41,7 @@ class EvaluationLoss:
         seed: of the run; with the sample's name it decides the noise.
         steps_per_epoch: optimizer steps, as a fraction.
         ema_validation: which weights; see `EmaConfig`.
-        phase: opens a progress bar.
-        say: shows a line to the user.
+        lacking: the step that the session continues after was recorded without the evaluation due there.
     """
 
     config: EvaluationConfig
@@ -53,21 +51,22 @@ class EvaluationLoss:
     steps_per_epoch: float
     ema: Ema | None
     ema_validation: str
-    phase: Callable[[str, int], AbstractContextManager[Phase]]
-    say: Callable[[str], None]
+    events: EventStream
+    lacking: bool = False
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        """Only steps of training are evaluated."""
+        if self.lacking and state.global_step > 0:
+            self._evaluate_if_due(assembly, state)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        if self.is_due(state.global_step) and assembly.world.is_main:
-            losses = self.evaluate(assembly, state.global_step)
-            report.metrics.update(losses)
-            shown = ", ".join(f"{name.removeprefix(PREFIX)} {value:.5g}" for name, value in losses.items())
-            self.say(f"Evaluation loss at step {state.global_step}: {shown}")
+        self._evaluate_if_due(assembly, state)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """The last step was evaluated if it was due."""
+
+    def _evaluate_if_due(self, assembly: Assembly, state: TrainState) -> None:
+        if self.is_due(state.global_step) and assembly.world.is_main:
+            self.events.publish(Evaluated(state.global_step, self.evaluate(assembly, state.global_step)))
 
     def is_due(self, step: int) -> bool:
         """Whether the interval in steps, or the one in epochs, ends with this step."""
@@ -83,14 +82,15 @@ class EvaluationLoss:
         weights = weights_to_use(self.ema, self.ema_validation)
         total = len(weights) * self.config.eval_timesteps * sum(map(len, self.datasets.values()))
         losses: dict[str, float] = {}
-        with self.phase(f"Evaluating at step {step}", total) as phase, quiet(assembly):
+        title = f"Evaluating at step {step}"
+        with self.events.phase(title, total, "timesteps", EVALUATION) as phase, quiet(assembly):
             for use_ema in weights:
                 suffix = "/ema" if use_ema and len(weights) > 1 else ""
                 with self.ema.applied() if use_ema and self.ema else nullcontext():
                     means = {name: self._mean(assembly, samples, phase) for name, samples in self.datasets.items()}
-                losses |= {f"{PREFIX}{name}{suffix}": mean for name, mean in means.items()}
+                losses |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in means.items()}
                 if self.config.eval_dataset_pooling:
-                    losses[f"{PREFIX}{POOLED}{suffix}"] = fmean(means.values())
+                    losses[f"{EVALUATED}{POOLED}{suffix}"] = fmean(means.values())
         return losses
 
     def _mean(self, assembly: Assembly, samples: Sequence[Sample], phase: Phase) -> float:

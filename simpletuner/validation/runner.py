@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
+from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, Phase
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.progress import Phase
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
@@ -68,6 +69,8 @@ def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> 
 
 
 REHEARSED_STEPS = 2
+IMAGE_FOLDER, BENCHMARK_FOLDER = "validation_images", "benchmarks/base_model"
+PREVIEW_FOLDERS = (IMAGE_FOLDER, BENCHMARK_FOLDER)
 FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}
 
 
@@ -84,7 +87,24 @@ class Subject:
     source: Callable[[Size], Image] | None = None
 
 
-Listener = Callable[[Sequence[MediaRecord]], None]
+@dataclass(frozen=True)
+class Shot:
+    """A subject at one size, from one seed, with one set of weights."""
+
+    subject: Subject
+    width: int
+    height: int
+    index: int
+    seed: int
+    ema: bool
+
+    def is_in(self, record: MediaRecord) -> bool:
+        """Whether a recorded preview shows this."""
+        prompt = self.subject.prompt
+        mine = (prompt.short_name, prompt.prompt, self.width, self.height, self.index, self.seed, self.ema)
+        return mine == (
+            record.short_name, record.prompt, record.width, record.height, record.index, record.seed, record.ema,
+        )  # fmt: skip
 
 
 @dataclass
@@ -93,9 +113,9 @@ class ValidationRunner:
 
     Attributes:
         seed: of the run; used where `validation_seed` is unset.
-        phase: opens a progress bar.
-        listener: told about what was written.
         frame_rate: of preview clips; None for families of pictures.
+        recorded: previews of the step that the session continues after; they are not rendered again.
+        lacking: previews were due at that step, so that those which a kill has cost are rendered at the start.
     """
 
     config: RunConfig
@@ -104,55 +124,62 @@ class ValidationRunner:
     output_dir: Path
     seed: int
     ema: Ema | None
-    phase: Callable[[str, int], AbstractContextManager[Phase]]
-    listener: Listener
+    events: EventStream
     frame_rate: float | None = None
+    recorded: Sequence[MediaRecord] = ()
+    lacking: bool = False
     _pipeline: PreviewPipeline | None = field(default=None, init=False)
     _rendered_at: int | None = field(default=None, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        if state.global_step == 0 and not self.config.validation.disable_benchmark:
+        validation = self.config.validation
+        if state.global_step == 0 and not validation.disable_benchmark:
             self.render(assembly, state, benchmark=True)
-        elif self.config.validation.validation_on_startup:
+        elif validation.validation_on_startup:
+            self.recorded = ()
             self.render(assembly, state)
-        else:
-            # A step that a run resumed at was rendered before.
-            self._rendered_at = state.global_step
+        elif self.lacking:
+            self.render(assembly, state)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        validation = self.config.validation
-        by_epoch = state.passed(validation.validation_epoch_interval, report.epochs_done)
-        due = state.global_step % validation.validation_step_interval == 0 or by_epoch
-        if due and state.global_step >= validation.validate_after_step:
+        if self.is_due(state, report.epochs_done):
             self.render(assembly, state)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        finished = state.global_step >= assembly.settings.total_steps
-        if finished and self._rendered_at != state.global_step:
+        if state.global_step >= assembly.settings.total_steps:
             self.render(assembly, state)
 
-    def render(self, assembly: Assembly, state: TrainState, *, benchmark: bool = False) -> list[MediaRecord]:
-        """Render every prompt at every size now.
+    def is_due(self, state: TrainState, epochs_done: int) -> bool:
+        """Whether an interval ends with a step; `state.epochs_done` is from before it."""
+        validation = self.config.validation
+        by_step = state.global_step % validation.validation_step_interval == 0
+        by_epoch = state.passed(validation.validation_epoch_interval, epochs_done)
+        return (by_step or by_epoch) and state.global_step >= validation.validate_after_step
+
+    def render(self, assembly: Assembly, state: TrainState, *, benchmark: bool = False) -> None:
+        """Render every prompt at every size now, but for what is recorded already, and once a step.
 
         Args:
             benchmark: the model is untrained; the files go to `benchmarks/base_model`.
+
+        Raises:
+            Interrupted: a stop was requested; what was rendered before is recorded.
         """
-        if not self.subjects or not assembly.world.is_main:
-            return []
-        weights = [False] if benchmark else weights_to_use(self.ema, self.config.ema.ema_validation)
-        images = self.config.validation.num_validation_images
-        total = len(self.subjects) * len(self.sizes) * len(weights) * images
-        previews = []
-        with self.phase(f"Rendering previews at step {state.global_step}", total) as phase, quiet(assembly):
-            for use_ema in weights:
-                with self.ema.applied() if use_ema and self.ema else nullcontext():
-                    for preview in self._render_all(assembly, state.global_step, images, use_ema, benchmark):
-                        previews.append(preview)
-                        phase.advance(1, preview.short_name)
-        self._rendered_at = state.global_step
-        self._release()
-        self.listener(previews)
-        return previews
+        step = state.global_step
+        shots = [shot for shot in self._shots(step, benchmark) if not any(map(shot.is_in, self._recorded_at(step)))]
+        if not shots or self._rendered_at == step or not assembly.world.is_main:
+            return
+        title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
+        try:
+            with self.events.phase(title, len(shots), unit, PREVIEWS) as phase, quiet(assembly):
+                for use_ema, group in itertools.groupby(shots, key=lambda shot: shot.ema):
+                    with self.ema.applied() if use_ema and self.ema else nullcontext():
+                        for shot in group:
+                            self.events.publish(MediaRendered(self._render(assembly, shot, step, benchmark, phase)))
+                            phase.advance(1, shot.subject.prompt.short_name)
+            self._rendered_at = step
+        finally:
+            self._release()
 
     def rehearse(self, assembly: Assembly) -> None:
         """Render the first subject at the largest size in as few steps as samplers take, and throw it away."""
@@ -162,19 +189,30 @@ class ValidationRunner:
             self._load_pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
         self._release()
 
-    def _render_all(
-        self, assembly: Assembly, step: int, images: int, use_ema: bool, benchmark: bool
-    ) -> Iterator[MediaRecord]:
-        for subject in self.subjects:
-            for width, height in self.sizes:
-                for index in range(images):
-                    seed = self._seed(step, index)
-                    frames = self._load_pipeline(assembly).render(self._request(subject, width, height, seed))
-                    path = self._path(subject.prompt, step, index, frames, use_ema, benchmark)
-                    self._write(frames, path)
-                    relative = path.relative_to(self.output_dir).as_posix()
-                    name, text, size = subject.prompt.short_name, subject.prompt.prompt, frames[0].size
-                    yield MediaRecord(step, name, text, relative, *size, seed=seed, ema=use_ema, index=index)
+    def _recorded_at(self, step: int) -> Sequence[MediaRecord]:
+        return [record for record in self.recorded if record.step == step]
+
+    def _shots(self, step: int, benchmark: bool) -> Iterator[Shot]:
+        """Everything that a round shows."""
+        for use_ema in [False] if benchmark else weights_to_use(self.ema, self.config.ema.ema_validation):
+            for subject in self.subjects:
+                for width, height in self.sizes:
+                    for index in range(self.config.validation.num_validation_images):
+                        yield Shot(subject, width, height, index, self._seed(step, index), use_ema)
+
+    def _render(self, assembly: Assembly, shot: Shot, step: int, benchmark: bool, phase: Phase) -> MediaRecord:
+        """Sample one preview and write it."""
+        prompt = shot.subject.prompt
+        request = self._request(shot.subject, shot.width, shot.height, shot.seed)
+        request = replace(request, between_steps=lambda: phase.advance(0, prompt.short_name))
+        frames = self._load_pipeline(assembly).render(request)
+        path = self._path(prompt, step, shot.index, frames, shot.ema, benchmark)
+        self._write(frames, path)
+        return MediaRecord(
+            step=step, short_name=prompt.short_name, prompt=prompt.prompt,
+            path=path.relative_to(self.output_dir).as_posix(), width=frames[0].width, height=frames[0].height,
+            seed=shot.seed, ema=shot.ema, index=shot.index,
+        )  # fmt: skip
 
     def _request(self, subject: Subject, width: int, height: int, seed: int) -> PreviewRequest:
         validation = self.config.validation
@@ -207,9 +245,9 @@ class ValidationRunner:
         dimensions = f"{frames[0].width}x{frames[0].height}" + (f"@{len(frames)}" if is_clip else "")
         if benchmark:
             number = f"_{index}" if index or is_clip else ""
-            return self.output_dir / "benchmarks" / "base_model" / f"{prompt.short_name}_{dimensions}{number}.{suffix}"
+            return self.output_dir / BENCHMARK_FOLDER / f"{prompt.short_name}_{dimensions}{number}.{suffix}"
         name = f"step_{step}_{prompt.short_name}_{index}_{dimensions}{'_ema' if use_ema else ''}.{suffix}"
-        return self.output_dir / "validation_images" / name
+        return self.output_dir / IMAGE_FOLDER / name
 
     def _write(self, frames: list[Image], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

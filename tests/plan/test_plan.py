@@ -38,6 +38,67 @@ def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:
         assert line in shown, line
 
 
+def test_programs_read_it_as_json(workspace: Workspace, capsys: Capture) -> None:
+    told = json.loads(plan(workspace, capsys, "--json", "validation_disable=false", "lora_rank=8"))
+    assert told["ok"]
+    assert told["model"]["family"] == "kandinsky5-image"
+    assert told["settings"]["lora_rank"] == {"value": 8, "origin": "command line"}
+    assert told["length"] == {
+        "steps": 4, "steps_done": 0, "epochs": 1, "batches_per_epoch": 8, "finished": False,
+    }  # fmt: skip
+    (dataset,) = told["datasets"]
+    assert (dataset["id"], dataset["files"], dataset["used"]) == ("pictures", 8, 8)
+    assert sum(dataset["buckets"].values()) == 8
+    assert {"encoding captions", "rendering previews", "saving"} <= {each["phase"] for each in told["memory"]}
+    assert sum(each["share"] for each in told["buckets"]) == pytest.approx(1.0)
+    seconds = told["seconds"]
+    assert seconds["total"] == pytest.approx(4 * seconds["step"] + seconds["previews"])
+    assert seconds["previews"] > 0
+    assert {each["what"] for each in told["disk"]} == {"checkpoints", "latents", "text embeddings"}
+
+
+def test_json_holds_every_problem_and_ends_with_the_same_code(workspace: Workspace, capsys: Capture) -> None:
+    for settings, reached in ((("learning_rte=1", "lora_rank=x"), False), (("plan_device_memory_gb=0.001",), True)):
+        capsys.readouterr()
+        assert workspace.run("plan", *settings) == 2
+        usual = capsys.readouterr()
+        assert workspace.run("plan", "--json", *settings) == 2
+        told, errors = capsys.readouterr()
+        document = json.loads(told)
+        assert errors == usual.err
+        assert not document["ok"]
+        fatal = [f"error: {each['key']}: {each['message']}" for each in document["problems"] if each["fatal"]]
+        assert fatal == [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert ("memory" in document) == reached
+
+
+def test_a_finished_run_has_nothing_left_to_do(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.train() == 0
+    shown = plan(workspace, capsys)
+    assert "nothing is left to do: this run is finished" in shown
+    assert "-" not in shown.partition("micro-step")[2].partition("disk:")[0].replace("micro-step", "")
+    told = json.loads(plan(workspace, capsys, "--json"))
+    assert told["length"]["finished"]
+    assert (told["seconds"]["training"], told["seconds"]["previews"]) == (0, 0)
+
+
+def test_the_start_of_a_run_is_its_plan_in_a_few_lines_and_its_end_names_the_result(
+    workspace: Workspace, capsys: Capture
+) -> None:
+    assert workspace.train("--validation_disable=false") == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = lines.index("LoRA on Kandinsky 5 Image t2i-lite-sft")
+    assert lines[begin + 1] == "  on 8 pictures (dataset pictures)"
+    assert lines[begin + 2].startswith("  4 steps and 2 rounds of previews, about ")
+    assert lines[begin + 2].endswith("; goes to output")
+    assert lines[begin + 3].startswith("  fits: up to ")
+    assert " while " in lines[begin + 3]
+    saved, report, further = lines[-3:]
+    assert saved.startswith("Saved output/pytorch_lora_weights.safetensors")
+    assert report == "Report: output/training_report.html"
+    assert "max_train_steps" in further
+
+
 def test_it_says_where_each_setting_comes_from(workspace: Workspace, capsys: Capture) -> None:
     lines = [line.split() for line in plan(workspace, capsys, "--lora_rank", "8").splitlines()]
     assert ["lora_rank", "8", "(command", "line)"] in lines

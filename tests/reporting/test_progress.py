@@ -5,15 +5,30 @@ from __future__ import annotations
 import io
 import logging
 import re
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from simpletuner.reporting.events import (
+    CACHING,
+    EVALUATION,
+    PREVIEWS,
+    SAVING,
+    CheckpointSaved,
+    EventStream,
+    PhaseEnded,
+    PhaseStarted,
+    Rounds,
+    StateChanged,
+    StepDone,
+)
 from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.pace import Pace, RunningMean, clock, pace_text, size_text
-from simpletuner.reporting.plain import PlainProgress
-from simpletuner.reporting.progress import SilentProgress, StepNumbers, make_progress
-from simpletuner.reporting.terminal import LiveProgress, sparkline
+from simpletuner.reporting.plain import PlainDisplay
+from simpletuner.reporting.progress import make_display, shown_events
+from simpletuner.reporting.terminal import LiveDisplay, sparkline
 
 
 class Clock:
@@ -31,16 +46,21 @@ class Terminal(io.StringIO):
         return True
 
 
-def report(step: int, seconds: float = 0.5) -> StepNumbers:
-    return StepNumbers(step, 1, 1.0 / step, 1e-4, seconds, data_wait_seconds=0.001, memory_bytes=3 * 2**30, epochs=4)
+def report(step: int, seconds: float = 0.5) -> StepDone:
+    metrics = {"train_loss": 1.0 / step, "learning_rate": 1e-4}
+    return StepDone(step, 1, metrics, seconds, data_wait_seconds=0.001, memory_bytes=3 * 2**30, epochs=4)
+
+
+def running(total_steps: int, start_step: int = 0) -> StateChanged:
+    return StateChanged("running", start_step, total_steps)
 
 
 def test_a_run_of_300_steps_prints_about_30_lines() -> None:
     stream = io.StringIO()
-    with PlainProgress(stream, Clock()) as progress:
-        progress.start_training(300)
+    with closing(PlainDisplay(stream, Clock())) as display:
+        display(running(300))
         for step in range(1, 301):
-            progress.step(report(step))
+            display(report(step))
     lines = stream.getvalue().splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert 28 <= len(steps) <= 33
@@ -52,17 +72,17 @@ def test_a_run_of_300_steps_prints_about_30_lines() -> None:
 
 def test_slow_steps_are_told_at_least_every_minute() -> None:
     stream, time = io.StringIO(), Clock()
-    progress = PlainProgress(stream, time)
-    progress.start_training(10_000)
+    display = PlainDisplay(stream, time)
+    display(running(10_000))
     for step in range(1, 11):
         time.time += 31
-        progress.step(report(step, 31))
+        display(report(step, 31))
     assert len([line for line in stream.getvalue().splitlines() if line.startswith("step ")]) == 5
 
 
 def test_a_quick_phase_prints_one_line() -> None:
     stream = io.StringIO()
-    with PlainProgress(stream, Clock()).phase("Encoding captions", total=1200, unit="captions") as phase:
+    with EventStream(PlainDisplay(stream, Clock())).phase("Encoding captions", total=1200, unit="captions") as phase:
         for _ in range(1200):
             phase.advance(note="bild.txt")
     assert stream.getvalue() == "Encoding captions: 1,200 captions in 0.0 s\n"
@@ -70,21 +90,21 @@ def test_a_quick_phase_prints_one_line() -> None:
 
 def test_a_slow_phase_prints_about_every_tenth() -> None:
     stream, time = io.StringIO(), Clock()
-    with PlainProgress(stream, time).phase("Encoding pictures", total=200, unit="pictures") as phase:
+    with EventStream(PlainDisplay(stream, time)).phase("Encoding pictures", total=200, unit="pictures") as phase:
         for index in range(200):
             time.time += 0.5
             phase.advance(note=f"चित्र {index}.png")
     lines = stream.getvalue().splitlines()
     assert 10 <= len(lines) <= 14
     assert re.fullmatch(r"Encoding pictures: \d+/200 pictures \(\d+ %\) \(चित्र \d+\.png\)", lines[0])
-    assert lines[-1] == "Encoding pictures: 200 pictures in 1:40"
+    assert re.fullmatch(r"Encoding pictures: 200 pictures in [\d.]+ s", lines[-1])
 
 
 def test_an_interrupted_phase_says_where_it_stopped() -> None:
     stream = io.StringIO()
 
     def interrupted() -> None:
-        with PlainProgress(stream).phase("Loading", total=4, unit="files") as phase:
+        with EventStream(PlainDisplay(stream)).phase("Loading", total=4, unit="files") as phase:
             phase.advance()
             raise KeyboardInterrupt
 
@@ -95,17 +115,17 @@ def test_an_interrupted_phase_says_where_it_stopped() -> None:
 
 def test_a_finished_run_started_again_says_so() -> None:
     stream = io.StringIO()
-    with PlainProgress(stream) as progress:
-        progress.start_training(300, start_step=300)
+    with closing(PlainDisplay(stream)) as display:
+        display(running(300, start_step=300))
     assert "No step was needed" in stream.getvalue()
 
 
 def test_the_stream_decides_the_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    assert isinstance(make_progress(io.StringIO()), PlainProgress)
-    assert isinstance(make_progress(Terminal()), LiveProgress)
+    assert isinstance(make_display(io.StringIO()), PlainDisplay)
+    assert isinstance(make_display(Terminal()), LiveDisplay)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_progress(Terminal()), PlainProgress)
+    assert isinstance(make_display(Terminal()), PlainDisplay)
 
 
 def test_the_live_display_shows_the_run_and_restores_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +134,12 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(monkeypatch: p
     terminal = Terminal()
 
     def interrupted() -> None:
-        with make_progress(terminal) as progress:
-            with progress.phase("Encoding captions", total=3, unit="captions") as phase:
+        with shown_events(terminal) as events:
+            with events.phase("Encoding captions", total=3, unit="captions") as phase:
                 phase.advance(3, note="[bold]file[/].txt")
-            progress.start_training(300, start_step=100)
-            progress.step(report(101))
-            progress.say("a line above")
+            events.publish(running(300, start_step=100))
+            events.publish(report(101))
+            events.say("a line above")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -140,18 +160,12 @@ def test_log_lines_appear_above_the_live_display(monkeypatch: pytest.MonkeyPatch
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     setup_logging("INFO", debug_file=None)
-    with make_progress(terminal) as progress:
-        progress.start_training(10)
+    with shown_events(terminal) as events:
+        events.publish(running(10))
         logging.getLogger("simpletuner.test").warning("checkpoint saved")
     before, after = terminal.getvalue().split("WARNING checkpoint saved\n", 1)
     assert "\x1b[?25l" in before, "the display was running"
     assert "Training" in after, "and was drawn again below the line"
-
-
-def test_silence() -> None:
-    with SilentProgress() as progress, progress.phase("x", 3) as phase:
-        phase.advance(2)
-        progress.step(report(1))
 
 
 def test_the_first_values_of_a_running_mean_are_not_pulled_to_zero() -> None:
@@ -160,24 +174,85 @@ def test_the_first_values_of_a_running_mean_are_not_pulled_to_zero() -> None:
     assert mean.add(2.0) == pytest.approx((0.98 * 4 + 2) / 1.98)
 
 
+LOSS = {"train_loss": 0.5, "learning_rate": 1e-4}
+
+
 def test_remaining_time_and_waiting_share() -> None:
     pace = Pace(total_steps=110, start_step=100)
-    pace.add(StepNumbers(101, 1, 0.5, 1e-4, seconds=2.0, data_wait_seconds=0.5))
+    pace.note(StepDone(101, 1, LOSS, seconds=2.0, data_wait_seconds=0.5))
     assert pace.remaining_seconds == pytest.approx(18.0)
     assert pace.shares == pytest.approx({"compute": 0.75, "data": 0.25})
 
 
+def test_the_remaining_time_includes_what_comes_beside_the_steps() -> None:
+    rounds = {
+        PREVIEWS: Rounds(every=50, seconds=60.0, at_end=True),
+        EVALUATION: Rounds(every=2.5),
+        SAVING: Rounds(every=4, at_end=True),
+        CACHING: Rounds(every=5),
+    }
+    pace = Pace(total_steps=110, start_step=100, rounds=rounds)
+    pace.note(StepDone(101, 1, LOSS, seconds=2.0))
+    assert pace.remaining_seconds == pytest.approx(9 * 2 + 60), "previews at the end, as the plan expects them"
+    events = EventStream(pace.note)
+    events.publish(PhaseEnded(PhaseStarted("", kind=PREVIEWS), 1, 40.0, complete=True))
+    events.publish(PhaseEnded(PhaseStarted("", kind=EVALUATION), 1, 3.0, complete=True))
+    events.publish(CheckpointSaved(Path("checkpoint-100"), 100, 0.5))
+    assert pace.remaining_seconds == pytest.approx(9 * 2 + 40 + 4 * 3 + 3 * 0.5)
+
+
+def test_an_epoch_that_encodes_new_crops_does_not_count_as_a_slow_step() -> None:
+    pace = Pace(total_steps=110, start_step=100, rounds={CACHING: Rounds(every=5)})
+    pace.note(PhaseEnded(PhaseStarted("", kind=CACHING), 8, 30.0, complete=True))
+    pace.note(StepDone(101, 1, LOSS, seconds=32.5, data_wait_seconds=30.5))
+    assert pace.seconds_per_step == pytest.approx(2.5)
+    assert pace.remaining_seconds == pytest.approx(9 * 2.5 + 2 * 30)
+
+
+def test_a_run_stopped_before_its_first_step_does_not_say_that_none_was_needed() -> None:
+    assert Pace(300, 300).summary().startswith("No step was needed")
+    assert Pace(300, 100).summary() == "No step was completed; the run stands at step 100 of 300."
+
+
 def test_the_line_that_explains_the_speed() -> None:
     pace = Pace(total_steps=110, start_step=100)
-    pace.add(StepNumbers(101, 1, 0.5, 1e-4, seconds=2.0, data_wait_seconds=0.1))
+    pace.note(StepDone(101, 1, LOSS, seconds=2.0, data_wait_seconds=0.1))
     assert pace.speed == "compute 95 %, waiting for data 5 %"
-    streamed = StepNumbers(102, 1, 0.5, 1e-4, 2.0, data_wait_seconds=0.1, weights_wait_seconds=0.4, mfu=0.38)
+    streamed = StepDone(102, 1, LOSS, 2.0, data_wait_seconds=0.1, weights_wait_seconds=0.4, mfu=0.38)
     pace = Pace(total_steps=110, start_step=101)
-    pace.add(streamed)
+    pace.note(streamed)
     assert pace.speed == "compute 75 %, waiting for weights 20 %, waiting for data 5 %, MFU 38 %"
     # A fast step in between counts for as long as it took: 2 s at .38 and 1 s at .76, the second a bit more.
-    pace.add(replace(streamed, step=103, seconds=1.0, mfu=0.76))
+    pace.note(replace(streamed, step=103, seconds=1.0, mfu=0.76))
     assert pace.mfu == pytest.approx((0.9 * 2 * 0.38 + 0.76) / (0.9 * 2 + 1))
+
+
+class DeadTerminal(Terminal):
+    """Whoever read it is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = True
+
+    def write(self, text: str) -> int:
+        if not self.alive:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("kind", ["xterm-256color", "dumb"])
+def test_a_terminal_that_dies_ends_the_display_and_nothing_else(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", kind)
+    terminal, steps = DeadTerminal(), list[int]()
+    with shown_events(terminal) as events:
+        events.subscribe(lambda event: steps.append(event.step) if isinstance(event, StepDone) else None)
+        events.publish(running(10))
+        terminal.alive = False
+        with events.phase("Rendering previews", 1) as phase:
+            phase.advance()
+        events.publish(report(1))
+        events.publish(report(2))
+    assert steps == [1, 2]
 
 
 def test_numbers_for_people() -> None:

@@ -12,7 +12,7 @@ import torch
 from simpletuner.budget.ready import ready_plan
 from simpletuner.cli.train import parse_settings
 from simpletuner.errors import UserError
-from simpletuner.reporting.progress import SilentProgress
+from simpletuner.reporting.events import EventStream, Notice
 from simpletuner.run import rehearsal
 from simpletuner.run.train import run_plan
 from simpletuner.training import step as steps
@@ -21,21 +21,13 @@ from tests.workspace import DATASETS, Workspace
 LORA = "output/pytorch_lora_weights.safetensors"
 
 
-class Told(SilentProgress):
-    """Remembers what is said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-
 def run(workspace: Workspace, *, rehearsed: bool | None) -> list[str]:
+    """Train; returns what is said."""
+    lines: list[str] = []
+    events = EventStream(lambda event: lines.append(event.text) if isinstance(event, Notice) else None)
     with workspace.inside():
-        progress = Told()
-        run_plan(*ready_plan(*parse_settings([])), progress, rehearsed=rehearsed)
-    return progress.lines
+        run_plan(*ready_plan(*parse_settings([])), events, rehearsed=rehearsed)
+    return lines
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -84,23 +83,6 @@ def test_resume_from_the_middle(tmp_path: Path, t2i_checkpoint: Path) -> None:
     resumed.path("output/pytorch_lora_weights.safetensors").unlink()
     assert resumed.train("resume_from_checkpoint=checkpoint-3") == 0
     assert_same_run(straight, resumed)
-
-
-def test_ctrl_c_saves_and_the_run_continues(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS)
-    assert straight.train() == 0
-    stopped = Workspace.create(tmp_path / "stopped", t2i_checkpoint, **SETTINGS)
-    process = stopped.spawn("train")
-    metrics = stopped.path("output/training_metrics.jsonl")
-    while process.poll() is None and (not metrics.exists() or not metrics.read_text()):
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    code = process.wait(timeout=300)
-    assert code in (0, 130), "0 when the last step was done before the signal came"
-    if code == 130:
-        assert list(stopped.path("output").glob("checkpoint-*")), "the step under way was saved"
-        assert stopped.train() == 0
-    assert_same_run(straight, stopped)
 
 
 @pytest.mark.slow

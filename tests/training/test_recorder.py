@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from simpletuner.reporting.metrics import MetricsFile
-from simpletuner.reporting.progress import SilentProgress, StepNumbers
+from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepDone
 from simpletuner.reporting.slowness import ENOUGH, RECENT, SlowSteps
-from simpletuner.training.recorder import Recorder, timing_of, utilisation
+from simpletuner.run.records import RunRecord, timing_of
+from simpletuner.training.recorder import Recorder, utilisation
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport, optimizer_step
 from tests.training.assembly import make_assembly, make_batch
 from tests.training.test_step import CAPTIONS, Batches
 
 
-class Listener(SilentProgress):
-    """A display that keeps what it is told."""
+class Listener:
+    """A subscriber that keeps what it is told."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.steps: list[StepNumbers] = []
+        self.steps: list[StepDone] = []
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def step(self, report: StepNumbers) -> None:
-        self.steps.append(report)
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Notice):
+            self.said.append(event.text)
+        if isinstance(event, StepDone):
+            self.steps.append(event)
 
 
 class Streamer:
@@ -73,19 +71,15 @@ def test_a_step_says_what_it_waited_for_and_what_it_computed(assembly: Assembly,
     assert told.flops == 2 * (4 * 4000 + sum(lengths))
 
 
-@pytest.fixture
-def metrics(tmp_path: Path) -> Iterator[MetricsFile]:
-    with closing(MetricsFile(tmp_path / "m.jsonl")) as file:
-        yield file
-
-
-def test_the_record_has_the_shares(tmp_path: Path, metrics: MetricsFile, assembly: Assembly) -> None:
+def test_the_record_has_the_shares(tmp_path: Path, assembly: Assembly) -> None:
     listener = Listener()
-    recorder = Recorder(metrics, listener, [], None, 1, matmul_flops=1e12)
+    events = EventStream(RunRecord(tmp_path, 0), listener)
+    recorder = Recorder(events, None, 1, matmul_flops=1e12)
     recorder.on_step_end(assembly, TrainState(), report(1))
     recorder.on_step_end(assembly, TrainState(), report(2, 2.0, weights_seconds=0.5, flops=8e11))
-    recorder.on_train_end(assembly, TrainState())
-    first, second = (json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines())
+    events.publish(StateChanged("finished", 2, 2))
+    lines = (tmp_path / "training_metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line) for line in lines)
     assert (first["compute_share"], first["data_share"]) == (0.99, 0.01)
     assert not {"weights_share", "weights_seconds", "mfu"} & first.keys()
     assert (second["compute_share"], second["weights_share"], second["data_share"]) == (0.745, 0.25, 0.005)
@@ -97,13 +91,13 @@ def test_there_is_no_utilisation_without_both_numbers() -> None:
     assert utilisation(report(1), 1e12) is None
     assert utilisation(report(1, flops=1e11), None) is None
     assert utilisation(report(1, flops=1e11), 1e12) == pytest.approx(0.1)
-    assert "mfu" not in timing_of(report(1), None)
+    assert "mfu" not in timing_of(StepDone(1, 1, {}, 1.0))
 
 
-def test_slow_steps_are_told_by_the_display(metrics: MetricsFile, assembly: Assembly) -> None:
+def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:
     listener, clock = Listener(), [0.0]
     watcher = SlowSteps(lambda: clock[0])
-    recorder = Recorder(metrics, listener, [], None, 1, slow_steps=watcher)
+    recorder = Recorder(EventStream(listener), None, 1, slow_steps=watcher)
     for step in range(1, 2 * ENOUGH + RECENT + 1):
         seconds = 1.0 if step <= 2 * ENOUGH else 2.0
         clock[0] += seconds

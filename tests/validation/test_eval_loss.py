@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from simpletuner.config.schema import EvaluationConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
+from simpletuner.reporting.events import EventStream
 from simpletuner.training.ema import Ema
 from simpletuner.validation.eval_loss import EvaluationLoss, even_sigmas
 from tests.clips import write_clip
@@ -34,16 +33,6 @@ EVAL.pop("repeats")
 LORA = "output/pytorch_lora_weights.safetensors"
 
 
-class Silent:
-    def advance(self, count: int = 1, note: str = "") -> None:
-        """Nobody looks."""
-
-
-@contextmanager
-def no_phase(title: str, total: int) -> Iterator[Silent]:
-    yield Silent()
-
-
 def sample(name: str) -> Sample:
     geometry = Geometry("1.0", (32, 32), (32, 32), (0, 0))
     return Sample("d", name, Path(name), "a" * 64, (32, 32), geometry, ("a star",))
@@ -60,7 +49,7 @@ def evaluation(batch: Batch, ema: Ema | None = None, **settings: Any) -> Evaluat
     config = EvaluationConfig(**{"eval_steps_interval": 1, "eval_timesteps": 3, **settings})
     return EvaluationLoss(
         config=config, datasets={"d": [sample("0"), sample("1")]}, read=read, seed=5, steps_per_epoch=4.0, ema=ema,
-        ema_validation="comparison", phase=no_phase, say=lambda text: None,
+        ema_validation="comparison", events=EventStream(),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from simpletuner.reporting.events import EventStream
 from simpletuner.training.state import TrainState, random_states, restore_random_states
 from simpletuner.validation import runner
 from simpletuner.validation.prompts import ValidationPrompt
@@ -32,11 +33,6 @@ class Pipeline:
 
     def render(self, request: Any) -> list[Image.Image]:
         return [Image.new("RGB", (request.width, request.height))]
-
-
-@contextmanager
-def phase(title: str, total: int) -> Any:
-    yield SimpleNamespace(advance=lambda count, note: None)
 
 
 @pytest.mark.parametrize("rehearsed", [False, True])
@@ -59,15 +55,15 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     validation = runner.ValidationRunner(
         make_config(tmp_path, **settings),
         [runner.Subject(ValidationPrompt("a", "a", "a star"), lambda size: {}, lambda size: {})],
-        [(16, 16)], tmp_path, 0, None, phase, lambda records: None,
+        [(16, 16)], tmp_path, 0, None, EventStream(),
     )  # fmt: skip
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, device=CPU)
     assembly: Any = SimpleNamespace(
         accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load), transformer=nn.Identity(),
         sampling_weights=nullcontext, world=World(),
     )  # fmt: skip
-    for _ in range(2):
-        validation.rehearse(assembly) if rehearsed else validation.render(assembly, TrainState())
+    for step in range(2):
+        validation.rehearse(assembly) if rehearsed else validation.render(assembly, TrainState(step))
     assert len(loaded) == 2
     assert alive == [False, False]
 

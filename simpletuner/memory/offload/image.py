@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from simpletuner.atomic import disk_full_named
+from simpletuner.atomic import writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def on_disk(flat: Tensor, folder: Path) -> Tensor:
     Raises:
         DiskFullError: no space left in the folder.
     """
-    with disk_full_named(folder), tempfile.NamedTemporaryFile(dir=folder, prefix="simpletuner-offload-") as file:
+    with writing_to(folder), tempfile.NamedTemporaryFile(dir=folder, prefix="simpletuner-offload-") as file:
         file.write(flat.numpy().data)
         file.flush()
         return torch.from_file(file.name, shared=False, size=flat.numel(), dtype=torch.uint8)

@@ -72,6 +72,7 @@ def pipeline_inputs(request: PreviewRequest, device: torch.device) -> dict[str, 
         "num_inference_steps": request.num_inference_steps,
         "guidance_scale": request.guidance_scale,
         "generator": torch.Generator(request.seed_device).manual_seed(request.seed),
+        "callback_on_step_end": request.on_step_end,
     }
     for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
         length = len(embeds["prompt_embeds"])

@@ -61,6 +61,7 @@ class StockSanaPipelines:
             "generator": torch.Generator(request.seed_device).manual_seed(request.seed),
             "use_resolution_binning": False,
             "output_type": "pil",
+            "callback_on_step_end": request.on_step_end,
         }
 
 

@@ -1,0 +1,103 @@
+"""The plan as one JSON document, for programs: `simpletuner plan --json`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from simpletuner.budget.budget import Budget
+from simpletuner.budget.disk import find_writings
+from simpletuner.budget.rounds import preview_rounds, remaining_steps
+from simpletuner.config.schema import all_options
+from simpletuner.data.dataset import Dataset
+from simpletuner.errors import Problem
+from simpletuner.plan.build import Plan
+from simpletuner.reporting.redaction import redact_settings
+
+
+def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:
+    """The document; without a plan, because something is wrong, it holds the problems alone.
+
+    Bytes and seconds are plain numbers; `null` is what is not known.
+    """
+    told: dict[str, Any] = {"problems": [_problem(each) for each in dict.fromkeys(problems)]}
+    told["ok"] = not any(problem.fatal for problem in problems)
+    if weighed is not None:
+        told |= _described(*weighed)
+    return json.dumps(told, indent=2, ensure_ascii=False)
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    return {"key": problem.where, "message": problem.message, "fatal": problem.fatal}
+
+
+def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
+    return {
+        "model": {
+            "family": plan.spec.name,
+            "flavour": plan.flavour.name,
+            "type": plan.config.model.model_type,
+            "location": plan.source["transformer"].location,
+        },
+        "output_dir": str(plan.output_dir),
+        "seed": plan.seed,
+        "settings": _settings(plan),
+        "datasets": [_dataset(dataset) for dataset in plan.datasets],
+        "length": {
+            "steps": plan.length.total_steps,
+            "steps_done": plan.length.total_steps - remaining_steps(plan),
+            "epochs": plan.length.epochs,
+            "batches_per_epoch": plan.length.batches_per_epoch,
+            "finished": plan.is_finished,
+        },
+        "device": {"name": budget.device.name, "memory": budget.device.memory, "usable": budget.device.usable},
+        "memory": [{"phase": each.name, "device": each.device, "host": each.host} for each in budget.phases],
+        "buckets": [_bucket(budget, index) for index in range(len(budget.buckets))],
+        "seconds": _seconds(plan, budget),
+        "disk": [
+            {"what": each.what, "folder": str(each.folder), "bytes": each.total} for each in find_writings(plan, budget)
+        ],
+        "offload_auto": list(budget.decisions),
+    }
+
+
+def _settings(plan: Plan) -> dict[str, Mapping[str, Any]]:
+    """What is not left at its default, with who set it; secrets are hidden."""
+    values, origins = redact_settings(plan.config.flat()), plan.config.origins
+    changed = [name for name in all_options() if origins[name] != "default"]
+    return {name: {"value": values[name], "origin": origins[name]} for name in changed}
+
+
+def _dataset(dataset: Dataset) -> dict[str, Any]:
+    ledger = dataset.ledger()
+    used = [entry for entry in ledger if not entry.use]
+    return {
+        "id": dataset.id,
+        "files": len(ledger),
+        "used": len(used),
+        "trained": dataset.config.is_trained,
+        "repeats": dataset.repeats,
+        "buckets": Counter(entry.trained_size for entry in used if entry.geometry is not None),
+    }
+
+
+def _bucket(budget: Budget, index: int) -> dict[str, Any]:
+    each = budget.buckets[index]
+    load = budget.parts.load(each.bucket)
+    return {
+        "size": each.bucket.label,
+        "share": each.bucket.share,
+        "tokens": load.samples * load.tokens,
+        "flops": each.step.executed.total,
+        "memory": each.memory.total,
+        "seconds": each.step.seconds,
+    }
+
+
+def _seconds(plan: Plan, budget: Budget) -> dict[str, float]:
+    """Estimates, without filling the caches."""
+    training = remaining_steps(plan) * budget.step_seconds
+    previews = preview_rounds(plan) * len(plan.prompts) * budget.preview_seconds
+    return {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}

@@ -1,0 +1,44 @@
+"""What comes again and again beside the steps of a run, and how long all of it takes. Free of torch."""
+
+from __future__ import annotations
+
+from simpletuner.budget.budget import Budget
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import evaluated
+from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, SAVING, Rounds
+
+
+def steps_per_epoch(plan: Plan) -> float:
+    """Optimizer steps of an epoch, as a fraction."""
+    return plan.length.batches_per_epoch / plan.config.schedule.gradient_accumulation_steps
+
+
+def find_rounds(plan: Plan, budget: Budget) -> dict[str, Rounds]:
+    """Previews, evaluations, saves and newly drawn crops by kind, with what they are expected to take."""
+    validation, evaluation, checkpoints = plan.config.validation, plan.config.evaluation, plan.config.checkpoints
+    epoch = steps_per_epoch(plan)
+    rounds = {SAVING: Rounds(checkpoints.checkpoint_step_interval, at_end=True)}
+    if plan.prompts:
+        seconds = len(plan.prompts) * budget.preview_seconds
+        rounds[PREVIEWS] = Rounds(validation.validation_step_interval, seconds, at_end=True)
+    if evaluated(plan):
+        epochs = evaluation.eval_epoch_interval
+        rounds[EVALUATION] = Rounds(evaluation.eval_steps_interval or epoch * (epochs or 1.0))
+    if any(dataset.changes_each_epoch for dataset in plan.trained):
+        rounds[CACHING] = Rounds(epoch)
+    return rounds
+
+
+def remaining_steps(plan: Plan) -> int:
+    """Steps that a session started now would do."""
+    return max(0, plan.length.total_steps - (plan.resume.step if plan.resume else 0))
+
+
+def preview_rounds(plan: Plan) -> int:
+    """Rounds of previews that a session started now would render, that of the untrained model included."""
+    if not plan.prompts:
+        return 0
+    validation, total = plan.config.validation, plan.length.total_steps
+    rounds = Rounds(validation.validation_step_interval, at_end=True)
+    untrained = plan.resume is None and not validation.disable_benchmark
+    return rounds.after(total - remaining_steps(plan), total) + untrained

@@ -1,0 +1,36 @@
+"""A configuration in the making, as the wizard and a page see it: judged at any time, never with an exception."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.config.schema import all_options
+from simpletuner.models.registry import FAMILIES
+from simpletuner.plan.draft import Draft
+
+JUNK: list[Any] = ["", "x", -1, float("nan"), ["a", 3], {"a": [1]}]
+
+
+def test_nothing_at_all_is_a_draft(tmp_path: Path) -> None:
+    draft = Draft(tmp_path / "config.json")
+    assert draft.values.keys() == {"model_family", "model_type"}
+    assert all(problem.where for problem in draft.judgement.problems)
+
+
+def test_problems_stand_under_their_keys(tmp_path: Path) -> None:
+    values = {"lora_rank": "many", "learning_rte": 1, "validation_resolution": "1", "model_flavour": "t2i"}
+    found = Draft(tmp_path / "config.json", values).judgement.by_key
+    assert values.keys() <= found.keys()
+    assert all(len(found[key]) == 1 for key in values)
+    assert "learning_rate" in found["learning_rte"][0].message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_value_of_any_key_raises(tmp_path: Path, family: str) -> None:
+    for key in all_options():
+        for value in JUNK:
+            judged = Draft(tmp_path / "config.json", {"model_family": family, key: value}).judgement
+            assert all(each.message for problems in judged.by_key.values() for each in problems), key

@@ -1,0 +1,345 @@
+"""A run that is stopped, killed or left alone: what is answered, what is kept, and what the record says.
+
+Signals come at exact moments: whoever subscribes to the events of a run can send one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.budget.ready import ready_plan
+from simpletuner.cli.train import parse_settings
+from simpletuner.errors import Interrupted
+from simpletuner.reporting.events import (
+    CACHING,
+    EVALUATION,
+    PREVIEWS,
+    CheckpointSaved,
+    Event,
+    EventStream,
+    MediaRendered,
+    PhaseAdvanced,
+    StateChanged,
+    StepDone,
+)
+from simpletuner.reporting.log import DebugFile, setup_logging
+from simpletuner.run.train import run_plan
+from tests.run.test_kandinsky5_video import make_workspace
+from tests.run.test_resume import SETTINGS, assert_same_run
+from tests.tiny import make_checkpoint
+from tests.validation.test_eval_loss import EVAL
+from tests.workspace import DATASETS, Workspace
+
+MEDIA = "output/validation_media.jsonl"
+PREVIEWED: dict[str, Any] = {
+    "validation_disable": False,
+    "validation_step_interval": 2,
+    "disable_benchmark": True,
+    "validation_disable_unconditional": False,
+}
+
+
+class Trigger:
+    """Acts at the first event that is waited for, and keeps the states and how long the run went on after that."""
+
+    def __init__(self, wanted: Callable[[Event], bool], act: Callable[[], object]) -> None:
+        self._wanted, self._act = wanted, act
+        self.acted_at: float | None = None
+        self.states: list[str] = []
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, StateChanged):
+            self.states.append(event.state)
+        if self.acted_at is None and self._wanted(event):
+            self.acted_at = time.monotonic()
+            self._act()
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def in_phase(kind: str, done: int = 0) -> Callable[[Event], bool]:
+    return lambda event: isinstance(event, PhaseAdvanced) and event.phase.kind == kind and event.done >= done
+
+
+def train(workspace: Workspace, *subscribers: Callable[[Event], None]) -> None:
+    with workspace.inside():
+        run_plan(*ready_plan(*parse_settings([])), EventStream(*subscribers))
+
+
+def media(workspace: Workspace) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in workspace.path(MEDIA).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_its_step_and_the_run_continues(
+    tmp_path: Path, t2i_checkpoint: Path, number: signal.Signals
+) -> None:
+    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS)
+    train(straight)
+    stopped = Workspace.create(tmp_path / "stopped", t2i_checkpoint, **SETTINGS)
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    trigger = Trigger(
+        lambda event: isinstance(event, StepDone) and event.step == 4, lambda: signal.raise_signal(number)
+    )
+    with pytest.raises(Interrupted, match="Stopped at step 4; start again to continue from there"):
+        train(stopped, trigger)
+    assert trigger.states == ["running", "stopping", "interrupted"]
+    assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    assert stopped.train() == 0
+    assert_same_run(straight, stopped)
+
+
+def test_the_checkpoint_of_an_interruption_displaces_no_regular_one(workspace: Workspace) -> None:
+    workspace.write_config(max_train_steps=5, checkpoint_step_interval=2, checkpoints_total_limit=1)
+    with pytest.raises(Interrupted):
+        train(workspace, Trigger(lambda event: isinstance(event, StepDone) and event.step == 3, interrupt))
+    names = {path.name for path in workspace.path("output").glob("checkpoint-*")}
+    assert names == {"checkpoint-2", "checkpoint-3-rolling"}
+    assert workspace.train() == 0
+    assert [row["step"] for row in workspace.metrics()] == [1, 2, 3, 4, 5]
+
+
+def test_previews_stop_between_two_sampling_steps_and_are_made_up_for(workspace: Workspace) -> None:
+    workspace.write_config(**PREVIEWED, validation_num_inference_steps=500)
+    trigger = Trigger(in_phase(PREVIEWS), interrupt)
+    with pytest.raises(Interrupted, match="Stopped at step 2"):
+        train(workspace, trigger)
+    sampled = sum(isinstance(event, PhaseAdvanced) for event in trigger.events if in_phase(PREVIEWS)(event))
+    assert sampled == 1, "of 500 sampling steps"
+    assert not workspace.path(MEDIA).read_text()
+    workspace.write_config(validation_num_inference_steps=2)
+    assert workspace.train() == 0
+    assert [(row["step"], row["short_name"]) for row in media(workspace)] == [
+        (step, name) for step in (2, 4) for name in ("unconditional", "validation")
+    ]
+
+
+@pytest.mark.parametrize("family", ["kandinsky5-video", "sanavideo"])
+def test_previews_of_clips_stop_between_two_sampling_steps(tmp_path: Path, sana_checkpoint: Path, family: str) -> None:
+    settings = {**PREVIEWED, "validation_num_inference_steps": 60, "disable_benchmark": False}
+    if family == "sanavideo":
+        sana = {"model_family": family, "model_flavour": "2b-480p", "validation_num_video_frames": 5}
+        workspace = Workspace.create(tmp_path / "run", sana_checkpoint, pictures=4, **sana)
+    else:
+        workspace = make_workspace(tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s")
+    workspace.write_config(**settings)
+    trigger = Trigger(in_phase(PREVIEWS), interrupt)
+    with pytest.raises(Interrupted, match="Stopped at step 0"):
+        train(workspace, trigger)
+    assert sum(map(in_phase(PREVIEWS), trigger.events)) == 1
+
+
+def test_an_evaluation_that_was_cut_short_is_made_up_for(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    runs = [Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("straight", "broken")]
+    for run in runs:
+        run.add_pictures("datasets/held out", 2, seed=9)
+        run.write_datasets([*DATASETS, EVAL])
+        run.write_config(eval_steps_interval=2, eval_timesteps=2)
+    train(runs[0])
+    with pytest.raises(Interrupted, match="Stopped at step 2"):
+        train(runs[1], Trigger(in_phase(EVALUATION), interrupt))
+    train(runs[1])
+    straight, broken = runs[0].metrics(), runs[1].metrics()
+    made_up = broken.pop(2)
+    assert made_up.keys() == {"step", "loss/val/held-out"}
+    assert {**broken[1], **made_up} == straight[1]
+    assert [row["step"] for row in broken] == [1, 2, 3, 4]
+
+
+def test_ctrl_c_while_caching_is_answered_at_once_and_keeps_what_is_encoded(workspace: Workspace) -> None:
+    def third_picture(event: Event) -> bool:
+        return isinstance(event, PhaseAdvanced) and event.phase.unit == "pictures" and event.done == 3
+
+    workspace.write_config(vae_batch_size=1)
+    trigger = Trigger(third_picture, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(workspace, trigger)
+    assert third_picture(trigger.events[-2]), "the end of the phase follows"
+    kept = {path: path.stat().st_mtime_ns for path in workspace.path("output/cache/vae").rglob("*.zst")}
+    assert 3 <= len(kept) < 8
+    assert workspace.train() == 0
+    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
+
+
+def test_new_crops_that_are_cut_short_leave_the_run_at_its_last_step(workspace: Workspace) -> None:
+    """The stop comes inside a step, which has then not happened."""
+    random_crops = {**DATASETS[0], "crop": True, "crop_style": "random", "vae_cache_clear_each_epoch": True}
+    workspace.write_datasets([random_crops, DATASETS[1]])
+    workspace.write_config(max_train_steps=9, gradient_accumulation_steps=3)
+
+    def second_epoch(event: Event) -> bool:
+        return in_phase(CACHING)(event) and any(isinstance(each, StepDone) for each in trigger.events)
+
+    trigger = Trigger(second_epoch, interrupt)
+    with pytest.raises(Interrupted, match="Stopped at step 2"):
+        train(workspace, trigger)
+    assert workspace.train() == 0
+    rows = workspace.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 10))
+    straight = Workspace.create(workspace.folder.parent / "straight", Path(json.loads(
+        workspace.path("config/config.json").read_text())["pretrained_model_name_or_path"]
+    ), max_train_steps=9, gradient_accumulation_steps=3)  # fmt: skip
+    straight.write_datasets([random_crops, DATASETS[1]])
+    train(straight)
+    assert straight.metrics() == rows
+
+
+def test_a_file_asks_for_a_checkpoint_for_previews_and_for_the_end(workspace: Workspace) -> None:
+    workspace.write_config(**{**PREVIEWED, "validation_step_interval": 100}, max_train_steps=50)
+    requests = workspace.path("output/requests")
+    requests.mkdir(parents=True)
+    (requests / "stop").touch()  # of an earlier session
+
+    def ask(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step in (3, 4, 5):
+            for name in ("save", "preview") if event.step < 5 else ("stop",):
+                (requests / name).touch()
+
+    trigger = Trigger(lambda event: False, interrupt)
+    with pytest.raises(Interrupted, match="Stopped at step 5"):
+        train(workspace, trigger, ask)
+    saved = [event.path.name for event in trigger.events if isinstance(event, CheckpointSaved)]
+    assert saved == ["checkpoint-2", "checkpoint-3", "checkpoint-4", "checkpoint-5-rolling"]
+    assert [row["step"] for row in media(workspace)] == [3, 3, 4, 4]
+    assert not list(requests.iterdir())
+
+
+MOMENTS: dict[str, Callable[[Event], bool]] = {
+    "step": lambda event: isinstance(event, StepDone) and event.step == 2,
+    "checkpoint": lambda event: isinstance(event, CheckpointSaved) and event.step == 2,
+    "last preview": lambda event: isinstance(event, MediaRendered) and event.media.step == 4,
+}
+
+
+@pytest.mark.slow
+def test_killed_runs_lack_no_line_no_preview_and_repeat_none(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    settings = {**PREVIEWED, "disable_benchmark": False, "eval_steps_interval": 2, "eval_timesteps": 1}
+    straight, killed = (Workspace.create(tmp_path / name, t2i_checkpoint, **settings) for name in ("one", "two"))
+    for run in (straight, killed):
+        run.add_pictures("datasets/held out", 1, seed=9)
+        run.write_datasets([*DATASETS, EVAL])
+    train(straight)
+    for moment in MOMENTS:
+        code = f"from tests.run.test_interruption import die_at; die_at({moment!r})"
+        process = subprocess.run([sys.executable, "-c", code], cwd=killed.folder, env=environment(), check=False)
+        assert process.returncode == 9, moment
+    stray = killed.path("output/.training_report.html.0123456789ab.tmp")
+    mine = killed.path("output/.notes.tmp")
+    stray.touch()
+    mine.touch()
+    killed.path("output/checkpoint-4-tmp").mkdir()
+    train(killed)
+    assert killed.metrics() == straight.metrics()
+    assert media(killed) == media(straight)
+    assert not stray.exists()
+    assert mine.exists(), "it is not ours"
+    assert not list(killed.path("output").glob("*-tmp"))
+
+
+def die_at(moment: str) -> None:
+    """Train in this folder and end without any farewell at a moment."""
+    trigger = Trigger(MOMENTS[moment], lambda: os._exit(9))
+    # After the record: what was published before the kill is what the record has.
+    events = EventStream()
+    plan, budget = ready_plan(*parse_settings([]))
+    subscribe = events.subscribe
+
+    def last(subscriber: Callable[[Event], None]) -> None:
+        subscribe(subscriber)
+        events._subscribers.sort(key=lambda each: each is trigger)
+
+    events.subscribe = last  # type: ignore[method-assign]
+    events.subscribe(trigger)
+    run_plan(plan, budget, events)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_the_command_survives_a_terminal_that_hangs_up_and_stops_on_request(
+    tmp_path: Path, t2i_checkpoint: Path
+) -> None:
+    """The reader of the pipe goes, the terminal hangs up, and the run still ends as it is asked to."""
+    workspace = Workspace.create(tmp_path / "run", t2i_checkpoint, max_train_steps=100_000)
+    process = workspace.spawn("train", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(2)]
+    process.stdout.close()
+    wait_for_step(workspace, process, 1)
+    process.send_signal(signal.SIGHUP)
+    wait_for_step(workspace, process, len(workspace.metrics()) + 20)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=300) == 130
+    assert process.stderr is not None
+    told = process.stderr.read()
+    process.stderr.close()
+    last = len(workspace.metrics())
+    assert told.splitlines()[-1] == f"Stopped at step {last}; start again to continue from there."
+    assert "Traceback" not in told
+    assert workspace.path(f"output/checkpoint-{last}-rolling").exists() or last % 2 == 0
+    assert lines[0].startswith("LoRA on")
+
+
+def wait_for_step(workspace: Workspace, process: subprocess.Popen[str], step: int) -> None:
+    record = workspace.path("output/training_metrics.jsonl")
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        if record.exists() and len(record.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached, exit code {process.poll()}")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_what_could_not_be_written_is_named_and_not_the_report(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    replace = Path.replace
+
+    def refuse(path: Path, target: Path) -> Path:
+        if Path(target).name in ("training_report.html", "state.pt"):
+            raise OSError(code, os.strerror(code), str(path), None, str(target))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    assert workspace.train() == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert told.count("The report cannot be written, and the run goes on without it.") == 1
+    assert told.splitlines()[-1].startswith("error: output/checkpoint-2-tmp/training_state/state.pt: ")
+    assert [row["step"] for row in workspace.metrics()] == [1, 2]
+
+
+def test_a_log_on_a_full_disk_ends_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup_logging("INFO", tmp_path / "debug.log")
+    root = logging.getLogger()
+    (file,) = (handler for handler in root.handlers if isinstance(handler, DebugFile))
+
+    def full(text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(file.stream, "write", full)
+    for _ in range(3):
+        logging.getLogger("simpletuner.test").info("a line")
+    told = capsys.readouterr().err
+    assert told.splitlines() == ["a line"] * 3
+    assert file not in root.handlers
