@@ -51,7 +51,7 @@ class Tread(Technique):
         for number, window in enumerate(self._windows):
             generators = noisy.place.generators(f"tread {number}")
             kept = draw_kept(units, window.route.ratio, protected, generators)
-            tokens = None if kept.shape[1] == units else tokens_of(kept, self._unit)
+            tokens = None if kept.shape[1] == units else whole_units(kept, self._unit)
             window.begin(None if tokens is None else upload(tokens, noisy.sigmas.device))
         return noisy
 
@@ -133,7 +133,7 @@ def draw_kept(units: int, ratio: float, protected: Tensor | None, generators: Se
     return chances.topk(count, dim=1).indices.sort(dim=1).values
 
 
-def tokens_of(units: Tensor, size: int) -> Tensor:
+def whole_units(units: Tensor, size: int) -> Tensor:
     """The tokens of units of that many in a row: `B K` to `B K*size`."""
     return (units[..., None] * size + torch.arange(size)).flatten(1)
 

@@ -73,8 +73,10 @@ class FourthAdapter:
         return velocity.float().unsqueeze(2)
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        name = "transformer_blocks"
-        return BlockLayout({name: transformer.get_submodule(name)})  # type: ignore[dict-item]
+        model: Any = transformer
+        name, settings = "transformer_blocks", model.config
+        width = settings["num_attention_heads"] * settings["attention_head_dim"]
+        return BlockLayout({name: model.get_submodule(name)}, visual=name, width=width)
 
 
 class FourthOptions(Group):

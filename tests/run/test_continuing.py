@@ -60,7 +60,7 @@ def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path
     pipeline = PIPELINES["t2i"].from_pretrained(folder, tokenizer=load_processor(folder))
     pipeline.set_progress_bar_config(disable=True)
     cpu = torch.device("cpu")
-    prompts = [TextRequest("a red square"), TextRequest("", negative=True)]
+    prompts = [TextRequest("a red square"), TextRequest("", bare=True)]
     embeds, negative = make_adapter(t2i_checkpoint).load_text_encoder(cpu, torch.float32).encode(prompts)
     request = PreviewRequest(embeds, negative, 128, 128, num_inference_steps=2, guidance_scale=1.0, seed=7)
 

@@ -231,7 +231,7 @@ def test_the_plan_counts_its_memory_and_arithmetic() -> None:
     from simpletuner.models.registry import FAMILIES
 
     family = FAMILIES["kandinsky5-image"].cost
-    cost = family.transformer(family.published("t2i-lite-sft"))
+    cost = family.of_flavour("t2i-lite-sft")
     adapters = Adapters(16, frozenset(["visual_transformer_blocks.0.self_attention.to_query"]))
     plain = Setup("bf16", adapters, trained_bytes=4.0, state_bytes=8.0)
     load = Load(2, 1, 32, 32, 100)
