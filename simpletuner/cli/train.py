@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import without the collector, and take what was imported out of its sight for good.
+    """Import without the garbage collector, and freeze what was imported.
 
-    Does nothing in a process that has torch already: what lives there is not ours to set aside.
+    Does nothing in a process that has imported torch already: its objects are not ours to freeze.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
