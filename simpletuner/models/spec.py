@@ -45,10 +45,17 @@ class Flavour:
 
 @dataclass(frozen=True)
 class Component:
-    """A part of a diffusers checkpoint: the folder it lies in and the config key that can replace it."""
+    """A part of a diffusers checkpoint.
+
+    Attributes:
+        folder: where it lies.
+        override: the config key that can replace it.
+        kind: `model_type` in the config.json of a text encoder.
+    """
 
     folder: str
     override: str | None = None
+    kind: str | None = None
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ IMAGE_VAE_CLASS = "AutoencoderKL"
 COMPONENTS = {
     "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
     "vae": Component("vae", "pretrained_vae_model_name_or_path"),
-    "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path"),
+    "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path", "qwen2_5_vl"),
     "tokenizer": Component("tokenizer", "qwen_text_encoder_model_name_or_path"),
-    "text_encoder_2": Component("text_encoder_2"),
+    "text_encoder_2": Component("text_encoder_2", kind="clip_text_model"),
     "tokenizer_2": Component("tokenizer_2"),
     "scheduler": Component("scheduler"),
 }

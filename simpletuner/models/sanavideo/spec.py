@@ -134,7 +134,7 @@ SANA_VIDEO = FamilySpec(
     components={
         "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
         "vae": Component("vae", VAE_KEY),
-        "text_encoder": Component("text_encoder", "pretrained_gemma_model_name_or_path"),
+        "text_encoder": Component("text_encoder", "pretrained_gemma_model_name_or_path", "gemma2"),
         "tokenizer": Component("tokenizer", "pretrained_gemma_model_name_or_path"),
         "scheduler": Component("scheduler"),
     },
