@@ -27,6 +27,7 @@ from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.checks import (
+    check_cache_folders,
     check_config,
     check_datasets,
     check_family,
@@ -143,6 +144,7 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
     path = dataset_file(config.run.data_backend_config, located.folder, problems)
     placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
     entries = read_datasets(path, problems, placeholders=placeholders)
+    problems.extend(check_cache_folders(entries))
     if spec is None:
         raise_if_fatal(problems)
         raise RuntimeError("an unknown family is a fatal problem")

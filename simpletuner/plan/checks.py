@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, learning_rate
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
@@ -18,7 +19,7 @@ from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.source import ModelSource, missing_layers, shorten
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.environment import why_not_writable
+from simpletuner.plan.environment import why_no_folder, why_not_writable
 from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
 from simpletuner.validation.prompts import ValidationPrompt
@@ -50,10 +51,17 @@ def check_planned(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
-    """The output folder can be written to, now, before anything has cost time."""
-    problem = why_not_writable("output_dir", Path(config.run.output_dir).expanduser())
+    """The output folder can be written to, now, before anything has cost time; the caches can be folders."""
+    run = config.run
+    problem = why_not_writable("output_dir", Path(run.output_dir).expanduser())
     if problem is not None:
         yield problem
+        return  # caches often lie in it
+    keys = {"cache_dir": run.cache_dir, "cache_dir_text": run.cache_dir_text, "cache_dir_vae": run.cache_dir_vae}
+    for key, folder in keys.items():
+        problem = why_no_folder(key, Path(folder).expanduser()) if folder else None
+        if problem is not None:
+            yield problem
 
 
 def check_schedule(config: RunConfig) -> Iterator[Problem]:
@@ -296,6 +304,15 @@ def check_prompts(prompts: Sequence[ValidationPrompt], negative: str | None) -> 
         token = control_token(text)
         if token is not None:
             yield Problem(f"prompt {name!r}", f"holds {token}, a control token of the tokenizer; remove it.")
+
+
+def check_cache_folders(entries: Sequence[DatasetConfig]) -> Iterator[Problem]:
+    """The cache folders that datasets name can be folders."""
+    for entry in entries:
+        for key, folder in (("cache_dir", entry.cache_dir), ("cache_dir_vae", entry.cache_dir_vae)):
+            problem = why_no_folder(f"{entry.id}.{key}", Path(folder).expanduser()) if folder else None
+            if problem is not None:
+                yield problem
 
 
 def _check_resolution(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE
 from tests.complaints import complaint, complaints, warnings
 from tests.fidelity.family import CPU, make_adapter
-from tests.workspace import Workspace
+from tests.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
 MODEL = "pretrained_model_name_or_path"
@@ -142,7 +142,8 @@ class TestInitLora:
 
 
 def test_a_resolution_that_is_meant_in_megapixels(workspace: Workspace, capsys: Capture) -> None:
-    told = complaints(workspace, capsys, "plan", "resolution=1", "resolution_type=pixel")
+    workspace.write_datasets([{**DATASETS[0], "resolution": 1, "resolution_type": "pixel"}, DATASETS[1]])
+    told = complaints(workspace, capsys)
     assert any("for megapixels set resolution_type area" in each for each in told)
 
 
