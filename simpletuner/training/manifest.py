@@ -18,11 +18,8 @@ from simpletuner.atomic import write_json
 from simpletuner.caching.keys import hash_file
 from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem
-<<<<<<< HEAD
 from simpletuner.headers import METADATA, read_header
-=======
 from simpletuner.models.lora_keys import LORA_FILE as LORA_FILE
->>>>>>> 3db16ec (plan: find models and LoRA files that are not whole; initialise nothing at random)
 
 PIPELINE_FOLDER = "pipeline"  # of a full fine-tune, for `from_pretrained`
 NOTE_FILE = "simpletuner.json"  # in it: what it belongs to

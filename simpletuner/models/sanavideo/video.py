@@ -11,13 +11,8 @@ from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
-<<<<<<< HEAD
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
-from simpletuner.models.loading import hollow_out, load_vae
-=======
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, TokenStream
 from simpletuner.models.loading import hollow_out, load_vae, load_whole
->>>>>>> 3db16ec (plan: find models and LoRA files that are not whole; initialise nothing at random)
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, WanLatentEncoder, collate_text, token_timesteps
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.previews import WITHOUT_TEXT, StockSanaPipelines
