@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -285,6 +286,28 @@ def missing_layers(config: Mapping[str, Any], names: Iterable[str]) -> str | Non
         return None
     absent = sorted(set(range(wanted)) - found)
     return f"layers {shorten([str(number) for number in absent])} of {wanted}" if absent else None
+
+
+def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:
+    """The weights of each block of a group, by the number of the block and by their names in it."""
+    blocks: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        number, dot, rest = name.removeprefix(f"{group}.").partition(".")
+        if name.startswith(f"{group}.") and dot and number.isdecimal():
+            blocks.setdefault(int(number), {})[rest] = shape
+    return blocks
+
+
+def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, ...]]]) -> list[str]:
+    """Weights that other blocks of the group have and one lacks, or has in another shape than most."""
+    everything = {name for block in blocks.values() for name in block}
+    usual = {name: Counter(block[name] for block in blocks.values() if name in block) for name in everything}
+    return sorted(
+        f"{group}.{number}.{name}"
+        for number, block in blocks.items()
+        for name in everything
+        if block.get(name) != usual[name].most_common(1)[0][0]
+    )
 
 
 def shorten(names: Sequence[str], limit: int = 5) -> str:

@@ -98,6 +98,7 @@ class FamilySpec:
         in_comfyui: ComfyUI has the model, and calls its layers what diffusers calls them.
         token_blocks: entry of the transformer's config that counts the blocks that tokens can
             be routed past; None where they cannot.
+        block_counts: entries of the transformer's config that count its blocks, by the group's name in weight files.
         grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
@@ -143,6 +144,7 @@ class FamilySpec:
     dataset_keys: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prompt_holds_picture: frozenset[Task] = frozenset()
+    block_counts: Mapping[str, str] = field(default_factory=dict)
     token_blocks: str | None = None
     grid: Callable[[Flavour, ModelSource], int] | None = None
     frame_rate: float | None = None

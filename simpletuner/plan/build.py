@@ -187,7 +187,7 @@ def _plan_family(
     problems.extend(check_flavour(config, spec, flavour))
     problems.extend(spec.check(config, flavour))
     model_problems = source.problems()
-    problems.extend(model_problems or (*spec.check_checkpoint(flavour, source), *check_weights(spec, source)))
+    problems.extend(model_problems or (*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source)))
     problems.extend(check_tread(config, spec, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)

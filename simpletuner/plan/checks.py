@@ -17,7 +17,7 @@ from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
-from simpletuner.models.source import ModelSource, missing_layers, shorten
+from simpletuner.models.source import ModelSource, blocks_of, differing_weights, missing_layers, shorten
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import why_no_folder, why_not_writable
 from simpletuner.plan.offload import check_offload
@@ -236,7 +236,7 @@ def check_tread(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Ite
         yield from check_routes(config.tread.routes, blocks if isinstance(blocks, int) else None)
 
 
-def check_weights(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
+def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
     """Whether the parts on this machine are of the family and hold every weight: nothing may be drawn at random."""
     for role, component in spec.components.items():
         config = source.read_config(role) if component.kind else None
@@ -248,26 +248,29 @@ def check_weights(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
             yield Problem(part.key, f"{where} is a {kind!r}; {spec.title} has a {component.kind!r}.")
         elif lacking := missing_layers(config, part.weight_shapes()):
             yield Problem(part.key, f"{where} is incomplete: its files lack {lacking}.")
-    yield from _check_transformer(spec, source)
+    yield from _check_transformer(spec, flavour, source)
 
 
-def _check_transformer(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
-    """Every name and shape, as the config says they are."""
+def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """All blocks that its config.json counts, all alike, and every weight beside them; widths show at loading."""
     part, config = source["transformer"], source.read_config("transformer")
     found = part.weight_shapes()
     if config is None or not found:
         return
-    expected = spec.cost.transformer(config).shapes
     where = f"the transformer in {part.location!r}"
-    if absent := sorted(expected.keys() - found.keys()):
+    published = spec.cost.of_flavour(flavour.name).shapes
+    beside = {name for name in published if not name.startswith(tuple(f"{group}." for group in spec.block_counts))}
+    absent = sorted(beside - found.keys())
+    for group, key in spec.block_counts.items():
+        expected, there = config.get(key), blocks_of(group, found)
+        if isinstance(expected, int):
+            surplus = sorted(number for number in there if number >= expected)
+            if surplus:
+                yield Problem(part.key, f"{where} has {len(there)} {group}, its config.json has {key} {expected}.")
+            absent += [f"{group}.{number}" for number in range(expected) if number not in there]
+        absent += differing_weights(group, there)
+    if absent:
         yield Problem(part.key, f"{where} is incomplete: its files lack {shorten(absent)}.")
-    if surplus := sorted(found.keys() - expected.keys()):
-        yield Problem(part.key, f"{where} does not fit its config.json, which has no {shorten(surplus)}.")
-    for name in sorted(expected.keys() & found.keys()):
-        if tuple(expected[name]) != found[name]:
-            shapes = f"{list(found[name])} in the file, {list(expected[name])} by its config.json"
-            yield Problem(part.key, f"{where} does not fit its config.json: {name} is {shapes}.")
-            return
 
 
 def check_datasets(

@@ -59,12 +59,21 @@ def test_a_transformer_of_fewer_blocks_than_its_config_says(workspace: Workspace
 
 def test_a_transformer_of_more_blocks_than_its_config_says(workspace: Workspace, model: Path, capsys: Capture) -> None:
     edit_config(model / "transformer", num_visual_blocks=1)
-    assert "which has no visual_transformer_blocks.1." in complaint(workspace, capsys)
+    told = complaint(workspace, capsys)
+    assert "has 2 visual_transformer_blocks, its config.json has num_visual_blocks 1." in told
 
 
-def test_a_misshapen_weight(workspace: Workspace, model: Path, capsys: Capture) -> None:
+def test_weights_beside_the_blocks_and_within_one(workspace: Workspace, model: Path, capsys: Capture) -> None:
+    edit_weights(model / "transformer", without("out_layer.out_layer"))
+    assert "lack out_layer.out_layer.bias, out_layer.out_layer.weight." in complaint(workspace, capsys)
+    edit_weights(model / "transformer", without("visual_transformer_blocks.1.feed_forward.in_layer"))
+    assert "visual_transformer_blocks.1.feed_forward.in_layer.weight" in complaint(workspace, capsys)
+
+
+def test_a_misshapen_weight_is_told_when_it_is_loaded(model: Path) -> None:
     edit_weights(model / "transformer", lambda weights: {**weights, "out_layer.out_layer.bias": torch.zeros(3)})
-    assert "out_layer.out_layer.bias is [3] in the file" in complaint(workspace, capsys)
+    with pytest.raises(UserError, match=r"the transformer in .* cannot be loaded: .*"):
+        make_adapter(model).load_transformer(torch.float32)
 
 
 def test_a_text_encoder_of_another_family(workspace: Workspace, model: Path, capsys: Capture) -> None:

@@ -32,6 +32,7 @@ COMPONENTS = {
     "scheduler": Component("scheduler"),
 }
 TOKEN_BLOCKS = "num_visual_blocks"
+BLOCK_COUNTS = {"text_transformer_blocks": "num_text_blocks", "visual_transformer_blocks": TOKEN_BLOCKS}
 LORA_TARGETS = ("to_query", "to_key", "to_value")
 TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v": "video", "i2v": "video"}
 
@@ -166,4 +167,5 @@ KANDINSKY5_IMAGE = FamilySpec(
     prompt_holds_picture=frozenset({"i2i"}),
     in_comfyui=True,
     token_blocks=TOKEN_BLOCKS,
+    block_counts=BLOCK_COUNTS,
 )

@@ -117,6 +117,7 @@ SANA_VIDEO = FamilySpec(
     flavours=(Flavour("2b-480p", "Efficient-Large-Model/SANA-Video_2B_480p_diffusers", "t2v", dataset_task="i2v"),),
     adapter="simpletuner.models.sanavideo.video:SanaVideoAdapter",
     options=SanaOptions,
+    block_counts={"transformer_blocks": "num_layers"},
     dataset_keys=frozenset({"sana_motion_score"}),
     defaults={
         "resolution": 480,
