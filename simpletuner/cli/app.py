@@ -16,6 +16,7 @@ from typer.exceptions import TyperException
 from simpletuner.atomic import DISK_FULL_CODES, READ_ONLY_CODES
 from simpletuner.cli import cache, configure, examples, help, train
 from simpletuner.errors import ConfigError, SimpleTunerError
+from simpletuner.redaction import redact
 
 USAGE = 2
 INTERRUPTED = 130
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything ends in one line
         if isinstance(error, OSError) and error.errno in READ_ONLY_CODES | DISK_FULL_CODES:
             return _complain(f"error: {error.filename or 'writing'}: {error.strerror}.", USAGE)
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), file=sys.stderr, end="")
         return _complain(f"{type(error).__name__}: {error}", 1)
     if code == INTERRUPTED:
         return _complain("Interrupted.", INTERRUPTED)
@@ -85,10 +86,10 @@ def _complain_about_problems(error: ConfigError) -> int:
     """All problems as a list, warnings first, so that what must be fixed comes last."""
     for problem in error.problems:
         if not problem.fatal:
-            print(f"warning: {problem}", file=sys.stderr)
+            print(redact(f"warning: {problem}"), file=sys.stderr)
     fatal = [problem for problem in error.problems if problem.fatal]
     for problem in fatal:
-        print(f"error: {problem}", file=sys.stderr)
+        print(redact(f"error: {problem}"), file=sys.stderr)
     return _complain(
         f"{len(fatal)} problem{'s' if len(fatal) > 1 else ''} to fix; nothing was started.", error.exit_code
     )
@@ -96,7 +97,7 @@ def _complain_about_problems(error: ConfigError) -> int:
 
 def _complain(text: str, code: int) -> int:
     with suppress(OSError):  # nobody may be left to read it
-        print(text, file=sys.stderr)
+        print(redact(text), file=sys.stderr)
     return code
 
 

@@ -60,7 +60,7 @@ def train(
         _show_plan(arguments, problems)
         return
     from simpletuner.budget.ready import ready_plan
-    from simpletuner.budget.show import start_lines
+    from simpletuner.budget.show import log_plan, start_lines
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import Notice, StateChanged
     from simpletuner.reporting.log import setup_logging
@@ -71,6 +71,7 @@ def train(
     plan, budget = ready_plan(arguments, problems)
     prepare_output(plan)
     setup_logging()
+    log_plan(plan, budget)
     with lock_output(plan.output_dir), signals_as_interrupt(), shown_events() as events:
         for warning in plan.warnings:
             events.publish(Notice(str(warning), warning=True))
