@@ -65,7 +65,7 @@ def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path
     request = PreviewRequest(embeds, negative, 128, 128, num_inference_steps=2, guidance_scale=1.0, seed=7)
 
     def draw() -> np.ndarray:
-        return np.asarray(StockImagePipeline(pipeline, pipeline.vae, cpu, takes_source=False).render(request)[0])
+        return np.asarray(StockImagePipeline(pipeline, cpu, takes_picture=False).render(request)[0])
 
     assert np.array_equal(draw(), np.asarray(Image.open(preview)))
     pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, shift=1.0)
@@ -104,7 +104,7 @@ def test_another_base_is_refused(workspace: Workspace, tmp_path: Path, capsys: p
 
 def test_what_may_be_meant_is_said(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     assert workspace.train() == 0
-    workspace.write_datasets([{**DATASETS[0], "resolution": 48}, DATASETS[1]])
+    workspace.write_datasets([{**DATASETS[0], "resolution": 80}, DATASETS[1]])
     workspace.write_config(seed=8, loss_type="huber", max_train_steps=6)
     capsys.readouterr()
     assert workspace.train() == 0
@@ -114,7 +114,7 @@ def test_what_may_be_meant_is_said(workspace: Workspace, capsys: pytest.CaptureF
     assert "loss_type" in said
     assert "with l2, not huber" in said
     assert "pictures.resolution" in said
-    assert "48" in said
+    assert "80" in said
 
 
 def test_rates_steps_and_intervals_go_on_silently(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
