@@ -47,7 +47,7 @@ from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.entries import list_entries, make_catalogue
 from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
 from simpletuner.run.caches import build_adapter
-from simpletuner.training.assemble import Intent, assemble
+from simpletuner.training.assemble import TrainingSpec, assemble
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step
 from tests.tiny import make_checkpoint
@@ -231,7 +231,7 @@ def empty(folders: set[Path]) -> None:
 def _assembly(size: str, device: str) -> Assembly:
     precision = "no" if device == "cpu" else "bf16"
     config = make_config(size, mixed_precision=precision, gradient_checkpointing=True, learning_rate=RATE)
-    intent = Intent(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
+    intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
     assembly = assemble(config, intent, RandomAdapter(config, size, device), [], make_accelerator(device))
     assembly.transformer.train()
     return assembly

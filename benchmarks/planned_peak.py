@@ -16,7 +16,7 @@ from benchmarks.timing import Ratio, arguments, show
 from benchmarks.variants import COMMON, Settings, Variant, measure
 from simpletuner.budget.estimate import step_memory
 from simpletuner.budget.parts import Parts
-from simpletuner.models.cost import Load
+from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES
 
 BAR = 1.10
@@ -60,7 +60,7 @@ def planned_peak(size: str, device: str, settings: Settings) -> float:
     cost = cost_of(spec.cost, hollow_transformer(size))
     parts = Parts(spec, cost, lora_targets(size), {}, 0, 0, ())
     frames, height, width = shape.latents
-    load = Load(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)
+    load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)
     return step_memory(cost, parts.setup(config), load).total
 
 

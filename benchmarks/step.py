@@ -33,7 +33,7 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.plain import PlainDisplay
 from simpletuner.run.records import RunRecord
-from simpletuner.training.assemble import Intent, assemble
+from simpletuner.training.assemble import TrainingSpec, assemble
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.recorder import Recorder
 from simpletuner.training.state import TrainState
@@ -64,7 +64,7 @@ class _Memory:
 
 def ours(size: str, device: str, config: RunConfig, batch: Batch, record: Path | None = None) -> Callable[[], None]:
     """One `optimizer_step`; with a folder to `record` in also what is written and shown of it."""
-    intent = Intent(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
+    intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
     assembly = assemble(config, intent, RandomAdapter(config, size, device), [], make_accelerator(device))
     assembly.transformer.train()
     loader: Any = _Memory(batch)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, make_batch, make_config
 from simpletuner.diffusion.batch import Batch
 from simpletuner.techniques.base import Technique
-from simpletuner.training.assemble import Intent, assemble
+from simpletuner.training.assemble import TrainingSpec, assemble
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import StepReport, optimizer_step
 
@@ -70,7 +70,7 @@ class Variant:
     ) -> None:
         precision = "no" if device == "cpu" else "bf16"
         config = make_config(size, **{"mixed_precision": precision, **COMMON, **settings})
-        intent = Intent(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
+        intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
         adapter, accelerator = RandomAdapter(config, size, device), make_accelerator(device)
         self.assembly: Assembly = assemble(config, intent, adapter, techniques, accelerator)
         self.assembly.transformer.train()

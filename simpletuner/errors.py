@@ -89,3 +89,9 @@ def did_you_mean(word: str, known: Sequence[str] | Iterable[str]) -> str:
     """` Did you mean 'x'?` with a leading space, or an empty string."""
     guess = nearest(word, known)
     return f" Did you mean '{guess}'?" if guess else ""
+
+
+def shorten(names: Sequence[str], most: int = 10) -> str:
+    """Names with commas between; of a long list the first ones and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from simpletuner.budget.device import Device
 from simpletuner.budget.duration import StepCost, forward_seconds, step_cost
 from simpletuner.budget.estimate import (
-    Setup,
     StepMemory,
+    TrainingSetup,
     average_memory,
     frozen_bytes,
     inputs_on_host_bytes,
@@ -41,7 +41,7 @@ STREAMED_TEXT = 0.3  # of them that stays on the device when its blocks are stre
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhasePeak:
     """Peak bytes of a part of the run.
 
     Attributes:
@@ -79,8 +79,8 @@ class Budget:
     config: RunConfig
     parts: Parts
     workload: Workload
-    setup: Setup
-    phases: Sequence[Phase]
+    setup: TrainingSetup
+    phases: Sequence[PhasePeak]
     buckets: Sequence[BucketCost]
     listing: Listing | None
     decisions: Sequence[str] = ()
@@ -125,21 +125,21 @@ def estimate(config: RunConfig, parts: Parts, workload: Workload, device: Device
     return Budget(device, config, parts, workload, setup, phases, buckets, listing)
 
 
-def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setup) -> Iterator[Phase]:
+def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: TrainingSetup) -> Iterator[PhasePeak]:
     """Peaks of everything that happens, in order."""
     vae, text = encoder_bytes(parts, config)
     cost = parts.transformer
     if workload.encodes_text:
         on_device = text * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
-        yield Phase("encoding captions", on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
+        yield PhasePeak("encoding captions", on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
     if workload.encoded:
         size = BYTES[vae_dtype(config.precision, config.caching)]
         loads = [_at_a_time(load, config.caching) for load in workload.encoded]
         peak = max(parts.cost.vae_encode(parts.vae, load) for load in loads) * size
         clip = max(load.samples * load.frames * load.width * load.height for load in loads)
-        yield Phase(f"encoding {parts.spec.media_noun}", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
+        yield PhasePeak(f"encoding {parts.spec.media_noun}", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
     whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
-    yield Phase("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
+    yield PhasePeak("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
     on_disk = config.offload.group_offload_to_disk_path is not None
     there, here = average_memory(cost, setup, "device"), average_memory(cost, setup, "host")
     waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup)) + here.kept
@@ -148,13 +148,13 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Setu
         load = parts.load(bucket)
         device = max(step_memory(cost, setup, load).total, frozen + trained + there.updating)
         host = waiting + max(inputs_on_host_bytes(cost, setup, load), here.updating)
-        yield Phase(f"training at {bucket.label}", device, host, trains=True)
+        yield PhasePeak(f"training at {bucket.label}", device, host, trains=True)
     if workload.previews:
         rendering = _preview_peak(config, parts, workload, setup, vae)
-        yield Phase("rendering previews", trained + rendering + there.waiting, waiting + here.waiting)
+        yield PhasePeak("rendering previews", trained + rendering + there.waiting, waiting + here.waiting)
     copies = there.saving + there.waiting
     host = waiting + saving_bytes(cost, setup) + here.saving + here.waiting
-    yield Phase("saving", frozen + trained + copies if copies else 0.0, host)
+    yield PhasePeak("saving", frozen + trained + copies if copies else 0.0, host)
 
 
 def _at_a_time(load: VaeLoad, caching: CachingConfig) -> VaeLoad:
@@ -163,7 +163,7 @@ def _at_a_time(load: VaeLoad, caching: CachingConfig) -> VaeLoad:
     return replace(load, samples=samples, tiled=caching.vae_enable_tiling, sliced=caching.vae_enable_patch_conv)
 
 
-def _preview_peak(config: RunConfig, parts: Parts, workload: Workload, setup: Setup, vae: float) -> float:
+def _preview_peak(config: RunConfig, parts: Parts, workload: Workload, setup: TrainingSetup, vae: float) -> float:
     """Sampling or decoding the largest preview, whichever takes more, with the weights that are there meanwhile."""
     largest, caching = workload.previews[0], config.caching
     weights = frozen_bytes(parts.transformer, setup)
@@ -176,7 +176,7 @@ def _preview_peak(config: RunConfig, parts: Parts, workload: Workload, setup: Se
     return max(sampling + vae, decoding + weights)
 
 
-def shortage(phase: Phase, device: Device, *, headroom: float = 0.0) -> str | None:
+def shortage(phase: PhasePeak, device: Device, *, headroom: float = 0.0) -> str | None:
     """What a phase lacks, in words; None when it fits.
 
     Args:
@@ -196,7 +196,7 @@ def shortage(phase: Phase, device: Device, *, headroom: float = 0.0) -> str | No
     return None
 
 
-def fits(phases: Sequence[Phase], device: Device, *, headroom: float = 0.0) -> bool:
+def fits(phases: Sequence[PhasePeak], device: Device, *, headroom: float = 0.0) -> bool:
     """Whether every phase has the memory it needs."""
     return all(shortage(phase, device, headroom=headroom) is None for phase in phases)
 

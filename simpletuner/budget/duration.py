@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletuner.budget.device import Device
-from simpletuner.budget.estimate import Setup, activations_of, split_blocks, technique_cost
+from simpletuner.budget.estimate import TrainingSetup, activations_of, split_blocks, technique_cost
 from simpletuner.config.schema import SLOTS
-from simpletuner.models.cost import ATTENTION_BACKWARD, BYTES, FLASH_BACKWARD, Load, TransformerCost, Work
+from simpletuner.models.cost import ATTENTION_BACKWARD, BYTES, FLASH_BACKWARD, BatchShape, TransformerCost, Work
 
 # Operations of a block, forward and backward, and the time to launch one.
 LAUNCHES, GPU_LAUNCH, CPU_LAUNCH = 450, 6e-6, 12e-6
@@ -39,7 +39,7 @@ class StepCost:
     copying: float
 
 
-def step_cost(cost: TransformerCost, setup: Setup, load: Load, device: Device) -> StepCost:
+def step_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape, device: Device) -> StepCost:
     """FLOPs and seconds of one micro-batch on a device."""
     added = Work(technique_cost(cost, setup, load).flops)
     load = cost.routed(load, setup.routes)
@@ -56,19 +56,19 @@ def step_cost(cost: TransformerCost, setup: Setup, load: Load, device: Device) -
     return StepCost(forward.total + backward.total, executed, traffic, seconds, copying)
 
 
-def recomputed_share(cost: TransformerCost, setup: Setup) -> float:
+def recomputed_share(cost: TransformerCost, setup: TrainingSetup) -> float:
     """The part of the blocks whose forward pass runs a second time."""
     checkpointed, plain = split_blocks(cost, setup)
     return checkpointed / max(checkpointed + plain, 1)
 
 
-def forward_seconds(cost: TransformerCost, setup: Setup, load: Load, device: Device) -> float:
+def forward_seconds(cost: TransformerCost, setup: TrainingSetup, load: BatchShape, device: Device) -> float:
     """One forward pass without gradients."""
     traffic = cost.large * cost.activations(load, BYTES[setup.dtype], setup.adapters).traffic
     return max(_seconds(cost.forward(load, setup.adapters), traffic, setup, device), _launches(cost, device) / 3)
 
 
-def copy_seconds(cost: TransformerCost, setup: Setup, device: Device) -> float:
+def copy_seconds(cost: TransformerCost, setup: TrainingSetup, device: Device) -> float:
     """Copies of streamed blocks in a steady step: each comes twice, but the last slots stay where they are."""
     if not setup.streamed or setup.is_full:
         return 0.0
@@ -77,7 +77,7 @@ def copy_seconds(cost: TransformerCost, setup: Setup, device: Device) -> float:
     return 2 * moving * sum(blocks) / len(blocks) / device.rates.transfer
 
 
-def _seconds(work: Work, traffic: float, setup: Setup, device: Device) -> float:
+def _seconds(work: Work, traffic: float, setup: TrainingSetup, device: Device) -> float:
     rates = device.rates
     speed = FLOAT32_SHARE if setup.dtype == "fp32" and device.is_gpu else 1.0
     return work.linear / (rates.matmul * speed) + work.attention / (rates.attention * speed) + traffic / rates.memory

@@ -16,7 +16,7 @@ from typing import Literal
 from simpletuner.config.optimizers import OPTIMIZERS
 from simpletuner.config.schema import SLOTS, OptimizerName
 from simpletuner.config.tread import Route
-from simpletuner.models.cost import BYTES, Activations, Adapters, Load, TransformerCost
+from simpletuner.models.cost import BYTES, Activations, Adapters, BatchShape, TransformerCost
 from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 
 AVERAGE = 4.0  # bytes per number: float32
@@ -24,7 +24,7 @@ SHARD = 10e9  # a full model is written in files of this size, each gathered in 
 
 
 @dataclass(frozen=True)
-class Setup:
+class TrainingSetup:
     """What of a configuration the memory of a step depends on.
 
     Attributes:
@@ -100,11 +100,11 @@ def optimizer_state_bytes(name: OptimizerName, trained_bytes: float, *, compensa
     return spec.moments * size + compensated * trained_bytes
 
 
-def trained_numbers(cost: TransformerCost, setup: Setup) -> int:
+def trained_numbers(cost: TransformerCost, setup: TrainingSetup) -> int:
     return cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
 
 
-def trained_bytes(cost: TransformerCost, setup: Setup) -> float:
+def trained_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     """Weights that are trained, their gradients, the optimizer's state, and an average on the device."""
     average = AVERAGE if setup.averaged == "device" else 0.0
     # The update of a full model works on copies of a few tensors at a time; those of a LoRA are small.
@@ -128,19 +128,19 @@ class AverageMemory:
     saving: float
 
 
-def average_memory(cost: TransformerCost, setup: Setup, place: Literal["device", "host"]) -> AverageMemory:
+def average_memory(cost: TransformerCost, setup: TrainingSetup, place: Literal["device", "host"]) -> AverageMemory:
     """What the average takes on the device or on the host: nothing where it is not."""
     count = trained_numbers(cost, setup) if setup.averaged == place else 0
     return AverageMemory(AVERAGE * count, AVERAGE * count, setup.trained_bytes * count, AVERAGE * count)
 
 
-def saving_bytes(cost: TransformerCost, setup: Setup) -> float:
+def saving_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     """On the host: a shard of a full model, or a LoRA in its two forms, beside an average's copy from the device."""
     weights = trained_numbers(cost, setup) * setup.trained_bytes
     return min(weights, SHARD) if setup.is_full else 2 * weights
 
 
-def frozen_bytes(cost: TransformerCost, setup: Setup) -> float:
+def frozen_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     """Frozen weights on the device while a step runs."""
     if setup.is_full:
         return 0.0
@@ -152,7 +152,7 @@ def frozen_bytes(cost: TransformerCost, setup: Setup) -> float:
     return rest + min(sum(blocks), largest * (min(setup.residents, len(blocks)) + SLOTS * setup.group))
 
 
-def streamed_bytes(cost: TransformerCost, setup: Setup) -> float:
+def streamed_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     """Frozen weights that wait in host memory, or on a disk: those of the blocks that do not stay on the device."""
     if setup.is_full or not setup.streamed:
         return 0.0
@@ -160,7 +160,7 @@ def streamed_bytes(cost: TransformerCost, setup: Setup) -> float:
     return sum(blocks) * max(len(blocks) - setup.residents, 0) / len(blocks)
 
 
-def step_memory(cost: TransformerCost, setup: Setup, load: Load) -> StepMemory:
+def step_memory(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> StepMemory:
     """The worst moment of a step with one micro-batch."""
     blocks = activations_of(cost, setup, load)
     chosen = are_checkpointed(cost, setup)
@@ -181,7 +181,7 @@ def step_memory(cost: TransformerCost, setup: Setup, load: Load) -> StepMemory:
     )
 
 
-def technique_cost(cost: TransformerCost, setup: Setup, load: Load) -> TechniqueCost:
+def technique_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> TechniqueCost:
     """What all techniques together add to one micro-batch."""
     costs = [technique.cost(cost, load) for technique in setup.techniques]
     return TechniqueCost(
@@ -191,24 +191,24 @@ def technique_cost(cost: TransformerCost, setup: Setup, load: Load) -> Technique
     )
 
 
-def activations_of(cost: TransformerCost, setup: Setup, load: Load) -> list[Activations]:
+def activations_of(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> list[Activations]:
     """Of each large block in a training step, with the tokens that routes leave it."""
     return cost.activations_by_block(cost.routed(load, setup.routes), BYTES[setup.dtype], setup.adapters)
 
 
-def are_checkpointed(cost: TransformerCost, setup: Setup) -> list[bool]:
+def are_checkpointed(cost: TransformerCost, setup: TrainingSetup) -> list[bool]:
     """Whether it is, of each large block."""
     interval, first = setup.checkpoint_interval, len(cost.blocks) - cost.large
     return [interval is not None and index % interval == 0 for index in range(first, len(cost.blocks))]
 
 
-def split_blocks(cost: TransformerCost, setup: Setup) -> tuple[int, int]:
+def split_blocks(cost: TransformerCost, setup: TrainingSetup) -> tuple[int, int]:
     """How many of the large blocks are checkpointed, and how many are not."""
     chosen = sum(are_checkpointed(cost, setup))
     return chosen, cost.large - chosen
 
 
-def inputs_on_host_bytes(cost: TransformerCost, setup: Setup, load: Load) -> float:
+def inputs_on_host_bytes(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> float:
     """Block inputs in host memory at the end of a forward pass."""
     if not setup.inputs_on_host:
         return 0.0
@@ -216,7 +216,7 @@ def inputs_on_host_bytes(cost: TransformerCost, setup: Setup, load: Load) -> flo
     return sum(sorted(block.held for block, is_one in blocks if is_one)[:-SLOTS])
 
 
-def sampling_bytes(cost: TransformerCost, setup: Setup, load: Load) -> float:
+def sampling_bytes(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> float:
     """A forward pass without gradients, beside weights."""
     bytes_of = cost.activations(load, BYTES[setup.dtype], setup.adapters)
     return bytes_of.sampling + bytes_of.held + bytes_of.outside

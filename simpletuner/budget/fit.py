@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from simpletuner.budget.budget import Budget, Phase, estimate, find_phases, fits, gigabytes, shortage
+from simpletuner.budget.budget import Budget, PhasePeak, estimate, find_phases, fits, gigabytes, shortage
 from simpletuner.budget.device import Device
 from simpletuner.budget.workload import Choice, Workload
 from simpletuner.config.load import CHOSEN, RunConfig
@@ -97,7 +97,7 @@ def _fits(choice: Choice, changes: Sequence[Change], budget: Budget) -> bool:
     return fits(phases_after(choice, changes, budget), budget.device)
 
 
-def phases_after(choice: Choice, changes: Sequence[Change], budget: Budget) -> list[Phase]:
+def phases_after(choice: Choice, changes: Sequence[Change], budget: Budget) -> list[PhasePeak]:
     """The phases of the run with some changes made."""
     for change in changes:
         choice = change.of(choice)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from simpletuner.budget.estimate import Setup, optimizer_state_bytes
+from simpletuner.budget.estimate import TrainingSetup, optimizer_state_bytes
 from simpletuner.budget.workload import Bucket
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.speed import keeps_attention
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, Load, Shape, TransformerCost
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, BatchShape, Shape, TransformerCost
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.lora_targets import Targets, matching_modules
 from simpletuner.models.source import Part, tensor_shapes
@@ -49,18 +49,18 @@ class Parts:
     def cost(self) -> FamilyCost:
         return self.spec.cost
 
-    def load(self, bucket: Bucket) -> Load:
+    def load(self, bucket: Bucket) -> BatchShape:
         """A bucket's micro-batch in tokens."""
         frames, height, width = self.spec.latent_size(bucket.width, bucket.height, bucket.frames)
         patch = self.spec.patch_size
-        return Load(bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed)
+        return BatchShape(bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed)
 
-    def setup(self, config: RunConfig) -> Setup:
+    def setup(self, config: RunConfig) -> TrainingSetup:
         """What of the settings decides about memory."""
         is_lora, offload, precision = config.model.model_type == "lora", config.offload, config.precision
         trained = trained_precision(config.optimizer, precision)
         name = optimizer_name(config.optimizer, precision.mixed_precision)
-        return Setup(
+        return TrainingSetup(
             dtype=transformer_dtype(precision) if is_lora else trained,
             adapters=self._adapters(config.lora.lora_rank) if is_lora else NO_ADAPTERS,
             trained_bytes=BYTES[trained],

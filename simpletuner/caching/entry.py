@@ -83,7 +83,7 @@ def seal(blob: bytes, key: str, provenance: dict[str, str]) -> bytes:
     return join_header(header, data)
 
 
-def pack(blob: bytes, *, compress: bool) -> bytes:
+def pack_entry(blob: bytes, *, compress: bool) -> bytes:
     """One zstd frame that knows its content's size; its blocks are stored as they are unless `compress` is set."""
     return zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL).compress(blob)
 

@@ -15,7 +15,7 @@ from simpletuner.caching.entry import (
     entry_path,
     find_entry,
     list_keys,
-    pack,
+    pack_entry,
     read_entry,
     read_provenance,
     seal,
@@ -69,7 +69,7 @@ class CacheStore:
         """
         own = {name: _own_copy(tensor) for name, tensor in tensors.items()}
         blob = seal(safetensors.torch.save(own), key, provenance)
-        write_atomically(entry_path(self.folder, key), pack(blob, compress=self.compress), durable=False)
+        write_atomically(entry_path(self.folder, key), pack_entry(blob, compress=self.compress), durable=False)
 
     def provenance(self, key: str) -> dict[str, str]:
         """Where an entry came from, from its header alone.

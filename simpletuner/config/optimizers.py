@@ -24,7 +24,7 @@ from simpletuner.config.schema import DEFAULT_LEARNING_RATES, OptimizerConfig, O
 from simpletuner.errors import Problem, did_you_mean
 
 # True or false, a whole number, or a number; the default's type decides how the text of the user is read.
-Setting = bool | int | float
+OptimizerValue = bool | int | float
 
 
 @dataclass(frozen=True)
@@ -44,41 +44,45 @@ class OptimizerSpec:
     """
 
     factory: str
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    settings: Mapping[str, OptimizerValue] = field(default_factory=dict)
     is_adam: bool = False
     keeps_bf16: bool = False
-    constants: Mapping[str, Setting] = field(default_factory=dict)
+    constants: Mapping[str, OptimizerValue] = field(default_factory=dict)
     schedule_free: bool = False
     package: Package | None = None
     moments: int = 2
     moment_bytes: float | None = None
 
 
-ADAM: dict[str, Setting] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-ADAMW: dict[str, Setting] = ADAM | {"weight_decay": 0.01}
-LION: dict[str, Setting] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
-SGD: dict[str, Setting] = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+ADAM: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+ADAMW: dict[str, OptimizerValue] = ADAM | {"weight_decay": 0.01}
+LION: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
+SGD: dict[str, OptimizerValue] = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 # optimi's own betas and eps: a second moment over about 100 steps, which suits short runs.
-OPTIMI: dict[str, Setting] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0}
+OPTIMI: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0}
 
 
-def _torch(name: str, settings: Mapping[str, Setting], *, is_adam: bool = False, moments: int = 2) -> OptimizerSpec:
+def _torch(
+    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = False, moments: int = 2
+) -> OptimizerSpec:
     return OptimizerSpec(f"torch.optim:{name}", settings, is_adam=is_adam, moments=moments)
 
 
-def _optimi(name: str, settings: Mapping[str, Setting], *, is_adam: bool = True, moments: int = 2) -> OptimizerSpec:
+def _optimi(
+    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = True, moments: int = 2
+) -> OptimizerSpec:
     return OptimizerSpec(f"optimi:{name}", settings, is_adam=is_adam, keeps_bf16=True, moments=moments)
 
 
 def _bitsandbytes(
-    name: str, settings: Mapping[str, Setting], *, is_adam: bool = False, moments: int = 1
+    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = False, moments: int = 1
 ) -> OptimizerSpec:
     size = 1.0 if name.endswith("8bit") else None
     factory = f"bitsandbytes.optim:{name}"
     return OptimizerSpec(factory, settings, is_adam=is_adam, package=BITSANDBYTES, moments=moments, moment_bytes=size)
 
 
-def _schedule_free(settings: Mapping[str, Setting]) -> OptimizerSpec:
+def _schedule_free(settings: Mapping[str, OptimizerValue]) -> OptimizerSpec:
     factory = "schedulefree:AdamWScheduleFree"
     # r weighs late steps in the average, weight_lr_power steps of a high rate.
     settings = {**settings, "r": 0.0, "weight_lr_power": 2.0}
@@ -195,7 +199,7 @@ def is_schedule_free(name: OptimizerName | None) -> bool:
     return name is not None and OPTIMIZERS[name].schedule_free
 
 
-def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[str, Setting]:
+def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[str, OptimizerValue]:
     """The numbers of the optimizer: its defaults, then adam_* keys, then the pair of betas, then optimizer_config.
 
     Raises:
@@ -243,7 +247,7 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> I
         yield Problem("lr_scheduler", message, fatal=False)
 
 
-def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, Setting]:
+def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:
     """Values of the keys that are set, under the optimizer's names for them."""
     values = config.model_dump(include=set(keys))
     return {setting: values[key] for key, setting in keys.items() if values[key] is not None}
@@ -270,7 +274,7 @@ def _check_overrides(config: OptimizerConfig, spec: OptimizerSpec) -> Iterator[P
             yield Problem("optimizer_config", f"{key}={text!r} {error}.")
 
 
-def _parse_setting(key: str, text: str, default: Setting) -> Setting:
+def _parse_setting(key: str, text: str, default: OptimizerValue) -> OptimizerValue:
     """The text as a value of the default's type.
 
     Raises:

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from simpletuner.config.option import Size
 from simpletuner.data.chance import fraction
 
-Size = tuple[int, int]  # width, height in pixels
 ResolutionType = Literal["pixel", "area", "pixel_area"]
 
 

@@ -17,8 +17,8 @@ from simpletuner.data.captions import (
     Edit,
     captions_for,
     match_rows,
+    read_caption_table,
     read_filters,
-    read_table,
     shuffle_edit,
 )
 from simpletuner.data.chance import order_key
@@ -28,19 +28,19 @@ from simpletuner.data.checks import (
     check_default_text_cache,
     check_entry,
     check_folders,
-    check_output,
+    check_output_folder,
     check_start,
     link_partners,
     summarise_rejected,
     warn_of_enlarged,
 )
-from simpletuner.data.clip_rules import ClipLengthError, build_clip_rules, check_speed
+from simpletuner.data.clip_rules import ClipLengthError, build_clip_rules, check_frame_rate
 from simpletuner.data.context import DataContext, latent_dir_of, text_entry_of
 from simpletuner.data.dataset import Dataset, Partners, names_by_key, stretched
 from simpletuner.data.discovery import FileFacts, Folder, read_folder
 from simpletuner.data.rules import build_rules
-from simpletuner.data.sample import Rejected, Sample, shorten
-from simpletuner.errors import Problem
+from simpletuner.data.sample import Rejected, Sample
+from simpletuner.errors import Problem, shorten
 
 
 def outcome_of(
@@ -120,7 +120,7 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
     for entry in entries:
         check_entry(entry, context, problems)
     check_folders(entries, context, problems)
-    check_output(entries, context, problems)
+    check_output_folder(entries, context, problems)
     check_caches(entries, context, problems)
     check_start(entries, problems)
     check_default_text_cache(entries, problems)
@@ -198,7 +198,7 @@ class _Builder:
         clips = {name: clip for name, clip in facts.items() if clip is not None}
         model_rate = self.context.spec.frame_rate
         if dataset.clips is not None and model_rate is not None:
-            check_speed(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate, self.problems)
+            check_frame_rate(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate, self.problems)
 
     def _can_place(self, entry: DatasetConfig, aspects: Sequence[object]) -> bool:
         """closest and random without a list have been reported and cannot place anything."""
@@ -253,7 +253,7 @@ class _Builder:
         """Table and edits of an entry; what is wrong with them goes to the problems."""
         table: dict[str, tuple[str, ...]] = {}
         if entry.metadata_backend == "parquet" and entry.parquet is not None:
-            rows = read_table(entry.parquet, entry.id, self.problems)
+            rows = read_caption_table(entry.parquet, entry.id, self.problems)
             table, unused = match_rows(rows, folder.facts)
             if unused:
                 message = f"{len(unused)} names in the table have no picture: {shorten(unused)}."

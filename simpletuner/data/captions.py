@@ -221,7 +221,7 @@ def _filter(filters: Sequence[tuple[str | None, re.Pattern[str] | None, str]], c
     return [re.sub(r"[ \t]{2,}", " ", caption).strip()]
 
 
-def read_table(config: ParquetConfig, where: str, problems: list[Problem]) -> dict[str, tuple[str, ...]]:
+def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem]) -> dict[str, tuple[str, ...]]:
     """Captions by file name (composed Unicode, path with `/`); an empty tuple where the table has none.
 
     Args:

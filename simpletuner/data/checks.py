@@ -11,8 +11,8 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import is_readable, load_index
-from simpletuner.data.sample import NOTEWORTHY, shorten
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.data.sample import NOTEWORTHY
+from simpletuner.errors import Problem, did_you_mean, shorten
 
 FILE_KINDS = ("image", "video", "conditioning", "eval")
 CACHE_KINDS = ("text_embeds", "image_embeds")
@@ -118,7 +118,7 @@ def check_folders(configs: Sequence[DatasetConfig], context: DataContext, proble
         problems.append(Problem("instance_data_dir", message))
 
 
-def check_output(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> None:
+def check_output_folder(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> None:
     """Previews lie below the output folder and are pictures or clips, too."""
     for config in configs:
         folder = config.instance_data_dir

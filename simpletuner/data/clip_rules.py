@@ -173,7 +173,7 @@ def _check_condition(
     return replace(rules, minimum=max(rules.minimum, shortest))
 
 
-def check_speed(
+def check_frame_rate(
     where: str, rules: ClipRules, clips: Mapping[str, ClipFacts], model_rate: float, problems: list[Problem]
 ) -> None:
     """One warning about all that makes clips move at another speed than the model, or less smoothly.

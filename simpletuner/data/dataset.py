@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.data.buckets import BucketRules, Geometry, Size
+from simpletuner.config.option import Size
+from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
 from simpletuner.data.clip_rules import ClipRules
 from simpletuner.data.discovery import FileFacts, pair_key, save_index

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_atomically
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.data.buckets import Size
+from simpletuner.config.option import Size
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
 from simpletuner.data.context import DataContext
 from simpletuner.data.files import (

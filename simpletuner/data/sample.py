@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from simpletuner.data.buckets import Geometry, Size, cover
+from simpletuner.config.option import Size
+from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts
 
 # Why a file is not trained on; the words of the log, which counts them.
@@ -146,9 +147,3 @@ class LedgerEntry:
         width, height = self.geometry.size
         size = f"{width}x{height}" + (f"@{self.frames}" if self.frames > 1 else "")
         return size if self.geometry.bucket == size else f"{size} ({self.geometry.bucket})"
-
-
-def shorten(names: list[str], most: int = 10) -> str:
-    """Names with commas between; of a long list the first ten and how many more there are."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
-from simpletuner.data.buckets import Size
+from simpletuner.config.option import Size
 from simpletuner.data.chance import fraction, generator
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample

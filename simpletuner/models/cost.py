@@ -23,7 +23,7 @@ ATTENTION_BACKWARD, FLASH_BACKWARD = 2.0, 2.5
 
 
 @dataclass(frozen=True)
-class Load:
+class BatchShape:
     """One micro-batch as the transformer sees it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Load:
         """Of one sample."""
         return self.frames * self.height * self.width
 
-    def in_blocks(self, blocks: int) -> list[Load]:
+    def in_blocks(self, blocks: int) -> list[BatchShape]:
         """What each of so many large blocks sees of it."""
         if not self.kept:
             return [self] * blocks
@@ -135,17 +135,17 @@ class TransformerCost:
     large: int
     hidden: int
     stays_float32: Callable[[str], bool]
-    rows: Callable[[str, Load], int]
-    attention: Callable[[Load], Work]
-    activations: Callable[[Load, int, Adapters], Activations]
+    rows: Callable[[str, BatchShape], int]
+    attention: Callable[[BatchShape], Work]
+    activations: Callable[[BatchShape, int, Adapters], Activations]
     starts: Callable[[str, bool], bool]
     unit: int = 1
 
-    def routed(self, load: Load, routes: Sequence[Route]) -> Load:
+    def routed(self, load: BatchShape, routes: Sequence[Route]) -> BatchShape:
         """The load with the tokens that routes leave to each block."""
         return replace(load, kept=tokens_by_block(routes, self.large, load.tokens, self.unit)) if routes else load
 
-    def activations_by_block(self, load: Load, size: int, adapters: Adapters) -> list[Activations]:
+    def activations_by_block(self, load: BatchShape, size: int, adapters: Adapters) -> list[Activations]:
         """Of each large block. One that has fewer tokens than the one before it picks them out of all of them."""
         blocks = load.in_blocks(self.large)
         whole = replace(load, kept=())
@@ -162,7 +162,7 @@ class TransformerCost:
         large = enumerate(self.blocks[len(self.blocks) - self.large :])
         return {name: number for number, prefix in large for name in self._by_block[prefix]}
 
-    def _applied(self, load: Load) -> Callable[[str], int]:
+    def _applied(self, load: BatchShape) -> Callable[[str], int]:
         """To how many positions of a micro-batch each weight is applied."""
         blocks, number_of = load.in_blocks(self.large), self._large_block
         return lambda name: self.rows(name, blocks[number_of[name]] if name in number_of else load)
@@ -226,7 +226,7 @@ class TransformerCost:
         shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
         return sum(adapters.rank * (shape[0] + math.prod(shape[1:])) for shape in shapes)
 
-    def forward(self, load: Load, adapters: Adapters = NO_ADAPTERS, *, blocks_only: bool = False) -> Work:
+    def forward(self, load: BatchShape, adapters: Adapters = NO_ADAPTERS, *, blocks_only: bool = False) -> Work:
         """FLOPs of a forward pass: 2 x positions x weights, and the attentions."""
         names = self.shapes if not blocks_only else [n for prefix in self.blocks for n in self._by_block[prefix]]
         rows = self._applied(load)
@@ -234,7 +234,7 @@ class TransformerCost:
         lora = sum(sum(self._adapter_products(f"{name}.weight", rows, adapters)) for name in adapters.modules)
         return Work(frozen + lora) + self.attention(load)
 
-    def backward(self, load: Load, adapters: Adapters, *, full: bool) -> Work:
+    def backward(self, load: BatchShape, adapters: Adapters, *, full: bool) -> Work:
         """FLOPs of a backward pass without any recomputation, attention at twice its forward pass.
 
         A frozen layer costs its forward pass once more (the gradient of its input), a trained one twice.

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from simpletuner.models.cost import Activations, Adapters, Load, Shape, TransformerCost, VaeLoad, Work
+from simpletuner.models.cost import Activations, Adapters, BatchShape, Shape, TransformerCost, VaeLoad, Work
 
 Factors = Mapping[str, float]
 
@@ -56,7 +56,7 @@ class CostTable:
 
 
 @cache
-def read_table(package: str) -> CostTable:
+def read_cost_table(package: str) -> CostTable:
     """The table in a family's folder."""
     return CostTable(**json.loads((files(package) / "cost.json").read_text(encoding="utf-8")))
 
@@ -94,7 +94,7 @@ class FamilyCost:
     def of_flavour(self, flavour: str, **changes: object) -> TransformerCost:
         """The cost of a published checkpoint, or of one that differs in some settings."""
         return self.transformer(
-            {**self.published(flavour), **changes}, read_table(self.package).published_shapes(flavour)
+            {**self.published(flavour), **changes}, read_cost_table(self.package).published_shapes(flavour)
         )
 
 
@@ -139,7 +139,7 @@ def transformer_cost(
     *,
     head: int,
     unit: int = 1,
-    masked: Callable[[Load], float] = lambda load: 0.0,
+    masked: Callable[[BatchShape], float] = lambda load: 0.0,
 ) -> TransformerCost:
     """The cost of a transformer of the table's class.
 
@@ -158,11 +158,11 @@ def transformer_cost(
     rows = {name: table.rows.get(layer) for name, layer in layers.items() if name.endswith(".weight")}
     ends = {kind: frozenset(names) for kind, names in table.no_gradient.items()}
 
-    def rows_of(name: str, load: Load) -> int:
+    def rows_of(name: str, load: BatchShape) -> int:
         axis = rows.get(name)
         return 0 if axis is None else load.samples * {"sample": 1, "text": load.text, "token": load.tokens}[axis]
 
-    def attention(load: Load) -> Work:
+    def attention(load: BatchShape) -> Work:
         numbers = {"width": block.hidden, "head": head, "text": load.text}
         small = _attention(table.flops["small"], {**numbers, "token": load.tokens}).times(len(blocks) - large)
         each = (_attention(table.flops["large"], {**numbers, "token": one.tokens}) for one in load.in_blocks(large))
@@ -203,7 +203,7 @@ def _attention(factors: Factors, numbers: Mapping[str, float]) -> Work:
 
 
 def _activations(
-    table: CostTable, block: Block, head: int, masked: Callable[[Load], float], load: Load, size: int,
+    table: CostTable, block: Block, head: int, masked: Callable[[BatchShape], float], load: BatchShape, size: int,
     adapters: Adapters,
 ) -> Activations:  # fmt: skip
     """Bytes of a micro-batch in a large block with its adapters.

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.config.schema import CachingConfig
-from simpletuner.errors import UserError
-from simpletuner.models.source import Part, shorten
+from simpletuner.errors import UserError, shorten
+from simpletuner.models.source import Part
 
 
 def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
@@ -141,7 +141,7 @@ def _forward(block: Any, hidden_states: Tensor) -> Tensor:
     return hidden_states
 
 
-def hollow_out(model: nn.Module) -> nn.Module:
+def share_zero_weights(model: nn.Module) -> nn.Module:
     """Replace the parameters of a model on the meta device by CPU ones that share a single zero each.
 
     They have the right shapes and take no memory, so a LoRA can be loaded beside them; on the meta device loading

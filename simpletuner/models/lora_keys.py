@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from simpletuner.config.schema import LoraConfig
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, shorten
 from simpletuner.models.lora_targets import Targets, matching_modules
-from simpletuner.models.source import WeightsError, shorten, tensor_shapes
+from simpletuner.models.source import WeightsError, tensor_shapes
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
 # Prefixes of LoRA files; from those with another than its own diffusers loads nothing, and says nothing.

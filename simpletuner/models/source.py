@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from simpletuner.config.load import RunConfig
-from simpletuner.errors import Problem, UserError
+from simpletuner.errors import Problem, UserError, shorten
 from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, read_header
 from simpletuner.models.spec import FamilySpec, Flavour
 
@@ -308,12 +308,6 @@ def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, .
         for name in everything
         if block.get(name) != usual[name].most_common(1)[0][0]
     )
-
-
-def shorten(names: Sequence[str], limit: int = 5) -> str:
-    """The first names of a list, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def _by_location(parts: Iterable[Part]) -> dict[str, list[Part]]:

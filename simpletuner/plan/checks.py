@@ -15,9 +15,9 @@ from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
 from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, shorten
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
-from simpletuner.models.source import ModelSource, blocks_of, differing_weights, missing_layers, shorten
+from simpletuner.models.source import ModelSource, blocks_of, differing_weights, missing_layers
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import why_no_folder, why_not_writable
 from simpletuner.plan.offload import check_offload

@@ -126,7 +126,7 @@ class MediaFile:
         self._lines.close()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file, oldest first. No file: no rows. A torn last line is left out."""
     try:
         content = Path(path).read_bytes()
@@ -139,7 +139,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """The metrics of each step, oldest first; what was measured after a step was recorded is put with it."""
     steps: dict[int, dict[str, Any]] = {}
-    for row in read(path):
+    for row in read_rows(path):
         steps.setdefault(row["step"], {}).update(row)
     return list(steps.values())
 
@@ -147,7 +147,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 def read_media(path: Path) -> list[MediaRecord]:
     """The previews of a media file. One that was rendered twice into the same file counts once, as the last."""
     names = {field.name for field in fields(MediaRecord)}
-    records = (MediaRecord(**{name: row[name] for name in names & row.keys()}) for row in read(path))
+    records = (MediaRecord(**{name: row[name] for name in names & row.keys()}) for row in read_rows(path))
     return list({record.path: record for record in records}.values())
 
 

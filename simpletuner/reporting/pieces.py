@@ -13,7 +13,7 @@ from typing import Any
 from simpletuner.reporting.curves import Chart, charts_of, hours_of, points_of
 from simpletuner.reporting.html import Attribute, Child, Html, breakable, data_block, element, join
 from simpletuner.reporting.pace import clock, pace_text, shares, shares_text
-from simpletuner.reporting.report import LedgerRow, ReportData, Result, Setting
+from simpletuner.reporting.report import LedgerRow, ReportData, Result, SettingRow
 
 # More rows make the page heavy; the plan (`--dry-run`) lists them all.
 LEDGER_ROWS = 500
@@ -130,7 +130,7 @@ def figure(chart: Chart, *, wide: bool = False) -> Html:
     return element(name, element("figcaption", caption), element("div.plot"), data_chart=chart.title)
 
 
-def settings_section(settings: Sequence[Setting]) -> Html | None:
+def settings_section(settings: Sequence[SettingRow]) -> Html | None:
     """What is not at its default, and who set it; the rest folded away."""
     if not settings:
         return None
@@ -141,7 +141,7 @@ def settings_section(settings: Sequence[Setting]) -> Html | None:
     return section("Configuration", shown, element("details", summary, settings_table(rest)))
 
 
-def settings_table(settings: Sequence[Setting]) -> Html:
+def settings_table(settings: Sequence[SettingRow]) -> Html:
     """Options by section: value, default, and what decided it."""
     rows, group = [], ""
     for setting in settings:

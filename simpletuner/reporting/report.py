@@ -26,7 +26,7 @@ State = Literal["running", "finished", "stopped"]
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingRow:
     """One resolved option.
 
     Attributes:
@@ -103,7 +103,7 @@ class ReportData:
     subtitle: str = ""
     metrics: Sequence[Mapping[str, Any]] = ()
     previews: Sequence[MediaRecord] = ()
-    settings: Sequence[Setting] = ()
+    settings: Sequence[SettingRow] = ()
     ledger: Sequence[LedgerRow] = ()
     samples: Sequence[TrainingSample] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -124,11 +124,11 @@ def write_report(path: Path, data: ReportData) -> None:
     write_atomically(path, render_page(data), durable=False)
 
 
-def settings_of(config: RunConfig) -> list[Setting]:
+def settings_of(config: RunConfig) -> list[SettingRow]:
     """All options of a run in the order of the reference page, with secrets hidden."""
     values = redact_settings(config.flat())
     return [
-        Setting(
+        SettingRow(
             key=name,
             value=_worded(values[name]),
             default=option.default_note.replace("`", "") or ("" if option.required else _worded(option.default)),

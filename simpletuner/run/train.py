@@ -32,7 +32,7 @@ from simpletuner.run.publish import publish, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.watchers import Session, build_callbacks, build_validation
-from simpletuner.training.assemble import Intent, assemble, make_accelerator, peak_learning_rate
+from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator, peak_learning_rate
 from simpletuner.training.checkpoints import load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.loop import train
@@ -67,7 +67,7 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
     rates = device_rates(plan.output_dir, device, DTYPES[transformer_dtype(config.precision)])
     with events.phase("Loading the transformer"):
         techniques = [technique.build() for technique in plan.techniques]
-        assembly = assemble(config, intent_of(plan), adapter, techniques, accelerator)
+        assembly = assemble(config, training_spec(plan), adapter, techniques, accelerator)
     ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
     dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
     reader = BatchReader(workshop.catalogue, dropout, plan.seed, workshop.restore, features)
@@ -133,9 +133,9 @@ def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) 
     return TrainState(global_step=lora.init_lora_step if lora.init_lora else 0)
 
 
-def intent_of(plan: Plan) -> Intent:
+def training_spec(plan: Plan) -> TrainingSpec:
     """What training needs to know of the plan."""
-    return Intent(plan.lora_targets, plan.seed, plan.length.total_steps, peak_learning_rate(plan.config))
+    return TrainingSpec(plan.lora_targets, plan.seed, plan.length.total_steps, peak_learning_rate(plan.config))
 
 
 def prepare_machine(plan: Plan) -> None:

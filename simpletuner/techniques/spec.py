@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from simpletuner.caching.catalogue import FeatureKind
 from simpletuner.config.load import RunConfig
 from simpletuner.config.tread import Route
-from simpletuner.models.cost import Load, TransformerCost
+from simpletuner.models.cost import BatchShape, TransformerCost
 
 if TYPE_CHECKING:
     from simpletuner.techniques.base import Technique
@@ -31,7 +31,7 @@ class TechniqueCost:
     flops: float = 0.0
 
 
-def no_cost(transformer: TransformerCost, load: Load) -> TechniqueCost:
+def no_cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
     """Of a technique without a module."""
     return TechniqueCost()
 
@@ -50,7 +50,7 @@ class TechniqueSpec:
     build: Callable[[], Technique]
     routes: tuple[Route, ...] = ()
     features: tuple[FeatureKind, ...] = ()
-    cost: Callable[[TransformerCost, Load], TechniqueCost] = no_cost
+    cost: Callable[[TransformerCost, BatchShape], TechniqueCost] = no_cost
 
 
 def chosen_techniques(config: RunConfig, regularised: frozenset[str]) -> tuple[TechniqueSpec, ...]:

@@ -42,7 +42,7 @@ from simpletuner.training.state import Assembly, StepSettings
 
 
 @dataclass(frozen=True)
-class Intent:
+class TrainingSpec:
     """What the plan decided and training needs to know.
 
     Attributes:
@@ -68,7 +68,11 @@ def make_accelerator() -> Accelerator:
 
 
 def assemble(
-    config: RunConfig, intent: Intent, adapter: FamilyAdapter, techniques: Sequence[Technique], accelerator: Accelerator
+    config: RunConfig,
+    intent: TrainingSpec,
+    adapter: FamilyAdapter,
+    techniques: Sequence[Technique],
+    accelerator: Accelerator,
 ) -> Assembly:
     """Load the transformer and make it trainable."""
     device = accelerator.device
@@ -146,7 +150,7 @@ def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec,
         quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
 
 
-def _add_lora(transformer: nn.Module, config: RunConfig, intent: Intent, dtype: torch.dtype) -> LoraAdapter:
+def _add_lora(transformer: nn.Module, config: RunConfig, intent: TrainingSpec, dtype: torch.dtype) -> LoraAdapter:
     seed = step_seed(intent.seed, 0, 0, 0, "lora")
     lora = add_lora(transformer, config.lora, intent.lora_targets, seed=seed, dtype=dtype)
     if config.lora.init_lora is not None:
@@ -205,7 +209,7 @@ def _stream(
 
 
 def _build_optimizer(
-    parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], config: RunConfig, intent: Intent
+    parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], config: RunConfig, intent: TrainingSpec
 ) -> Optimizer:
     return build_optimizer(
         parameters.values(),
@@ -216,7 +220,7 @@ def _build_optimizer(
     )
 
 
-def _step_settings(config: RunConfig, intent: Intent) -> StepSettings:
+def _step_settings(config: RunConfig, intent: TrainingSpec) -> StepSettings:
     return StepSettings(
         seed=intent.seed,
         accumulation=config.schedule.gradient_accumulation_steps,

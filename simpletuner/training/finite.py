@@ -12,11 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from simpletuner.errors import NonFiniteError
+from simpletuner.errors import NonFiniteError, shorten
 
 # float16 steps are skipped while the scaler halves its scale. Below 1 gradients would overflow without any scaling.
 LOWEST_SCALE = 1.0
-SHOWN = 5
 
 
 def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[str]]) -> None:
@@ -56,7 +55,7 @@ def stop_if_gradients_not_finite(
         return
     gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
     guilty = not_finite(gradients)[::-1]  # the backward pass goes from the last layer to the first
-    what = f"of {_shortened(guilty)}, in the order of the backward pass," if guilty else "of all tensors together"
+    what = f"of {shorten(guilty)}, in the order of the backward pass," if guilty else "of all tensors together"
     raise NonFiniteError(
         f"The gradient {what} is NaN or infinite, although the loss is finite. The weights were not touched. "
         f"Trained on: {', '.join(name for names in files for name in names)}."
@@ -73,7 +72,7 @@ def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
     if guilty:
         raise NonFiniteError(
             f"{len(guilty)} of {len(weights)} trained tensors are NaN or infinite and were not saved: "
-            f"{_shortened(guilty)}. Continue from the last checkpoint with a lower learning_rate."
+            f"{shorten(guilty)}. Continue from the last checkpoint with a lower learning_rate."
         )
 
 
@@ -85,8 +84,3 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         # The largest absolute value is infinite or NaN where any value is; a sum of squares could overflow.
         largest = torch.stack([each.float() for each in torch._foreach_norm(list(tensors.values()), float("inf"))])
     return [name for name, value in zip(tensors, largest.tolist(), strict=True) if not math.isfinite(value)]
-
-
-def _shortened(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

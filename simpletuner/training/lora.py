@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
 from simpletuner.config.schema import LoraConfig
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, shorten
 from simpletuner.headers import with_metadata
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
 from simpletuner.models.lora_targets import Targets
@@ -135,7 +135,7 @@ class LoraAdapter:
         own = self.state_dict()
         wrong = sorted(name for name in own.keys() | weights.keys() if not _same_shape(own, weights, name))
         if wrong:
-            raise UserError(f"The LoRA weights do not fit this model: {_shorten(wrong)}.")
+            raise UserError(f"The LoRA weights do not fit this model: {shorten(wrong)}.")
         with torch.no_grad():
             set_peft_model_state_dict(self.transformer, dict(weights), adapter_name=ADAPTER)
 
@@ -276,7 +276,7 @@ def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mappin
         loaded = {name: each for name, each in load_file(path).items() if name in known}
     wrong = [name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])]
     if wrong or len(loaded) != len(expected):
-        raise RuntimeError(f"{path} does not load as it was saved: {_shorten(wrong or sorted(loaded))}")
+        raise RuntimeError(f"{path} does not load as it was saved: {shorten(wrong or sorted(loaded))}")
     return len(expected)
 
 
@@ -312,8 +312,3 @@ def _equal(loaded: Tensor, expected: Tensor) -> bool:
 
 def _same_shape(own: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> bool:
     return name in own and name in other and own[name].shape == other[name].shape
-
-
-def _shorten(names: list[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, Load, Shape
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, Shape
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.techniques.base import Technique
 from simpletuner.training.state import Assembly, SampleFlops
@@ -95,7 +95,7 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
 
     @lru_cache(REMEMBERED)
     def flops(tokens: int, text_tokens: int) -> float:
-        load = costs.routed(Load(samples=1, frames=1, height=1, width=tokens, text=text_tokens), routes)
+        load = costs.routed(BatchShape(samples=1, frames=1, height=1, width=tokens, text=text_tokens), routes)
         return (costs.forward(load, adapters) + costs.backward(load, adapters, full=is_full)).total
 
     return flops

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from simpletuner.config.optimizers import (
     BETAS,
     OPTIMIZERS,
-    Setting,
+    OptimizerValue,
     check_optimizer,
     is_schedule_free,
     optimizer_name,
@@ -128,7 +128,7 @@ def sampling_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig, 
                 parameter.copy_(weights)
 
 
-def _arguments(settings: dict[str, Setting]) -> dict[str, Any]:
+def _arguments(settings: dict[str, OptimizerValue]) -> dict[str, Any]:
     """Settings as the libraries take them: the betas as one tuple."""
     betas = tuple(settings[name] for name in BETAS if name in settings)
     others = {name: value for name, value in settings.items() if name not in BETAS}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from simpletuner.budget.estimate import (
-    Setup,
+    TrainingSetup,
     average_memory,
     frozen_bytes,
     inputs_on_host_bytes,
@@ -23,7 +23,7 @@ from simpletuner.budget.estimate import (
 )
 from simpletuner.config.optimizers import keeps_bf16_weights
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, Load, TransformerCost
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, TransformerCost
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import matching_modules
@@ -33,20 +33,20 @@ from simpletuner.training.optimizers import build_optimizer
 KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "to_out.0"]
 
 
-def lora(cost: TransformerCost, targets: list[str]) -> Setup:
+def lora(cost: TransformerCost, targets: list[str]) -> TrainingSetup:
     """A bf16 model with float32 adapters of rank 16 under AdamW, as the peaks below were metered."""
     adapters = Adapters(16, frozenset(matching_modules(cost.linear_modules(), targets)))
-    return Setup("bf16", adapters, 4, optimizer_state_bytes("adamw", 4, compensated=False))
+    return TrainingSetup("bf16", adapters, 4, optimizer_state_bytes("adamw", 4, compensated=False))
 
 
 # Metered peaks in GB: weights resident, blocks streamed through two slots (there the few text blocks stayed on the
 # device; the engine streams them, too), and block inputs on the host.
-PEAKS: list[tuple[str, FamilyCost, str, list[str], Load, float, float, float]] = [
-    ("lite", VIDEO_COST, "t2v-lite-sft-5s", KANDINSKY, Load(1, 16, 32, 48, 256), 10.4, 6.3, 3.7),
-    ("image", IMAGE_COST, "t2i-lite-sft", KANDINSKY, Load(1, 1, 64, 64, 256), 15.3, 2.95, 2.0),
-    ("pro", VIDEO_COST, "t2v-pro-sft-5s-hd", KANDINSKY, Load(1, 31, 32, 48, 256), 80, 40, 17.7),
-    ("pro-hd", VIDEO_COST, "t2v-pro-sft-5s-hd", KANDINSKY, Load(1, 31, 48, 80, 256), 134, 94, 38),
-    ("sana", SANA_COST, "2b-480p", SANA, Load(1, 21, 30, 52, 300), 15.9, 12.2, 9.8),
+PEAKS: list[tuple[str, FamilyCost, str, list[str], BatchShape, float, float, float]] = [
+    ("lite", VIDEO_COST, "t2v-lite-sft-5s", KANDINSKY, BatchShape(1, 16, 32, 48, 256), 10.4, 6.3, 3.7),
+    ("image", IMAGE_COST, "t2i-lite-sft", KANDINSKY, BatchShape(1, 1, 64, 64, 256), 15.3, 2.95, 2.0),
+    ("pro", VIDEO_COST, "t2v-pro-sft-5s-hd", KANDINSKY, BatchShape(1, 31, 32, 48, 256), 80, 40, 17.7),
+    ("pro-hd", VIDEO_COST, "t2v-pro-sft-5s-hd", KANDINSKY, BatchShape(1, 31, 48, 80, 256), 134, 94, 38),
+    ("sana", SANA_COST, "2b-480p", SANA, BatchShape(1, 21, 30, 52, 300), 15.9, 12.2, 9.8),
 ]
 
 
@@ -56,7 +56,13 @@ PEAKS: list[tuple[str, FamilyCost, str, list[str], Load, float, float, float]] =
     ids=[row[0] for row in PEAKS],
 )
 def test_peaks_of_the_published_models(
-    family: FamilyCost, flavour: str, targets: list[str], load: Load, resident: float, streamed: float, on_host: float
+    family: FamilyCost,
+    flavour: str,
+    targets: list[str],
+    load: BatchShape,
+    resident: float,
+    streamed: float,
+    on_host: float,
 ) -> None:
     cost = family.of_flavour(flavour, attention_type="regular")
     setup = lora(cost, targets)
@@ -77,7 +83,7 @@ def lite() -> TransformerCost:
     return VIDEO_COST.of_flavour("t2v-lite-sft-5s")
 
 
-LOAD = Load(1, 16, 32, 48, 256)
+LOAD = BatchShape(1, 16, 32, 48, 256)
 
 
 def test_what_a_block_keeps_with_checkpointing_is_its_input(lite: TransformerCost) -> None:
@@ -124,14 +130,14 @@ def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
 
 
 def test_a_full_fine_tune_trains_every_weight(lite: TransformerCost) -> None:
-    full = Setup("bf16", NO_ADAPTERS, 2, optimizer_state_bytes("adamw_bf16", 2, compensated=True))
+    full = TrainingSetup("bf16", NO_ADAPTERS, 2, optimizer_state_bytes("adamw_bf16", 2, compensated=True))
     assert frozen_bytes(lite, full) == 0
     assert trained_bytes(lite, full) == lite.parameters * (2 + 2 + 6)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_an_average_is_counted_where_it_lives(lite: TransformerCost, place: Literal["device", "host"]) -> None:
-    plain = Setup("bf16", NO_ADAPTERS, 2, 6)
+    plain = TrainingSetup("bf16", NO_ADAPTERS, 2, 6)
     averaged = replace(plain, averaged=place)
     more = trained_bytes(lite, averaged) - trained_bytes(lite, plain)
     assert more == (4 * lite.parameters if place == "device" else 0)
@@ -143,7 +149,7 @@ def test_an_average_is_counted_where_it_lives(lite: TransformerCost, place: Lite
 
 def test_a_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
     pro = VIDEO_COST.of_flavour("t2v-pro-sft-5s-hd")
-    full = Setup("bf16", NO_ADAPTERS, 2, 6)
+    full = TrainingSetup("bf16", NO_ADAPTERS, 2, 6)
     assert saving_bytes(lite, full) == 2 * lite.parameters
     assert saving_bytes(pro, full) == 10e9 < 2 * pro.parameters
 

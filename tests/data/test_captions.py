@@ -14,8 +14,8 @@ from simpletuner.data.captions import (
     captions_for,
     match_rows,
     read_caption_file,
+    read_caption_table,
     read_filters,
-    read_table,
     shuffle_edit,
 )
 from simpletuner.errors import Problem
@@ -167,25 +167,28 @@ def table(tmp_path: Path) -> ParquetConfig:
 
 def test_tables_name_pictures_by_path_or_name(table: ParquetConfig) -> None:
     problems: list[Problem] = []
-    rows = read_table(table, "set", problems)
+    rows = read_caption_table(table, "set", problems)
     matched, unused = match_rows(rows, ["sub/a.png", "deep/b.jpg", "é.png", "other.png"])
     assert matched == {"sub/a.png": ("from a path",), "deep/b.jpg": ("from the fallback",), "é.png": ("accent",)}
     assert (unused, problems) == (["gone.png"], [])
 
 
 def test_a_list_column_holds_alternatives(table: ParquetConfig) -> None:
-    rows = read_table(table.model_copy(update={"caption_column": "many"}), "set", [])
+    rows = read_caption_table(table.model_copy(update={"caption_column": "many"}), "set", [])
     assert list(rows.values())[:2] == [("one", "two"), ("from the fallback",)]
 
 
 def test_names_without_extension_mean_png(table: ParquetConfig) -> None:
-    rows = read_table(table.model_copy(update={"identifier_includes_extension": False}), "set", [])
+    rows = read_caption_table(table.model_copy(update={"identifier_includes_extension": False}), "set", [])
     assert "b.jpg.png" in rows
 
 
 def test_a_missing_column_names_those_that_are_there(table: ParquetConfig) -> None:
     problems: list[Problem] = []
-    assert read_table(table.model_copy(update={"caption_column": "texts", "width_column": "w"}), "set", problems) == {}
+    assert (
+        read_caption_table(table.model_copy(update={"caption_column": "texts", "width_column": "w"}), "set", problems)
+        == {}
+    )
     assert [problem.where for problem in problems] == ["set.parquet.caption_column", "set.parquet.width_column"]
     assert "file, text, alt, many" in problems[0].message
     assert "Did you mean 'text'?" in problems[0].message
@@ -195,11 +198,11 @@ def test_a_missing_table_or_package_is_a_problem(
     table: ParquetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[Problem] = []
-    read_table(table.model_copy(update={"path": str(tmp_path / "no.parquet")}), "set", problems)
+    read_caption_table(table.model_copy(update={"path": str(tmp_path / "no.parquet")}), "set", problems)
     (tmp_path / "bad.parquet").write_text("no table")
-    read_table(table.model_copy(update={"path": str(tmp_path / "bad.parquet")}), "set", problems)
+    read_caption_table(table.model_copy(update={"path": str(tmp_path / "bad.parquet")}), "set", problems)
     assert [problem.where for problem in problems] == ["set.parquet.path"] * 2
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    read_table(table, "set", problems)
+    read_caption_table(table, "set", problems)
     assert "simpletuner[parquet]" in problems[-1].message

@@ -14,7 +14,7 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.lora_targets import matching_modules
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.training.assemble import Intent, assemble, make_accelerator
+from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.lora import verify_file
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import add_noise
@@ -43,7 +43,7 @@ def noisy_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32)
 
 def make_assembly(checkpoint: Path, targets: Any = None, **settings: Any) -> Assembly:
     config = make_sana_config(checkpoint, **{"mixed_precision": "no", "learning_rate": 1e-2, **settings})
-    intent = Intent(lora_targets=targets or DEFAULT, seed=3, total_steps=10, learning_rate=1e-2)
+    intent = TrainingSpec(lora_targets=targets or DEFAULT, seed=3, total_steps=10, learning_rate=1e-2)
     assembly = assemble(config, intent, make_sana_adapter(checkpoint, **settings), [], make_accelerator())
     assembly.transformer.train()
     return assembly

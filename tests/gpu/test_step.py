@@ -16,7 +16,7 @@ from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.speed import attention
 from simpletuner.training import step
-from simpletuner.training.assemble import Intent, assemble
+from simpletuner.training.assemble import TrainingSpec, assemble
 from simpletuner.training.state import Assembly
 from tests.fidelity.family import make_adapter, make_config
 from tests.training.assembly import make_batch
@@ -51,7 +51,7 @@ def assembled(checkpoint: Path, device: str = "cuda", **settings: Any) -> Assemb
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
-    intent = Intent(lora_targets=["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2)
+    intent = TrainingSpec(lora_targets=["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2)
     accelerator = Accelerator(mixed_precision="no", cpu=device == "cpu")
     assembly = assemble(make_config(checkpoint, **settings), intent, make_adapter(checkpoint), [], accelerator)
     assembly.transformer.train()

@@ -14,8 +14,8 @@ from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import cost_of
-from simpletuner.budget.estimate import Setup, step_memory
-from simpletuner.models.cost import Adapters, Load, TransformerCost
+from simpletuner.budget.estimate import TrainingSetup, step_memory
+from simpletuner.models.cost import Adapters, BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
@@ -25,7 +25,7 @@ BF16 = torch.bfloat16
 KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "to_out.0"]
 
 
-def kandinsky_inputs(load: Load, channels: int) -> dict[str, Any]:
+def kandinsky_inputs(load: BatchShape, channels: int) -> dict[str, Any]:
     return {
         "hidden_states": torch.empty(load.samples, load.frames, 2 * load.height, 2 * load.width, channels, dtype=BF16),
         "encoder_hidden_states": torch.empty(load.samples, load.text, 3584, dtype=BF16),
@@ -37,7 +37,7 @@ def kandinsky_inputs(load: Load, channels: int) -> dict[str, Any]:
     }
 
 
-def sana_inputs(load: Load) -> dict[str, Any]:
+def sana_inputs(load: BatchShape) -> dict[str, Any]:
     shape = (load.samples, 1, load.frames, load.height, load.width)
     return {
         "hidden_states": torch.empty(load.samples, 16, load.frames, 2 * load.height, 2 * load.width, dtype=BF16),
@@ -61,15 +61,15 @@ def train(model: Any, cost: TransformerCost, adapters: Adapters, checkpointed: b
 @pytest.mark.parametrize(
     ("name", "load"),
     [
-        ("t2v-lite-sft-5s", Load(1, 16, 32, 48, 256)),
-        ("t2i-lite-sft", Load(2, 1, 64, 64, 128)),
-        ("2b-480p", Load(1, 21, 30, 52, 300)),
-        ("2b-480p", Load(1, 21, 30, 52, 300, timed_tokens=True)),
+        ("t2v-lite-sft-5s", BatchShape(1, 16, 32, 48, 256)),
+        ("t2i-lite-sft", BatchShape(2, 1, 64, 64, 128)),
+        ("2b-480p", BatchShape(1, 21, 30, 52, 300)),
+        ("2b-480p", BatchShape(1, 21, 30, 52, 300, timed_tokens=True)),
     ],
     ids=["lite", "image", "sana", "sana-i2v"],
 )
 def test_the_planned_peak_is_the_metered_one(
-    name: str, load: Load, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, load: BatchShape, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_sana = name == "2b-480p"
     family = SANA_COST if is_sana else VIDEO_COST if name.startswith("t2v") else IMAGE_COST
@@ -82,7 +82,7 @@ def test_the_planned_peak_is_the_metered_one(
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         metered = peak_of_step(model, sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)))
-    setup = Setup("bf16", adapters, 2, 0, checkpoint_interval=1 if checkpointed else None)
+    setup = TrainingSetup("bf16", adapters, 2, 0, checkpoint_interval=1 if checkpointed else None)
     planned = step_memory(cost, setup, load)
     beside_weights = planned.inputs + planned.block + planned.outside
     assert 0.95 <= beside_weights / metered <= 1.1

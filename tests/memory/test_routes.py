@@ -10,9 +10,9 @@ from benchmarks.models import SHAPES, cost_of, hollow_transformer
 from benchmarks.tread import share_of_arithmetic
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.duration import forward_seconds, step_cost
-from simpletuner.budget.estimate import Setup, inputs_on_host_bytes, step_memory
+from simpletuner.budget.estimate import TrainingSetup, inputs_on_host_bytes, step_memory
 from simpletuner.config.tread import Route, tokens_by_block
-from simpletuner.models.cost import Load, TransformerCost
+from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from tests.budget.test_estimate import KANDINSKY, lora
 
@@ -20,10 +20,10 @@ GUIDES = (Route(0.5, 2, -2),)
 H100 = Device("H100", None, None, True, rates_of("NVIDIA H100"), "")
 
 
-def load_of(size: str) -> Load:
+def load_of(size: str) -> BatchShape:
     """A sample of a benchmark."""
     frames, height, width = SHAPES[size].latents
-    return Load(1, frames, height // 2, width // 2, SHAPES[size].caption)
+    return BatchShape(1, frames, height // 2, width // 2, SHAPES[size].caption)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def lite() -> TransformerCost:
 
 
 @pytest.fixture
-def setup(lite: TransformerCost) -> Setup:
+def setup(lite: TransformerCost) -> TrainingSetup:
     return lora(lite, KANDINSKY)
 
 
@@ -60,18 +60,18 @@ def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
     assert routed.traffic < 0.6 * plain.traffic
 
 
-def test_no_share_left_out_changes_nothing(lite: TransformerCost, setup: Setup) -> None:
+def test_no_share_left_out_changes_nothing(lite: TransformerCost, setup: TrainingSetup) -> None:
     neutral, load = replace(setup, routes=(Route(0.0, 2, -2),)), load_of("lite")
     assert step_cost(lite, neutral, load, H100) == step_cost(lite, setup, load, H100)
     assert step_memory(lite, neutral, load) == step_memory(lite, setup, load)
 
 
-def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: Setup) -> None:
+def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: TrainingSetup) -> None:
     routed = replace(setup, routes=GUIDES)
     assert forward_seconds(lite, routed, load_of("lite"), H100) == forward_seconds(lite, setup, load_of("lite"), H100)
 
 
-def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: Setup) -> None:
+def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: TrainingSetup) -> None:
     """Of 32 blocks 29 lie in the route; its first one keeps all tokens, to pick from. The last block is whole."""
     load, routed = load_of("lite"), replace(setup, routes=GUIDES)
     one = lite.activations(load, 2, setup.adapters)
@@ -95,5 +95,5 @@ def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: 
 
 def test_tiles_stay_together() -> None:
     cost = VIDEO_COST.of_flavour("t2v-pro-sft-5s-hd")
-    load = cost.routed(Load(1, 3, 8, 8, 256), [Route(0.5, 1, 1)])
+    load = cost.routed(BatchShape(1, 3, 8, 8, 256), [Route(0.5, 1, 1)])
     assert load.kept[:3] == (192, 128, 192)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.cost_table import Case, Trial, metered_block, structure_of
 from benchmarks.models import cost_of
 from simpletuner.config.schema import all_options
-from simpletuner.models.cost import NO_ADAPTERS, Load
+from simpletuner.models.cost import NO_ADAPTERS, BatchShape
 from simpletuner.models.lora_targets import matching_modules
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.spec import FamilySpec
@@ -24,10 +24,10 @@ def trial_of(spec: FamilySpec, samples: int = 1) -> Trial:
     return Trial(spec.name, case, rows=structure_of(spec.name)["rows"])
 
 
-def load_of(trial: Trial) -> Load:
+def load_of(trial: Trial) -> BatchShape:
     frames, height, width = trial.noisy.noisy_latents.shape[-3:]
     patch, text = trial.spec.patch_size, trial.numbers["text"] // trial.numbers["sample"]
-    return Load(trial.numbers["sample"], frames, height // patch, width // patch, text)
+    return BatchShape(trial.numbers["sample"], frames, height // patch, width // patch, text)
 
 
 def options(spec: FamilySpec) -> None:

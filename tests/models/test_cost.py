@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cost_table import Case, Trial, metered_block, packages, shapes_of, structure_of
 from benchmarks.models import cost_of
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, Load, TransformerCost, Work
-from simpletuner.models.cost_table import FamilyCost, read_table, sum_of
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, TransformerCost, Work
+from simpletuner.models.cost_table import FamilyCost, read_cost_table, sum_of
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import matching_modules
@@ -52,7 +52,7 @@ PACKAGES = packages()
 @pytest.mark.parametrize("specs", PACKAGES.values(), ids=PACKAGES)
 def test_the_table_is_what_is_measured(specs: list[FamilySpec]) -> None:
     """On a small model that no factor was fitted to; `python -m benchmarks.cost_table` writes a new table."""
-    table = read_table(specs[0].cost.package)
+    table = read_cost_table(specs[0].cost.package)
     structure = structure_of(specs[0].name)
     assert structure == {key: getattr(table, key) for key in structure}
     assert [each for spec in specs for each in shapes_of(spec)] == table.published
@@ -68,12 +68,12 @@ def test_the_table_is_what_is_measured(specs: list[FamilySpec]) -> None:
 
 # What performance counters say of the published models: gigabytes in bf16, tokens, forward TFLOP, attention's share,
 # and TFLOP of a LoRA step of rank 16, as the mathematics needs it and as it is executed with checkpointing.
-PUBLISHED: list[tuple[str, FamilyCost, str, float, Load, float, float, float, float]] = [
-    ("lite", VIDEO_COST, "t2v-lite-sft-5s", 4.6, Load(1, 16, 32, 48, 256), 211, 0.66, 563, 844),
-    ("image", IMAGE_COST, "t2i-lite-sft", 13.3, Load(1, 1, 64, 64, 512), 48, 0.20, 106, 159),
-    ("pro", VIDEO_COST, "t2v-pro-sft-5s-hd", 43, Load(1, 31, 32, 48, 256), 3586, 0.63, 9417, 14125),
-    ("pro-hd", VIDEO_COST, "t2v-pro-sft-5s-hd", 43, Load(1, 31, 48, 80, 256), 17323, 0.81, 48615, 72919),
-    ("sana", SANA_COST, "2b-480p", 4.1, Load(1, 21, 30, 52, 300), 122, 0.015, 246, 369),
+PUBLISHED: list[tuple[str, FamilyCost, str, float, BatchShape, float, float, float, float]] = [
+    ("lite", VIDEO_COST, "t2v-lite-sft-5s", 4.6, BatchShape(1, 16, 32, 48, 256), 211, 0.66, 563, 844),
+    ("image", IMAGE_COST, "t2i-lite-sft", 13.3, BatchShape(1, 1, 64, 64, 512), 48, 0.20, 106, 159),
+    ("pro", VIDEO_COST, "t2v-pro-sft-5s-hd", 43, BatchShape(1, 31, 32, 48, 256), 3586, 0.63, 9417, 14125),
+    ("pro-hd", VIDEO_COST, "t2v-pro-sft-5s-hd", 43, BatchShape(1, 31, 48, 80, 256), 17323, 0.81, 48615, 72919),
+    ("sana", SANA_COST, "2b-480p", 4.1, BatchShape(1, 21, 30, 52, 300), 122, 0.015, 246, 369),
 ]
 
 
@@ -83,7 +83,7 @@ PUBLISHED: list[tuple[str, FamilyCost, str, float, Load, float, float, float, fl
     ids=[row[0] for row in PUBLISHED],
 )
 def test_the_published_models(
-    cost: FamilyCost, flavour: str, weights: float, load: Load, forward: float, share: float, model: float,
+    cost: FamilyCost, flavour: str, weights: float, load: BatchShape, forward: float, share: float, model: float,
     executed: float,
 ) -> None:  # fmt: skip
     transformer = cost.of_flavour(flavour, attention_type="regular")
@@ -126,7 +126,7 @@ def sana_inputs(frames: int, side: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-Step = tuple[TransformerCost, Any, dict[str, Any], Load, Adapters]
+Step = tuple[TransformerCost, Any, dict[str, Any], BatchShape, Adapters]
 
 
 def kandinsky_case(rank: int = 4) -> Step:
@@ -136,7 +136,7 @@ def kandinsky_case(rank: int = 4) -> Step:
         cost,
         model,
         kandinsky_inputs(3, 8, 6, torch.float32),
-        Load(2, 3, 4, 4, 6),
+        BatchShape(2, 3, 4, 4, 6),
         adapters_of(cost, KANDINSKY_TARGETS, rank),
     )
 
@@ -144,7 +144,13 @@ def kandinsky_case(rank: int = 4) -> Step:
 def sana_case(rank: int = 4) -> Step:
     model = build_sana()
     cost = cost_of(SANA_COST, model)
-    return cost, model, sana_inputs(3, 8, torch.float32), Load(2, 3, 4, 4, 300), adapters_of(cost, SANA_TARGETS, rank)
+    return (
+        cost,
+        model,
+        sana_inputs(3, 8, torch.float32),
+        BatchShape(2, 3, 4, 4, 300),
+        adapters_of(cost, SANA_TARGETS, rank),
+    )
 
 
 def with_lora(model: Any, adapters: Adapters) -> Any:
@@ -225,13 +231,13 @@ def test_bytes_that_a_kandinsky_block_keeps(dtype: torch.dtype, targets: list[st
     inputs = kandinsky_inputs(3, 16, 6, dtype)
     block = model.visual_transformer_blocks[1]
     found = metered(model, block, block_inputs(model, inputs, block), streams=(0, 1))  # pixels and text
-    planned = cost.activations(Load(2, 3, 8, 8, 6), dtype.itemsize, adapters)
+    planned = cost.activations(BatchShape(2, 3, 8, 8, 6), dtype.itemsize, adapters)
     assert found == pytest.approx(planned.saved, rel=0.05)
 
 
 def test_a_given_first_frame_costs_only_where_tokens_have_times_of_their_own() -> None:
     kandinsky, sana = VIDEO_COST.of_flavour("i2v-lite-5s"), SANA_COST.of_flavour("2b-480p")
-    plain, given = Load(1, 4, 8, 8, 300), Load(1, 4, 8, 8, 300, timed_tokens=True)
+    plain, given = BatchShape(1, 4, 8, 8, 300), BatchShape(1, 4, 8, 8, 300, timed_tokens=True)
     for size in (2, 4):
         assert kandinsky.activations(plain, size, NO_ADAPTERS) == kandinsky.activations(given, size, NO_ADAPTERS)
         assert sana.activations(plain, size, NO_ADAPTERS).saved < sana.activations(given, size, NO_ADAPTERS).saved
@@ -250,7 +256,7 @@ def test_bytes_that_a_sparse_block_keeps() -> None:
     model = with_lora(model, adapters)
     block = model.visual_transformer_blocks[1]
     found = metered(model, block, block_inputs(model, inputs, block), streams=(0, 1))
-    load = Load(2, 1, 16, 16, 6)
+    load = BatchShape(2, 1, 16, 16, 6)
     planned = cost.activations(load, 4, adapters)
     dense = cost_of(VIDEO_COST, plain, attention_type="regular").activations(load, 4, adapters)
     assert planned.saved - dense.saved == 2 * 4 * 256 * 2 * 4
@@ -265,5 +271,5 @@ def test_bytes_that_a_sana_block_keeps(dtype: torch.dtype) -> None:
     model = with_lora(model, adapters).to(dtype)
     block = model.transformer_blocks[1]
     found = metered(model, block, block_inputs(model, sana_inputs(5, 32, dtype), block), streams=(0,))
-    planned = cost.activations(Load(2, 5, 16, 16, 300), dtype.itemsize, adapters)
+    planned = cost.activations(BatchShape(2, 5, 16, 16, 300), dtype.itemsize, adapters)
     assert found == pytest.approx(planned.saved, rel=0.05)

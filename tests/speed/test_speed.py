@@ -17,7 +17,7 @@ from simpletuner.errors import ConfigError
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
 from simpletuner.speed import attention, recomputation
 from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
-from simpletuner.training.assemble import Intent, assemble, make_accelerator
+from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import _Losses, micro_loss
 from tests.fidelity import family
@@ -49,7 +49,7 @@ def make_adapter(checkpoint: Path, case: str) -> FamilyAdapter:
 def make_assembly(checkpoint: Path, case: str, targets: Any = None, **settings: Any) -> Assembly:
     settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
     config = family.make_config(checkpoint, **settings)
-    intent = Intent(targets or ["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2)
+    intent = TrainingSpec(targets or ["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2)
     assembly = assemble(config, intent, make_adapter(checkpoint, case), [], make_accelerator())
     assembly.transformer.train()
     return assembly

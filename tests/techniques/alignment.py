@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 
 from simpletuner.caching.catalogue import FeatureKind
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.cost import Load, TransformerCost
+from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.techniques.base import Site, Technique
 from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 
@@ -71,7 +71,7 @@ class Alignment(Technique):
         self.average = state["average"]
 
 
-def alignment_cost(transformer: TransformerCost, load: Load) -> TechniqueCost:
+def alignment_cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
     """The projector, its input in float32, and three products with it."""
     tokens = load.samples * load.tokens
     numbers = transformer.hidden * CHANNELS

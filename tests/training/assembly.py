@@ -14,7 +14,7 @@ from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
 from simpletuner.techniques.base import Site, Technique
 from simpletuner.techniques.hidden_states import HiddenStates
-from simpletuner.training.assemble import Intent, assemble, make_accelerator
+from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.state import Assembly
 from tests.fidelity.family import CPU, make_adapter, make_config
@@ -25,7 +25,7 @@ def make_assembly(checkpoint: Path, *techniques: Technique, **settings: Any) -> 
     settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
     config = make_config(checkpoint, **settings)
     targets = ["to_query", "to_key", "to_value"]
-    intent = Intent(lora_targets=targets, seed=3, total_steps=10, learning_rate=1e-2)
+    intent = TrainingSpec(lora_targets=targets, seed=3, total_steps=10, learning_rate=1e-2)
     assembly = assemble(config, intent, make_adapter(checkpoint), techniques, make_accelerator())
     assembly.transformer.train()
     return assembly

@@ -21,7 +21,7 @@ from simpletuner.config.tread import Route
 from simpletuner.models.kandinsky5.nabla import sparse_params
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
-from simpletuner.training.assemble import Intent, assemble
+from simpletuner.training.assemble import TrainingSpec, assemble
 
 GPU = torch.device("meta")
 
@@ -55,7 +55,7 @@ def test_nothing_makes_the_host_wait(
     if size == "tiny-sana" and techniques():
         pytest.skip("Sana's blocks need all tokens")
     config = make_config(size, mixed_precision="bf16", gradient_checkpointing=True, lora_rank=4, **settings)
-    intent = Intent(lora_targets=lora_targets(size), seed=0, total_steps=10, learning_rate=1e-4)
+    intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=10, learning_rate=1e-4)
     assembly = assemble(config, intent, RandomAdapter(config, size, "cpu"), techniques(), make_accelerator("cpu"))
     assembly.transformer.train().to(GPU)
     batch = make_batch(size, 2)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simpletuner.memory.offload.image import Place
+from simpletuner.memory.offload.image import Span
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class BlockInputs:
 
     def _leave(self, tensor: Tensor) -> _Kept:
         buffer = self._buffer(tensor.nbytes)
-        host = Place.of(tensor).view(buffer)
+        host = Span.of(tensor).view(buffer)
         with self._beside():
             host.copy_(tensor, non_blocking=True)
         if self.side is not None:

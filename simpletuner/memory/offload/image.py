@@ -86,7 +86,7 @@ Settle = Callable[["WeightImage", Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class Span:
     """Where the values of one plain tensor lie in the buffer.
 
     Attributes:
@@ -100,7 +100,7 @@ class Place:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor, offset: int = 0) -> Place:
+    def of(cls, tensor: Tensor, offset: int = 0) -> Span:
         """Room for a tensor."""
         return cls(offset, tensor.size(), torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
 
@@ -198,11 +198,11 @@ def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]
             table.update(after)  # in the order they had, which is that of the state dict
 
 
-def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
+def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[Span], int]:
     """A place for each tensor, and the bytes they take together."""
     places, end = [], 0
     for tensor in tensors:
-        places.append(Place.of(tensor, end))
+        places.append(Span.of(tensor, end))
         end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     return places, end
 

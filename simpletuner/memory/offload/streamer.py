@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from simpletuner.config.schema import SLOTS
-from simpletuner.memory.offload.image import Place, WeightImage
+from simpletuner.memory.offload.image import Span, WeightImage
 from simpletuner.memory.offload.lane import Lane
 
 
@@ -100,7 +100,7 @@ class SlotView:
     """A tensor that lay in the slot of a group."""
 
     group: int
-    place: Place
+    place: Span
 
 
 class RememberedPlaces(saved_tensors_hooks):
@@ -116,7 +116,7 @@ class RememberedPlaces(saved_tensors_hooks):
             if group is None:
                 return tensor
             offset = int(tensor.storage_offset()) * tensor.element_size()
-            return SlotView(group, Place(offset, tensor.size(), tensor.stride(), tensor.dtype))
+            return SlotView(group, Span(offset, tensor.size(), tensor.stride(), tensor.dtype))
 
         def unpack(saved: Tensor | SlotView) -> Tensor:
             if isinstance(saved, Tensor):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from simpletuner.models.cost import Load, Shape, TransformerCost, VaeLoad, number
-from simpletuner.models.cost_table import FamilyCost, read_table
+from simpletuner.models.cost import BatchShape, Shape, TransformerCost, VaeLoad, number
+from simpletuner.models.cost_table import FamilyCost, read_cost_table
 from simpletuner.models.cost_table import transformer_cost as build_cost
 from simpletuner.models.kandinsky5.geometry import TILE, is_sparse, is_sparse_flavour
 
@@ -38,12 +38,12 @@ def transformer_cost(settings: Mapping[str, object], shapes: Mapping[str, Shape]
     head = sum(axes) if isinstance(axes, list | tuple) else 64
     heads = number(settings, "model_dim", 2048) // head
 
-    def masked(load: Load) -> float:
+    def masked(load: BatchShape) -> float:
         """NABLA's mask has an entry for each tile of queries, key and head; a kernel that takes lists of tiles needs
         less. It grows with the square of the tokens, unlike all that is measured."""
         return load.samples * load.tokens**2 // TILE * heads if sparse else 0.0
 
-    return build_cost(read_table(PACKAGE), shapes, head=head, unit=TILE if sparse else 1, masked=masked)
+    return build_cost(read_cost_table(PACKAGE), shapes, head=head, unit=TILE if sparse else 1, masked=masked)
 
 
 def _base_channels(settings: Mapping[str, object]) -> int:

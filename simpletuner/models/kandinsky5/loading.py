@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.loading import hollow_out, load_whole
+from simpletuner.models.loading import load_whole, share_zero_weights
 from simpletuner.models.source import ModelSource, Part
 
 WITHOUT_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
@@ -59,7 +59,7 @@ def bare_pipeline(pipeline_class: Any, part: Part) -> Any:
     with torch.device("meta"):
         transformer = Kandinsky5Transformer3DModel.from_config(settings)
     roles = ("vae", "scheduler", *WITHOUT_TEXT)
-    return pipeline_class(transformer=hollow_out(transformer), **dict.fromkeys(roles))
+    return pipeline_class(transformer=share_zero_weights(transformer), **dict.fromkeys(roles))
 
 
 def pipeline_inputs(request: PreviewRequest, device: torch.device) -> dict[str, Any]:

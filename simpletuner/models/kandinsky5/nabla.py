@@ -94,7 +94,7 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], comp
 
 # In the order of preference. Some devices have no default kernel for blocks of 64, but find one in a search.
 SMALL_BLOCKS = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE}
-WAYS: dict[str, Callable[[], Attend]] = {
+IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
     "blocks of 64": lambda: compiled(tile_blocks, SMALL_BLOCKS, {}),
     "blocks of 64, searched": lambda: compiled(tile_blocks, {}, {"max_autotune": True}),
     "blocks of 128": lambda: compiled(paired_blocks, {}, {}),
@@ -107,7 +107,7 @@ def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads
     if device.type == "cpu":
         return attend_masked  # flex attention has no backward pass there
     faults = []
-    for name, build in WAYS.items():
+    for name, build in IMPLEMENTATIONS.items():
         attend = build()
         fault = find_fault(attend, device, dtype, head_dim, heads)
         if fault is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simpletuner.models.cost import Shape, TransformerCost, VaeLoad, number
-from simpletuner.models.cost_table import FamilyCost, read_table
+from simpletuner.models.cost_table import FamilyCost, read_cost_table
 from simpletuner.models.cost_table import transformer_cost as build_cost
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.sanavideo", "SanaVideoTransformer3DModel"
@@ -26,7 +26,7 @@ def published(flavour: str) -> dict[str, object]:
 
 def transformer_cost(settings: Mapping[str, object], shapes: Mapping[str, Shape]) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
-    return build_cost(read_table(PACKAGE), shapes, head=number(settings, "attention_head_dim", 112))
+    return build_cost(read_cost_table(PACKAGE), shapes, head=number(settings, "attention_head_dim", 112))
 
 
 def vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
-from simpletuner.models.loading import hollow_out, load_vae, load_whole
+from simpletuner.models.loading import load_vae, load_whole, share_zero_weights
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, WanLatentEncoder, collate_text, token_timesteps
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.previews import WITHOUT_TEXT, StockSanaPipelines
@@ -97,7 +97,7 @@ class SanaVideoAdapter:
         with torch.device("meta"):
             transformer = SanaVideoTransformer3DModel.from_config(settings)
         absent = dict.fromkeys(("vae", "scheduler", *WITHOUT_TEXT))
-        return SanaVideoPipeline(transformer=hollow_out(transformer), **absent)
+        return SanaVideoPipeline(transformer=share_zero_weights(transformer), **absent)
 
     def _load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
         return load_vae(AutoencoderKLWan, self.source["vae"], self.caching, device, dtype)
