@@ -65,7 +65,7 @@ def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path
     request = PreviewRequest(embeds, negative, 128, 128, num_inference_steps=2, guidance_scale=1.0, seed=7)
 
     def draw() -> np.ndarray:
-        return np.asarray(StockImagePipeline(pipeline, pipeline.vae, cpu, takes_picture=False).render(request)[0])
+        return np.asarray(StockImagePipeline(pipeline, cpu, takes_picture=False).render(request)[0])
 
     assert np.array_equal(draw(), np.asarray(Image.open(preview)))
     pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, shift=1.0)
