@@ -288,8 +288,8 @@ def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
     load = adapter.load_transformer
 
     def load_random(dtype: torch.dtype) -> nn.Module:
-        def build(*inputs: Any, **settings: Any) -> nn.Module:
-            return build_transformer(size, device, dtype)
+        def build(*inputs: Any, **settings: Any) -> tuple[nn.Module, dict[str, list[str]]]:
+            return build_transformer(size, device, dtype), {"missing_keys": []}
 
         here = mock.patch.object(Part, "fetch", return_value=Path())
         with here, mock.patch.object(transformer_class(size), "from_pretrained", build):

@@ -191,7 +191,11 @@ def sweep_folders(parent: Path, name: re.Pattern[str]) -> None:
 
 
 def _flush_tree(folder: Path) -> None:
+    # Some libraries write files that only their owner may read; all get what the umask left of the folder's mode.
+    mode = folder.stat().st_mode & 0o666
     for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            path.chmod(mode)
         _flush(path)
     _flush(folder)
 

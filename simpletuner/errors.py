@@ -11,8 +11,14 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+
+def visible(text: str) -> str:
+    """The text without control characters: names of files and keys may hold what would move a terminal's cursor."""
+    return "".join(repr(each)[1:-1] if unicodedata.category(each) in ("Cc", "Cf") else each for each in text)
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Problem:
     fatal: bool = True
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.message}" if self.where else self.message
+        return visible(f"{self.where}: {self.message}" if self.where else self.message)
 
 
 class SimpleTunerError(Exception):

@@ -14,7 +14,7 @@ from simpletuner.config.schema import all_options
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan
-from simpletuner.reporting.redaction import redact_settings
+from simpletuner.redaction import redact_settings
 
 
 def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
@@ -13,10 +14,18 @@ from simpletuner.config.schema import all_options
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated
-from simpletuner.reporting.redaction import redact_settings
+from simpletuner.redaction import redact_settings
 
+logger = logging.getLogger(__name__)
 # A ledger longer than this is shown by its counts and its rejected files alone.
 LONGEST_LEDGER = 60
+
+
+def log_plan(plan: Plan, budget: Budget) -> None:
+    """Every setting, without secrets, and the plan into the debug log, where a report of a fault begins."""
+    logger.debug("settings %s", json.dumps(redact_settings(plan.config.flat()), ensure_ascii=False))
+    for line in plan_lines(plan, budget):
+        logger.debug("plan %s", line)
 
 
 def show_plan(plan: Plan, budget: Budget, stream: TextIO) -> None:

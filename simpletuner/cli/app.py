@@ -1,4 +1,4 @@
-"""The command line: what people type, and how a run that stops tells why."""
+"""The command line, and how errors become messages and exit codes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typer.exceptions import TyperException
 from simpletuner.atomic import DISK_FULL_CODES, READ_ONLY_CODES
 from simpletuner.cli import cache, configure, examples, help, train
 from simpletuner.errors import ConfigError, SimpleTunerError
+from simpletuner.redaction import redact
 
 USAGE = 2
 INTERRUPTED = 130
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Typer turns Ctrl-C and `typer.Exit` into a result instead of letting them through.
         code = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except TyperException as error:
-        # Without a command the help was printed, and there is nothing to add.
+        # Without a command the help has been printed already.
         return _complain(f"error: {error}", USAGE) if str(error) else USAGE
     except (typer.Abort, KeyboardInterrupt):
         return _complain("Interrupted.", INTERRUPTED)
@@ -68,13 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SimpleTunerError as error:
         return _complain(f"error: {error}" if error.exit_code == USAGE else str(error), error.exit_code)
     except BrokenPipeError:
-        # Whoever read our output (head, less) has seen enough. Nothing can be written at exit either.
+        # The reader of a pipe (head, less) has gone. Nothing can be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:  # noqa: BLE001 - the outermost frame: whatever it is, it must be told in one line
+    except Exception as error:  # noqa: BLE001 - the outermost frame: everything ends in one line
         if isinstance(error, OSError) and error.errno in READ_ONLY_CODES | DISK_FULL_CODES:
             return _complain(f"error: {error.filename or 'writing'}: {error.strerror}.", USAGE)
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), file=sys.stderr, end="")
         return _complain(f"{type(error).__name__}: {error}", 1)
     if code == INTERRUPTED:
         return _complain("Interrupted.", INTERRUPTED)
@@ -85,10 +86,10 @@ def _complain_about_problems(error: ConfigError) -> int:
     """All problems as a list, warnings first, so that what must be fixed comes last."""
     for problem in error.problems:
         if not problem.fatal:
-            print(f"warning: {problem}", file=sys.stderr)
+            print(redact(f"warning: {problem}"), file=sys.stderr)
     fatal = [problem for problem in error.problems if problem.fatal]
     for problem in fatal:
-        print(f"error: {problem}", file=sys.stderr)
+        print(redact(f"error: {problem}"), file=sys.stderr)
     return _complain(
         f"{len(fatal)} problem{'s' if len(fatal) > 1 else ''} to fix; nothing was started.", error.exit_code
     )
@@ -96,7 +97,7 @@ def _complain_about_problems(error: ConfigError) -> int:
 
 def _complain(text: str, code: int) -> int:
     with suppress(OSError):  # nobody may be left to read it
-        print(text, file=sys.stderr)
+        print(redact(text), file=sys.stderr)
     return code
 
 

@@ -1,4 +1,4 @@
-"""`simpletuner cache`: complete caches, check them, explain entries, and clear out what nobody needs."""
+"""`simpletuner cache`: fill caches, verify them, explain entries, and remove unused ones."""
 
 from __future__ import annotations
 

@@ -64,9 +64,10 @@ def settings_help(wanted: str) -> list[str]:
     section = next((each for each in sections if each.lower() == wanted.lower()), None)
     found = sections[section] if section else mentions
     if name in names:
-        others = [each for each in found if each.name != names[name].name]
-        more = [line for each in others for line in summary(each)] if section else _see_also(others)
-        return [*describe(names[name]), *more]
+        own = sections.get(section or "", [])
+        others = [each for each in mentions if each not in own and each.name != names[name].name]
+        rest = [line for each in own if each.name != names[name].name for line in summary(each)]
+        return [*describe(names[name]), *_see_also(others), *rest]
     if not found:
         guess = nearest(name, names)
         raise UserError(f"no setting mentions {wanted!r}.{f' Did you mean {guess!r}?' if guess else ''}")

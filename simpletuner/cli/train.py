@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import without the collector, and take what was imported out of its sight for good.
+    """Import without the garbage collector, and freeze what was imported.
 
-    Does nothing in a process that has torch already: what lives there is not ours to set aside.
+    Does nothing in a process that has imported torch already: its objects are not ours to freeze.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -60,7 +60,7 @@ def train(
         _show_plan(arguments, problems)
         return
     from simpletuner.budget.ready import ready_plan
-    from simpletuner.budget.show import start_lines
+    from simpletuner.budget.show import log_plan, start_lines
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import Notice, StateChanged
     from simpletuner.reporting.log import setup_logging
@@ -71,6 +71,7 @@ def train(
     plan, budget = ready_plan(arguments, problems)
     prepare_output(plan)
     setup_logging()
+    log_plan(plan, budget)
     with lock_output(plan.output_dir), signals_as_interrupt(), shown_events() as events:
         for warning in plan.warnings:
             events.publish(Notice(str(warning), warning=True))

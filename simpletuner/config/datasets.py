@@ -33,10 +33,13 @@ from simpletuner.config.option import (
 )
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, DatasetDefaults
 from simpletuner.errors import Problem, did_you_mean
+from simpletuner.redaction import hide_secrets
 
 CaptionStrategy = Literal[
     "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
 ]  # fmt: skip
+# An epoch lists every pass of every sample; a run over more passes has more epochs.
+MOST_REPEATS = 10_000
 ConditioningType = Literal["mask", "segmentation", "reference_strict", "reference_loose", "controlnet"]
 
 
@@ -146,7 +149,9 @@ class DatasetConfig(Group):
     max_upscale_threshold: Number | None = option(
         None, "With closest or random: no bucket that enlarges by more than this share.", ge=0, le=1
     )
-    repeats: Integer | None = option(None, "Extra passes: a sample is seen repeats + 1 times an epoch.", ge=0)
+    repeats: Integer | None = option(
+        None, "Extra passes: a sample is seen repeats + 1 times an epoch.", ge=0, le=MOST_REPEATS
+    )
     probability: Number = option(1.0, "Weight among the datasets.", ge=0)
     train_batch_size: Integer | None = option(None, "Own batch size.", ge=1)
     max_num_samples: Integer | None = option(None, "Use a fixed subset of this size.", ge=1)
@@ -234,6 +239,7 @@ class DatasetConfig(Group):
 
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
 LONGEST_ID = 100
+UNSAFE_ID = re.compile(r"[/\\\x00-\x1f\x7f]")
 PATH_KEYS = ("cache_dir", "cache_dir_vae", "instance_data_dir", "csv_file", "csv_cache_dir")
 
 
@@ -309,6 +315,7 @@ def _read_entry(
     for part, group in (("video", VideoConfig), ("parquet", ParquetConfig), ("caption_shuffle", CaptionShuffle)):
         if isinstance(keys.get(part), dict):
             keys[part] = _canonical_keys(keys[part], group, f"{where}.{part}", problems)
+    hide_secrets(keys)
     keys = {key: expand_environment(value, f"{where}.{key}", problems) for key, value in keys.items()}
     values = {**placeholders, "id": str(keys.get("id", ""))}
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
@@ -320,6 +327,8 @@ def _read_entry(
         problems.append(
             Problem(f"{path.name}[{index}].id", f"is longer than {LONGEST_ID} bytes; folders are named so.")
         )
+    if UNSAFE_ID.search(config.id) or config.id in (".", ".."):
+        problems.append(Problem(f"{where}.id", f"{config.id!r} cannot name a folder: take letters, digits, _ and -."))
     return config if config.id else config.model_copy(update={"id": where})
 
 

@@ -19,7 +19,9 @@ from simpletuner.config import schema
 from simpletuner.config.json_files import json_kind, read_json, same_value
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
 from simpletuner.config.option import Group
+from simpletuner.config.upstream import about
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
 
 GroupType = TypeVar("GroupType", bound=Group)
 FAMILY_DEFAULT = "family default"
@@ -167,11 +169,13 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
     spelled: dict[str, str] = {}
     for written, raw in layer.values:
         key = written.removeprefix("--").replace("-", "_")
+        hide_secrets({key: raw})
         if key not in names:
-            problems.append(Problem(written, f"{unknown_key(key, list(names))} ({layer.label})"))
+            unknown = Problem(written, f"{unknown_key(key, list(names))} ({layer.label})")
+            problems.append(about(written, key, raw, layer.label) or unknown)
             continue
         name = names[key].name
-        value = expand_environment(raw, name, problems)
+        value = expand_environment(raw, name, problems, secret=names[key].may_hold_secret)
         if value == "":
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:
@@ -199,17 +203,24 @@ def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
     return replace(problem, message=f"{problem.message} ({origin})") if origin else problem
 
 
-def expand_environment(value: Any, where: str, problems: list[Problem]) -> Any:
-    """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a problem."""
+def expand_environment(value: Any, where: str, problems: list[Problem], *, secret: bool = False) -> Any:
+    """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a problem.
+
+    Args:
+        secret: what stands in the variables is hidden wherever text leaves the process. A variable with a telling name
+            always is.
+    """
     if isinstance(value, dict):
-        return {key: expand_environment(inner, where, problems) for key, inner in value.items()}
+        return {key: expand_environment(inner, where, problems, secret=secret) for key, inner in value.items()}
     if isinstance(value, list):
-        return [expand_environment(inner, where, problems) for inner in value]
+        return [expand_environment(inner, where, problems, secret=secret) for inner in value]
     if not isinstance(value, str):
         return value
 
     def lookup(match: re.Match[str]) -> str:
         name = match.group(1)
+        if secret or SECRET_NAME.search(name):
+            hide(os.environ.get(name, ""))
         if name not in os.environ:
             problems.append(Problem(where, f"{value!r} needs the environment variable {name}, which is not set."))
         return os.environ.get(name, "")

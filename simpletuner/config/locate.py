@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,11 @@ LAUNCH_VARIABLES = {
     "MIXED_PRECISION": "mixed_precision",
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }
+ENV_NAME = re.compile(r"[A-Za-z_]\w*")
+SHELL_WORD = re.compile(
+    r"(?P<single>'[^']*')|(?P<escaped>\\.)|(?P<name>\$(?:\{\w+\}|[A-Za-z_]\w*))|(?P<command>`|\$[({])|(?P<quote>\")"
+    r"|(?P<comment>(?:^|(?<=\s))#.*)|(?P<open>')|(?P<plain>.)"
+)
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 
@@ -135,20 +139,64 @@ def read_env_layer(path: Path, problems: list[Problem]) -> Layer:
 
 
 def read_env_file(path: Path, problems: list[Problem]) -> dict[str, str]:
-    """Variables by their names, from `KEY=VALUE` lines; `export` and `+=` are understood."""
+    """Variables by their names, from `KEY=VALUE` lines as a shell reads them; `export` and `+=` are understood.
+
+    Variables are expanded, those of earlier lines and of the environment; commands are never run.
+    """
     values: dict[str, str] = {}
     for number, line in enumerate(_lines(path, problems), start=1):
         key, equals, value = re.sub(r"^export\s+", "", line.strip()).partition("=")
-        if not equals or key.startswith("#"):
+        if key.startswith("#") or not key:
+            continue
+        name = key.rstrip("+")
+        if not equals or not ENV_NAME.fullmatch(name):
+            message = f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored."
+            problems.append(Problem(str(path), message, fatal=False))
             continue
         try:
-            text = " ".join(shlex.split(value, comments=True))
+            text = expand_shell(value, {**os.environ, **values})
         except ValueError as error:
-            problems.append(Problem(str(path), f"line {number} cannot be read: {str(error).lower()}."))
+            # What is for the shell alone is no concern of a run.
+            fatal = name.lower() in option_names() or name in (*LAUNCH_VARIABLES, EXTRA_ARGUMENTS)
+            problems.append(Problem(str(path), f"line {number} cannot be read: {error}.", fatal=fatal))
             continue
-        name = key.rstrip("+").strip()
         values[name] = values.get(name, "") + text if key.endswith("+") else text
     return values
+
+
+def expand_shell(text: str, variables: Mapping[str, str]) -> str:
+    """The value of an assignment as a shell reads it: quotes, escapes, comments and `$NAME`.
+
+    Raises:
+        ValueError: a quote is not closed, a variable is not set, or a command would have to be run.
+    """
+    result, quoted = "", False
+    for match in SHELL_WORD.finditer(text.strip()):
+        kind, found = str(match.lastgroup), match[0]
+        if kind == "quote":
+            quoted = not quoted
+        elif kind == "command":
+            raise ValueError(f"{found!r} would run a command; write its result")
+        elif kind == "name":
+            result += _variable(found.strip("${}"), variables)
+        elif quoted:
+            result += found[1:] if kind == "escaped" and found[1] in '"\\$`' else found
+        elif kind == "comment":
+            result = result.rstrip()
+            break
+        elif kind == "open":
+            raise ValueError("a quotation mark is not closed")
+        else:
+            result += {"single": found[1:-1], "escaped": found[1:]}.get(kind, found)
+    if quoted:
+        raise ValueError("a quotation mark is not closed")
+    return result
+
+
+def _variable(name: str, variables: Mapping[str, str]) -> str:
+    if name not in variables:
+        raise ValueError(f"${name} is not set")
+    return variables[name]
 
 
 def _lines(path: Path, problems: list[Problem]) -> list[str]:

@@ -48,7 +48,14 @@ def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: typ
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    return f"is not a known key.{did_you_mean(key, known)}"
+    """That a key is unknown, with the nearest one that could be meant.
+
+    Long names look alike for the words that they share (`deepspeed_config`, `tread_config`), so the guess has to share
+    the beginning, too, unless all but a letter or two are the same.
+    """
+    guess = nearest(key, known)
+    meant = guess is not None and (guess[:2] == key[:2] or nearest(key, [guess], cutoff=0.85) is not None)
+    return f"is not a known key.{did_you_mean(key, [guess]) if guess and meant else ''}"
 
 
 def _key_path(details: ErrorDetails) -> str:

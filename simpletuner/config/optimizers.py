@@ -198,7 +198,8 @@ def is_schedule_free(name: OptimizerName | None) -> bool:
 def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[str, Setting]:
     """The numbers of the optimizer: its defaults, then adam_* keys, then the pair of betas, then optimizer_config.
 
-    What is wrong in the config is left out; `check_optimizer` reports it.
+    Raises:
+        KeyError, ValueError: what `check_optimizer` complains about.
     """
     spec = OPTIMIZERS[optimizer_name(config, mixed_precision)]
     settings = dict(spec.settings)
@@ -206,25 +207,23 @@ def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[st
         settings |= _given(config, ADAM_KEYS)
     if "beta1" in settings:
         settings |= _given(config, {"optimizer_beta1": "beta1", "optimizer_beta2": "beta2"})
-    return settings | _parse_overrides(config, spec, [])
+    return settings | {key: _parse_setting(key, text, spec.settings[key]) for key, text in _overrides(config)}
 
 
-def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> list[Problem]:
+def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[Problem]:
     """Everything that is wrong with the optimizer keys, a package that is not installed included."""
     name = optimizer_name(config, mixed_precision)
     spec = OPTIMIZERS[name]
-    problems: list[Problem] = []
     if name == "adamw_bf16" and mixed_precision != "bf16":
         message = f"'adamw_bf16' needs mixed_precision bf16, which is {mixed_precision!r}; use adamw or optimi-adamw."
-        problems.append(Problem("optimizer", message))
-    _parse_overrides(config, spec, problems)
-    problems += _check_numbers(config, name, spec)
+        yield Problem("optimizer", message)
+    yield from _check_overrides(config, spec)
+    yield from _check_numbers(config, name, spec)
     package = spec.package
     if package is not None and importlib.util.find_spec(package.module) is None:
         install = f"pip install 'simpletuner[{package.extra}]'"
         message = f"{name!r} needs the package {package.name}, which is not installed: {install}"
-        problems.append(Problem("optimizer", message))
-    return problems
+        yield Problem("optimizer", message)
 
 
 def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> Iterator[Problem]:
@@ -250,23 +249,25 @@ def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, Setting]:
     return {setting: values[key] for key, setting in keys.items() if values[key] is not None}
 
 
-def _parse_overrides(config: OptimizerConfig, spec: OptimizerSpec, problems: list[Problem]) -> dict[str, Setting]:
-    """`optimizer_config` as settings; what cannot be used becomes a problem."""
-    overrides: dict[str, Setting] = {}
+def _overrides(config: OptimizerConfig) -> Iterator[tuple[str, str]]:
+    """Names and texts of `optimizer_config`."""
     for part in (config.optimizer_config or "").split(","):
         key, equals, text = (piece.strip() for piece in part.partition("="))
-        if not key and not equals:
-            continue
+        if key or equals:
+            yield key, text
+
+
+def _check_overrides(config: OptimizerConfig, spec: OptimizerSpec) -> Iterator[Problem]:
+    for key, text in _overrides(config):
         if key not in spec.settings:
             allowed = ", ".join(spec.settings)
             message = f"unknown setting {key!r}; this optimizer has {allowed}.{did_you_mean(key, spec.settings)}"
-            problems.append(Problem("optimizer_config", message))
+            yield Problem("optimizer_config", message)
             continue
         try:
-            overrides[key] = _parse_setting(key, text, spec.settings[key])
+            _parse_setting(key, text, spec.settings[key])
         except ValueError as error:
-            problems.append(Problem("optimizer_config", f"{key}={text!r} {error}."))
-    return overrides
+            yield Problem("optimizer_config", f"{key}={text!r} {error}.")
 
 
 def _parse_setting(key: str, text: str, default: Setting) -> Setting:

@@ -230,6 +230,11 @@ class Option:
         return names.get(base, "JSON")
 
     @property
+    def may_hold_secret(self) -> bool:
+        """Whether what its `{env:...}` stands for is hidden: texts that are for services and for what is published."""
+        return self.section in ("Tracking", "Publishing") and self.type_name in ("text", "list", "JSON")
+
+    @property
     def is_flag(self) -> bool:
         return _strip_optional(self.annotation) is bool
 

@@ -19,6 +19,17 @@ A key may be written with or without `--`, with `-` or `_`. On the command line 
 default of the model family, default on this page. `null` and `""` mean unset. `{env:NAME}` in a text stands for the
 environment variable NAME.
 
+A `config.env` beside the config is read as a shell reads it: quotes, escapes, `export`, `+=` and `$NAME`. Commands
+(`$(...)`) are never run, and what cannot be read is named.
+
+Tokens, keys, passwords and webhook addresses are hidden in messages, logs, reports, trackers and headers of weight
+files: what stands under such a name (`auth_token`, `*_KEY`, ...), in a variable of such a name, or comes from
+`{env:NAME}` in a key of the sections Tracking and Publishing. `debug.log`, in the working directory, holds all settings
+and the plan, with the same care.
+
+A key of another trainer is answered with the nearest way here; with a value that switches nothing on
+(`"controlnet": false`) it is named and ignored.
+
 ⏳ marks keys whose subject is not available yet: they are known and checked, and refused when they switch it on.
 """
 VARIABLES_TITLE = "Environment configuration variables"

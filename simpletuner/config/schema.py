@@ -44,6 +44,8 @@ Precision = Literal[
     "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
 ]  # fmt: skip
 DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
+# Steps of a run, years of any machine: more is a slip of the keyboard.
+MOST_STEPS = 1_000_000_000
 # Pixels of an edge, far beyond what any model takes: more is a slip of the keyboard.
 LARGEST_SIZE = 100_000
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
@@ -156,7 +158,7 @@ class ScheduleConfig(Group):
     gradient_accumulation_steps: Integer = option(
         1, "Micro-steps per optimizer step; one optimizer step is one global step.", ge=1
     )
-    max_train_steps: Integer | None = option(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0)
+    max_train_steps: Integer | None = option(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0, le=MOST_STEPS)
     num_train_epochs: Integer | None = option(
         None, "Passes over the data, when max_train_steps does not decide.", ge=0,
         default_note="1 without max_train_steps",

@@ -16,12 +16,37 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.config.schema import CachingConfig
-from simpletuner.models.source import Part
+from simpletuner.errors import UserError
+from simpletuner.models.source import Part, shorten
+
+
+def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
+    """A model with every weight from its files: the libraries would draw what is missing at random.
+
+    Args:
+        model_class: of diffusers or transformers.
+        settings: more arguments of its `from_pretrained`.
+
+    Raises:
+        UserError: a weight is missing, or has another shape than the config says.
+    """
+    where = f"{part.key}: the {part.folder} in {part.location!r}"
+    try:
+        model, found = model_class.from_pretrained(
+            part.fetch(), variant=part.variant, output_loading_info=True, **settings
+        )
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{where} cannot be loaded: {reason}") from error
+    absent = sorted(found["missing_keys"])
+    if absent:
+        raise UserError(f"{where} is incomplete: {shorten(absent)} not in its files.")
+    return model
 
 
 def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.device, dtype: torch.dtype) -> Any:
     """A frozen VAE on a device, with slices and tiles as configured."""
-    vae = vae_class.from_pretrained(part.fetch(), torch_dtype=dtype, variant=part.variant)
+    vae = load_whole(vae_class, part, torch_dtype=dtype)
     vae.requires_grad_(False).eval().to(device)
     if caching.vae_enable_slicing:
         vae.enable_slicing()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -91,6 +92,7 @@ def _missing_shards(index: Path) -> str | None:
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{0,95}[\w]", re.ASCII)
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # One of these in its folder shows that a component is there.
 MARKERS = (
     "config.json",
@@ -130,7 +132,29 @@ class Part:
 
     def fault(self) -> str | None:
         """Why a local folder does not hold this part."""
-        return _fault(Path(self.location).expanduser() / self.folder)
+        folder = Path(self.location).expanduser() / self.folder
+        return _fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the weights that would be loaded, empty where they are in another format or not here.
+
+        Raises:
+            WeightsError: a file is damaged.
+        """
+        folder = self.local_folder()
+        files = [path for path in sorted(folder.glob("*.safetensors")) if self._is_meant(path)] if folder else []
+        return {name: shape for path in files for name, shape in tensor_shapes(path).items()}
+
+    def _is_meant(self, path: Path) -> bool:
+        """Whether a weight file is of the chosen variant: `model.fp16.safetensors`, `model.fp16-00001-of-…`."""
+        _, dot, suffix = path.stem.partition(".")
+        return suffix.partition("-")[0] == self.variant if self.variant else not dot
+
+    def _fault_of_variant(self, folder: Path) -> str | None:
+        files = [path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES]
+        if files and self.variant and not any(map(self._is_meant, files)):
+            return f"its weights have no variant {self.variant!r}"
+        return None
 
     def _snapshot(self) -> Path | None:
         """Where the hub's cache keeps the repository, if it does."""
@@ -238,6 +262,58 @@ def _fault(folder: Path) -> str | None:
     if not any((folder / marker).is_file() for marker in MARKERS):
         return "it is not there"
     return find_fault(folder) if (folder / MARKERS[0]).is_file() else None
+
+
+def _unreadable(folder: Path) -> str | None:
+    """A settings file of tokenizer or scheduler that no library could read."""
+    for marker in MARKERS[1:]:
+        path = folder / marker
+        try:
+            content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except (OSError, ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict):
+            return f"{marker} cannot be read"
+    return None
+
+
+def missing_layers(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """What a text encoder lacks, by the number of layers in its config; None when all of its layers are there."""
+    inner = config.get("text_config")
+    wanted = config.get("num_hidden_layers") or (inner.get("num_hidden_layers") if isinstance(inner, dict) else None)
+    found = {int(match[1]) for match in (LAYER.search(name) for name in names) if match}
+    if not isinstance(wanted, int) or not found:
+        return None
+    absent = sorted(set(range(wanted)) - found)
+    return f"layers {shorten([str(number) for number in absent])} of {wanted}" if absent else None
+
+
+def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:
+    """The weights of each block of a group, by the number of the block and by their names in it."""
+    blocks: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        number, dot, rest = name.removeprefix(f"{group}.").partition(".")
+        if name.startswith(f"{group}.") and dot and number.isdecimal():
+            blocks.setdefault(int(number), {})[rest] = shape
+    return blocks
+
+
+def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, ...]]]) -> list[str]:
+    """Weights that other blocks of the group have and one lacks, or has in another shape than most."""
+    everything = {name for block in blocks.values() for name in block}
+    usual = {name: Counter(block[name] for block in blocks.values() if name in block) for name in everything}
+    return sorted(
+        f"{group}.{number}.{name}"
+        for number, block in blocks.items()
+        for name in everything
+        if block.get(name) != usual[name].most_common(1)[0][0]
+    )
+
+
+def shorten(names: Sequence[str], limit: int = 5) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def _by_location(parts: Iterable[Part]) -> dict[str, list[Part]]:

@@ -45,10 +45,17 @@ class Flavour:
 
 @dataclass(frozen=True)
 class Component:
-    """A part of a diffusers checkpoint: the folder it lies in and the config key that can replace it."""
+    """A part of a diffusers checkpoint.
+
+    Attributes:
+        folder: where it lies.
+        override: the config key that can replace it.
+        kind: `model_type` in the config.json of a text encoder.
+    """
 
     folder: str
     override: str | None = None
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class FamilySpec:
         in_comfyui: ComfyUI has the model, and calls its layers what diffusers calls them.
         token_blocks: entry of the transformer's config that counts the blocks that tokens can
             be routed past; None where they cannot.
+        block_counts: entries of the transformer's config that count its blocks, by the group's name in weight files.
         grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
@@ -136,6 +144,7 @@ class FamilySpec:
     dataset_keys: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prompt_holds_picture: frozenset[Task] = frozenset()
+    block_counts: Mapping[str, str] = field(default_factory=dict)
     token_blocks: str | None = None
     grid: Callable[[Flavour, ModelSource], int] | None = None
     frame_rate: float | None = None

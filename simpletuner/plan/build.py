@@ -21,11 +21,13 @@ from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sampler import Sampler
 from simpletuner.errors import Problem, did_you_mean
+from simpletuner.models.lora_keys import check_init_lora
 from simpletuner.models.lora_targets import Targets, check_targets, linear_modules, matching_modules, resolve_targets
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.checks import (
+    check_cache_folders,
     check_config,
     check_datasets,
     check_family,
@@ -33,6 +35,7 @@ from simpletuner.plan.checks import (
     check_prompts,
     check_total,
     check_tread,
+    check_weights,
 )
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
@@ -141,6 +144,7 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
     path = dataset_file(config.run.data_backend_config, located.folder, problems)
     placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
     entries = read_datasets(path, problems, placeholders=placeholders)
+    problems.extend(check_cache_folders(entries))
     if spec is None:
         raise_if_fatal(problems)
         raise RuntimeError("an unknown family is a fatal problem")
@@ -183,7 +187,7 @@ def _plan_family(
     problems.extend(check_flavour(config, spec, flavour))
     problems.extend(spec.check(config, flavour))
     model_problems = source.problems()
-    problems.extend(model_problems or spec.check_checkpoint(flavour, source))
+    problems.extend(model_problems or (*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source)))
     problems.extend(check_tread(config, spec, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
@@ -270,13 +274,14 @@ def _find_flavour(config: RunConfig, spec: FamilySpec, problems: list[Problem]) 
 
 def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, problems: list[Problem]) -> Targets:
     targets = resolve_targets(config.lora.peft_lora_target_modules, spec, problems)
-    folder = source["transformer"].local_folder()
-    if config.model.model_type != "lora" or folder is None:
+    if config.model.model_type != "lora":
         return targets
-    modules = linear_modules(folder)
-    if not modules:
-        return targets  # weights in another format than safetensors show their names only when loaded
-    problems.extend(check_targets(modules, targets))
+    folder = source["transformer"].local_folder()
+    # Weights in another format than safetensors show their names only when they are loaded.
+    modules = linear_modules(folder) if folder else {}
+    problems.extend(check_init_lora(config.lora, list(modules), targets))
+    if modules:
+        problems.extend(check_targets(modules, targets))
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
     if narrowest is not None and config.lora.lora_rank > narrowest:
         message = f"{config.lora.lora_rank} is more than the narrowest layer is wide ({narrowest})."

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, learning_rate
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
@@ -16,13 +17,16 @@ from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
-from simpletuner.models.source import ModelSource
+from simpletuner.models.source import ModelSource, blocks_of, differing_weights, missing_layers, shorten
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.environment import why_not_writable
+from simpletuner.plan.environment import why_no_folder, why_not_writable
 from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
 from simpletuner.validation.prompts import ValidationPrompt
 
+HIGHEST_USUAL_RATE = 0.1
+RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # rates of 1 mean something there
+SMALLEST_RESOLUTION = 64  # pixels; less is meant as megapixels
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 
@@ -47,10 +51,17 @@ def check_planned(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
-    """The output folder can be written to, now, before anything has cost time."""
-    problem = why_not_writable("output_dir", Path(config.run.output_dir).expanduser())
+    """The output folder can be written to, now, before anything has cost time; the caches can be folders."""
+    run = config.run
+    problem = why_not_writable("output_dir", Path(run.output_dir).expanduser())
     if problem is not None:
         yield problem
+        return  # caches often lie in it
+    keys = {"cache_dir": run.cache_dir, "cache_dir_text": run.cache_dir_text, "cache_dir_vae": run.cache_dir_vae}
+    for key, folder in keys.items():
+        problem = why_no_folder(key, Path(folder).expanduser()) if folder else None
+        if problem is not None:
+            yield problem
 
 
 def check_schedule(config: RunConfig) -> Iterator[Problem]:
@@ -73,6 +84,9 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
     if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
         message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
         yield Problem("lr_end", message)
+    if rate > HIGHEST_USUAL_RATE and optimizer.optimizer not in RATE_IS_A_FACTOR:
+        message = f"{rate:g} is far above what these models are trained with (about 1e-4); weights will diverge."
+        yield Problem("learning_rate", message, fatal=False)
     if optimizer.lr_scale and optimizer.lr_scale_sqrt:
         yield Problem("lr_scale_sqrt", "and lr_scale are both on; choose one.")
 
@@ -123,8 +137,11 @@ def check_lora(config: RunConfig) -> Iterator[Problem]:
     if lora.use_dora and lora.lora_init_type in ("olora", "pissa"):
         message = f"and lora_init_type {lora.lora_init_type} exclude each other: the saved difference has no DoRA form."
         yield Problem("use_dora", message)
-    if lora.init_lora is not None and not Path(lora.init_lora).expanduser().exists():
-        yield Problem("init_lora", f"{lora.init_lora!r} does not exist.")
+    if config.model.model_type == "full":
+        for key in filter(config.is_explicit, type(lora).model_fields):
+            # Weights to start from cannot be left out without a word; the others only describe a LoRA.
+            message = "has no effect: model_type full trains every weight and no LoRA."
+            yield Problem(key, message, fatal=key == "init_lora")
 
 
 def check_text(config: RunConfig) -> Iterator[Problem]:
@@ -219,6 +236,43 @@ def check_tread(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Ite
         yield from check_routes(config.tread.routes, blocks if isinstance(blocks, int) else None)
 
 
+def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """Whether the parts on this machine are of the family and hold every weight: nothing may be drawn at random."""
+    for role, component in spec.components.items():
+        config = source.read_config(role) if component.kind else None
+        if config is None:
+            continue
+        part, kind = source[role], config.get("model_type")
+        where = f"the {role} in {part.location!r}"
+        if kind not in (None, component.kind):
+            yield Problem(part.key, f"{where} is a {kind!r}; {spec.title} has a {component.kind!r}.")
+        elif lacking := missing_layers(config, part.weight_shapes()):
+            yield Problem(part.key, f"{where} is incomplete: its files lack {lacking}.")
+    yield from _check_transformer(spec, flavour, source)
+
+
+def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """All blocks that its config.json counts, all alike, and every weight beside them; widths show at loading."""
+    part, config = source["transformer"], source.read_config("transformer")
+    found = part.weight_shapes()
+    if config is None or not found:
+        return
+    where = f"the transformer in {part.location!r}"
+    published = spec.cost.of_flavour(flavour.name).shapes
+    beside = {name for name in published if not name.startswith(tuple(f"{group}." for group in spec.block_counts))}
+    absent = sorted(beside - found.keys())
+    for group, key in spec.block_counts.items():
+        expected, there = config.get(key), blocks_of(group, found)
+        if isinstance(expected, int):
+            surplus = sorted(number for number in there if number >= expected)
+            if surplus:
+                yield Problem(part.key, f"{where} has {len(there)} {group}, its config.json has {key} {expected}.")
+            absent += [f"{group}.{number}" for number in range(expected) if number not in there]
+        absent += differing_weights(group, there)
+    if absent:
+        yield Problem(part.key, f"{where} is incomplete: its files lack {shorten(absent)}.")
+
+
 def check_datasets(
     config: RunConfig, spec: FamilySpec, flavour: Flavour, datasets: Sequence[Dataset]
 ) -> Iterator[Problem]:
@@ -230,6 +284,7 @@ def check_datasets(
         message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
         yield Problem(key, message, fatal=False)
     for dataset in datasets:
+        yield from _check_resolution(config, dataset)
         for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
             if key in dataset.config.model_fields_set:
                 yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)
@@ -252,6 +307,26 @@ def check_prompts(prompts: Sequence[ValidationPrompt], negative: str | None) -> 
         token = control_token(text)
         if token is not None:
             yield Problem(f"prompt {name!r}", f"holds {token}, a control token of the tokenizer; remove it.")
+
+
+def check_cache_folders(entries: Sequence[DatasetConfig]) -> Iterator[Problem]:
+    """The cache folders that datasets name can be folders."""
+    for entry in entries:
+        for key, folder in (("cache_dir", entry.cache_dir), ("cache_dir_vae", entry.cache_dir_vae)):
+            problem = why_no_folder(f"{entry.id}.{key}", Path(folder).expanduser()) if folder else None
+            if problem is not None:
+                yield problem
+
+
+def _check_resolution(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+    """Megapixels where pixels are meant."""
+    resolution, kind = dataset.config.resolution, dataset.config.resolution_type
+    if resolution is not None and resolution < SMALLEST_RESOLUTION and kind != "area":
+        message = (
+            f"{resolution:g} is in pixels, since resolution_type is {kind}; for megapixels set resolution_type area. "
+            "(i_know_what_i_am_doing allows it.)"
+        )
+        yield Problem(f"{dataset.id}.resolution", message, fatal=not config.run.i_know_what_i_am_doing)
 
 
 def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:

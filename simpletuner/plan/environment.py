@@ -54,11 +54,20 @@ def existing(folder: Path) -> Path:
     return folder
 
 
+def why_no_folder(key: str, folder: Path) -> Problem | None:
+    """Why a folder that a key names cannot be one; None where it can. A complete cache may well be read-only."""
+    parent = existing(folder)
+    if parent.is_dir():
+        return None
+    return Problem(key, f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
+
+
 def why_not_writable(key: str, folder: Path) -> Problem | None:
     """Why a folder that a key names cannot be made or written to; None where it can."""
     parent = existing(folder)
-    if not parent.is_dir():
-        return Problem(key, f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
+    problem = why_no_folder(key, folder)
+    if problem is not None:
+        return problem
     if not os.access(parent, os.W_OK | os.X_OK):
         return Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
     return None

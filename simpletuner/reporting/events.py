@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.metrics import MediaRecord
@@ -176,17 +176,6 @@ Event = (
 Subscriber = Callable[[Event], None]
 
 
-class Phase(Protocol):
-    """A piece of work of known or unknown size, under way."""
-
-    def advance(self, count: int = 1, note: str = "") -> None:
-        """`count` more units are done; the note says what is being worked on (a file name).
-
-        Raises:
-            Interrupted: the run was asked to stop.
-        """
-
-
 @dataclass
 class StopRequest:
     """Whether somebody asked the run to stop after the step under way."""
@@ -230,7 +219,7 @@ class EventStream:
         self.publish(Notice(text))
 
     @contextmanager
-    def phase(self, title: str, total: int | None = None, unit: str = "", kind: str = "") -> Iterator[Phase]:
+    def phase(self, title: str, total: int | None = None, unit: str = "", kind: str = "") -> Iterator[RunningPhase]:
         """Work that takes a while; its end, and how it ended, is told when the block ends.
 
         Raises:
@@ -248,12 +237,17 @@ class EventStream:
 
 
 class RunningPhase:
-    """A phase of a stream, from its beginning."""
+    """A piece of work of known or unknown size, under way."""
 
     def __init__(self, stream: EventStream, phase: PhaseStarted) -> None:
         self._stream, self.phase, self.done = stream, phase, 0
 
     def advance(self, count: int = 1, note: str = "") -> None:
+        """`count` more units are done; the note says what is being worked on (a file name).
+
+        Raises:
+            Interrupted: the run was asked to stop.
+        """
         self.done += count
         self._stream.publish(PhaseAdvanced(self.phase, self.done, note))
         self._stream.stop.check()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from simpletuner.errors import UserError, did_you_mean
-from simpletuner.reporting.redaction import redact, redact_settings
+from simpletuner.redaction import redact, redact_settings
 
 __all__ = ["LEVELS", "adopt_library_loggers", "log_level", "redact", "redact_settings", "setup_logging"]
 

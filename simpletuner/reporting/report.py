@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from simpletuner.atomic import write_atomically
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import all_options
+from simpletuner.redaction import redact_settings
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.redaction import redact_settings
 
 if TYPE_CHECKING:
     from simpletuner.reporting.previews import TrainingSample

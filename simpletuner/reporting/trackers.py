@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 
 from simpletuner.config.schema import TrackingConfig
 from simpletuner.errors import Problem, did_you_mean
+from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting.events import ENDED, Evaluated, Event, MediaRendered, PhaseEnded, StateChanged, StepDone
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.redaction import redact, redact_settings
 
 DEFAULT_ADDRESS = "https://api.wandb.ai"
 MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
@@ -239,14 +239,18 @@ def _wandb(config: TrackingConfig, output_dir: Path, logging_dir: Path, start_st
     from simpletuner.reporting.wandb_tracker import WandbTracker
 
     return WandbTracker(
-        config.tracker_project_name, config.tracker_run_name, Path(output_dir), Path(logging_dir), start_step
+        redact(config.tracker_project_name),
+        redact(config.tracker_run_name),
+        Path(output_dir),
+        Path(logging_dir),
+        start_step,
     )
 
 
 def _tensorboard(config: TrackingConfig, output_dir: Path, logging_dir: Path, start_step: int) -> Tracker:
     from simpletuner.reporting.tensorboard_tracker import TensorboardTracker
 
-    folder = Path(logging_dir) / config.tracker_project_name / config.tracker_run_name
+    folder = Path(logging_dir) / redact(config.tracker_project_name) / redact(config.tracker_run_name)
     return TensorboardTracker(folder, Path(output_dir), start_step)
 
 

@@ -10,6 +10,7 @@ from simpletuner.config.precision import transformer_dtype
 from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
+from simpletuner.redaction import redact
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import STEP_NOTE
 from simpletuner.training.state import Assembly, TrainState
@@ -48,4 +49,4 @@ def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
         for placeholder, value in values.items():
             text = text.replace(placeholder, value)
         note["modelspec.description"] = text
-    return note
+    return {key: redact(value) for key, value in note.items()}

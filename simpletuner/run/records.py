@@ -18,6 +18,7 @@ from simpletuner.errors import UserError
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
+from simpletuner.redaction import redact
 from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.events import (
     ENDED,
@@ -157,7 +158,7 @@ class RunReport:
         plan = self.plan
         folder = plan.output_dir
         return ReportData(
-            title=plan.config.tracking.tracker_run_name,
+            title=redact(plan.config.tracking.tracker_run_name),
             subtitle=f"{_kind(plan)} on {plan.spec.name} {plan.flavour.name}",
             state=state,
             step=self._step,
@@ -169,8 +170,8 @@ class RunReport:
             ledger=[_row(entry) for dataset in plan.datasets for entry in dataset.ledger()],
             samples=self.samples,
             environment=self._environment,
-            message=message,
-            notes=[str(warning) for warning in plan.warnings],
+            message=redact(message),
+            notes=[redact(str(warning)) for warning in plan.warnings],
             result=find_result(plan) if state == "finished" else None,
         )
 

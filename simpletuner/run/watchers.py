@@ -21,9 +21,9 @@ from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, preview_sources
 from simpletuner.plan.resume import identify
+from simpletuner.redaction import redact_settings
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.redaction import redact_settings
 from simpletuner.run.publish import weight_note
 from simpletuner.run.records import RunRecord
 from simpletuner.training.checkpoints import CheckpointWriter

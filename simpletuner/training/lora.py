@@ -25,12 +25,11 @@ from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
 from simpletuner.config.schema import LoraConfig
 from simpletuner.errors import UserError
 from simpletuner.headers import with_metadata
+from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
 from simpletuner.models.lora_targets import Targets
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora_files import (
-    COMFYUI_MAGNITUDE,
     COMFYUI_PARTS,
-    MAGNITUDE,
     PREFIXES,
     LoraForm,
     comfyui_magnitude,

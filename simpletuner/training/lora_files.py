@@ -18,6 +18,7 @@ from torch import Tensor
 
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
+from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, module_of, role_of, without_prefix
 from simpletuner.training.manifest import LORA_FILE
 
 LoraForm = Literal["diffusers", "comfyui"]
@@ -25,21 +26,7 @@ LoraForm = Literal["diffusers", "comfyui"]
 PREFIXES: dict[LoraForm, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
 # diffusers reads the adapter's settings from this entry of the safetensors header.
 METADATA_KEY = "lora_adapter_metadata"
-# Prefixes of LoRA files; from those with another than its own diffusers loads nothing, and says nothing.
-KNOWN_PREFIXES = (*PREFIXES.values(), "base_model.model.")
-KOHYA_PREFIX = "lora_unet_"
-MAGNITUDE = ".lora_magnitude_vector"
-COMFYUI_MAGNITUDE = ".dora_scale"
 COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", COMFYUI_MAGNITUDE)
-ROLES = {
-    ".lora_A.": "A",
-    ".lora_down.": "A",
-    ".lora_B.": "B",
-    ".lora_up.": "B",
-    MAGNITUDE: "magnitude",
-    COMFYUI_MAGNITUDE: "comfyui magnitude",
-    ".alpha": "alpha",
-}
 
 
 def fold_scale(weight: Tensor, scale: float) -> Tensor:
@@ -100,7 +87,7 @@ def read_lora_file(path: Path, modules: list[str]) -> dict[str, Tensor]:
     known = set(modules)
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in raw.items():
-        module, role = _module_of(key, modules), _role_of(key)
+        module, role = module_of(key, modules), role_of(key)
         if module in known and role:
             pairs.setdefault(module, {})[role] = tensor
     pairs = {module: pair for module, pair in pairs.items() if "A" in pair and "B" in pair}
@@ -122,24 +109,4 @@ def read_lora_file(path: Path, modules: list[str]) -> dict[str, Tensor]:
 def _settings_of(path: Path) -> dict[str, Any]:
     metadata = read_header(path).get(METADATA, {})
     raw = json.loads(metadata[METADATA_KEY]) if METADATA_KEY in metadata else {}
-    return {_without_prefix(key): value for key, value in raw.items()}
-
-
-def _without_prefix(key: str) -> str:
-    for prefix in KNOWN_PREFIXES:
-        key = key.removeprefix(prefix)
-    return key
-
-
-def _module_of(key: str, modules: list[str]) -> str:
-    if key.startswith(KOHYA_PREFIX):
-        stem = key.removeprefix(KOHYA_PREFIX).partition(".")[0]
-        return next((name for name in modules if name.replace(".", "_") == stem), stem)
-    key = _without_prefix(key)
-    for marker in (".lora_", ".alpha", COMFYUI_MAGNITUDE):
-        key = key.partition(marker)[0]
-    return key
-
-
-def _role_of(key: str) -> str | None:
-    return next((role for marker, role in ROLES.items() if marker in key), None)
+    return {without_prefix(key): value for key, value in raw.items()}

@@ -19,8 +19,8 @@ from simpletuner.caching.keys import hash_file
 from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem
 from simpletuner.headers import METADATA, read_header
+from simpletuner.models.lora_keys import LORA_FILE as LORA_FILE
 
-LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
 PIPELINE_FOLDER = "pipeline"  # of a full fine-tune, for `from_pretrained`
 NOTE_FILE = "simpletuner.json"  # in it: what it belongs to
 STATE_FOLDER = "training_state"  # in a checkpoint: what users need not load
@@ -114,7 +114,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
     match, manifest = FOLDER_NAME.fullmatch(path.name), read_manifest(path)
     if match is None or manifest is None:
         return None
-    return Checkpoint(path, int(match.group(1)), match.group(2) is not None, manifest)
+    return Checkpoint(path, manifest.step, match.group(2) is not None, manifest)
 
 
 def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:

@@ -22,7 +22,7 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.diffusion.seeds import generator_for
-from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream, Phase
+from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream, RunningPhase
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport
@@ -93,7 +93,7 @@ class EvaluationLoss:
                     losses[f"{EVALUATED}{POOLED}{suffix}"] = fmean(means.values())
         return losses
 
-    def _mean(self, assembly: Assembly, samples: Sequence[Sample], phase: Phase) -> float:
+    def _mean(self, assembly: Assembly, samples: Sequence[Sample], phase: RunningPhase) -> float:
         losses = []
         for sample in samples:
             for loss in self._losses(assembly, sample):

@@ -29,7 +29,7 @@ from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
-from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, Phase
+from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, RunningPhase
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
@@ -200,7 +200,7 @@ class ValidationRunner:
                     for index in range(self.config.validation.num_validation_images):
                         yield Shot(subject, width, height, index, self._seed(step, index), use_ema)
 
-    def _render(self, assembly: Assembly, shot: Shot, step: int, benchmark: bool, phase: Phase) -> MediaRecord:
+    def _render(self, assembly: Assembly, shot: Shot, step: int, benchmark: bool, phase: RunningPhase) -> MediaRecord:
         """Sample one preview and write it."""
         prompt = shot.subject.prompt
         request = self._request(shot.subject, shot.width, shot.height, shot.seed)

@@ -163,6 +163,35 @@ def test_config_env_is_weaker_than_the_file_beside_it() -> None:
     assert config.origins["lora_rank"] == "config/config.env"
 
 
+def test_config_env_is_read_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    put("config/config.json", **REQUIRED)
+    monkeypatch.setenv("BASE", "/data/my pictures")
+    Path("config/config.env").write_text(
+        "WORK=$BASE/run\nOUTPUT_DIR=\"${WORK}/out\"\nCACHE_DIR='$HOME'\nTRACKER_RUN_NAME=a\\ b#c # a comment\n"
+        'VALIDATION_PROMPT="it\'s \\"red\\""\nthis is junk\nTHREADS=$(nproc)\nset -a\n'
+    )
+    problems: list[Problem] = []
+    config = resolve(locate({}, problems).layers, problems)
+    assert (config.run.output_dir, config.run.cache_dir) == ("/data/my pictures/run/out", "$HOME")
+    assert (config.tracking.tracker_run_name, config.validation.validation_prompt) == ("a b#c", 'it\'s "red"')
+    assert [problem.message for problem in problems if problem.fatal] == []
+    told = " ".join(problem.message for problem in problems)
+    for words in ("line 6, 'this is junk', is not KEY=VALUE", "line 7 cannot be read: '$(' would run a", "line 8"):
+        assert words in told
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("SEED=$NOWHERE", "$NOWHERE is not set"), ("SEED=`date`", "would run a command"), ("SEED='1", "not closed")],
+)
+def test_what_config_env_cannot_say(line: str, words: str) -> None:
+    put("config/config.json", **REQUIRED)
+    Path("config/config.env").write_text(line + "\n")
+    problems: list[Problem] = []
+    resolve(locate({}, problems).layers, problems)
+    assert [words in problem.message for problem in problems if problem.fatal] == [True]
+
+
 def test_config_env_may_add_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     put("config/config.json", seed=1)
     Path("config/config.env").write_text(
@@ -195,7 +224,7 @@ def test_launch_variables_are_weaker_than_every_file(monkeypatch: pytest.MonkeyP
         ("config.toml", b"seed = ", "is not valid TOML"),
         ("config.toml", b"seed = 1\nseed = 2", "is not valid TOML"),
         ("config.toml", b"a = '\xff'", "is not valid TOML"),
-        ("config.env", b"SEED='1", "line 1 cannot be read: no closing quotation"),
+        ("config.env", b"SEED='1", "line 1 cannot be read: a quotation mark is not closed"),
         ("config.env", b"SEED=\xff", "is not UTF-8 text (byte 5)"),
     ],
 )

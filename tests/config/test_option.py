@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.load import Layer, resolve
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.load import Layer, build_group, resolve
 from simpletuner.config.option import Option
 from simpletuner.config.schema import all_options
 from simpletuner.errors import Problem
@@ -138,3 +139,12 @@ def test_lists_come_as_lists_json_text_or_commas() -> None:
     assert "is not valid JSON" in problem.message
     _, (problem,) = read("tread_config", "[" * 3000 + "]" * 3000)
     assert "too many brackets" in problem.message
+
+
+def test_a_run_has_bounds() -> None:
+    for key, value in (("max_train_steps", 10**18), ("max_train_steps", "1e18")):
+        (problem,) = read(key, value)[1]
+        assert "is out of range; it must be ≤ 1e+09." in problem.message
+    problems: list[Problem] = []
+    build_group(DatasetConfig, {"id": "a", "repeats": 100_000}, problems)
+    assert [problem.where for problem in problems] == ["repeats"]

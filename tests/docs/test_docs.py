@@ -1,4 +1,4 @@
-"""What the pages say is true: JSON blocks load, links lead somewhere, the snippet runs, the table is computed."""
+"""The pages are true: JSON blocks load, links, files and tests exist, the snippet runs, the table is computed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import unicodedata
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from simpletuner.validation.prompts import read_library
 from tests.workspace import DATASETS, Workspace
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
@@ -88,6 +89,24 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         target = page if not file else (page.parent / file).resolve()
         assert target.exists(), f"{page.name}: {link}"
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Text of every Python file, by its path with a slash in front."""
+    folders = ("simpletuner", "tests", "benchmarks", "scripts")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return {f"/{path.relative_to(ROOT).as_posix()}": path.read_text(encoding="utf-8") for path in files}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_and_tests_exist(page: Path) -> None:
+    """Whoever moves a file or renames a test finds the page that points to it."""
+    text = without_code(page)
+    files = set(re.findall(r"`([\w./]+\.py)`", text))
+    assert {name for name in files if not any(path.endswith(f"/{name}") for path in sources())} == set()
+    tests = set(re.findall(r"`(?:Test\w+\.)?(test_\w+)`", text))
+    assert {name for name in tests if not any(f"def {name}(" in source for source in sources().values())} == set()
 
 
 def test_dataloader_page_knows_every_key() -> None:

@@ -17,6 +17,7 @@ from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup
 from simpletuner.models.cost import Shape, TransformerCost
 from simpletuner.models.cost_table import CostTable, FamilyCost, transformer_cost
+from simpletuner.models.loading import load_whole
 from simpletuner.models.spec import AutoShift, Component, FamilySpec, Flavour
 from tests.tiny import WIDTH
 
@@ -53,7 +54,7 @@ class FourthAdapter:
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         self.dtype = dtype
         part = self.source["transformer"]
-        transformer: nn.Module = SanaTransformer2DModel.from_pretrained(part.fetch(), torch_dtype=dtype)
+        transformer: nn.Module = load_whole(SanaTransformer2DModel, part, torch_dtype=dtype)
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:

@@ -68,6 +68,9 @@ def test_the_same_value_is_no_news() -> None:
     assert not settle(flow_schedule_shift="3", flow_schedule_auto_shift="false", flow_sigmoid_scale=None)[1]
 
 
+ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 1}
+
+
 @pytest.mark.parametrize(
     ("settings", "key", "words", "fatal"),
     [

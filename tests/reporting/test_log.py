@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from simpletuner.errors import UserError
+from simpletuner.redaction import HIDDEN, _known_secrets, hide, redact, redact_settings
 from simpletuner.reporting.log import log_level, setup_logging
-from simpletuner.reporting.redaction import HIDDEN, _known_secrets, hide, redact, redact_settings
 
 own = logging.getLogger("simpletuner.somewhere")
 
@@ -164,8 +164,7 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 
 def test_reporting_imports_without_torch() -> None:
     modules = (
-        "curves environment events log metrics pace page plain previews progress redaction report requests terminal "
-        "trackers"
+        "curves environment events log metrics pace page plain previews progress report requests terminal trackers"
     )
     code = (
         "import importlib, sys\n"

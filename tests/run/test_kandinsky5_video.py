@@ -167,7 +167,7 @@ def test_sizes_that_disagree_about_the_scale_of_positions_are_warned_of(
 def test_a_motion_score_means_nothing_here(tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     workspace.write_datasets([{**CLIPS, "sana_motion_score": 30}, DATASETS[1]])
-    assert "pictures.sana_motion_score: has no effect: Kandinsky 5 Video is not Sana" in warnings(workspace, capsys)
+    assert "pictures.sana_motion_score: has no effect: Kandinsky 5 Video does not use it" in warnings(workspace, capsys)
 
 
 def test_block_sparse_checkpoints_ask_for_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

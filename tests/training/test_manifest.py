@@ -42,6 +42,13 @@ def select(wanted: str, output: Path) -> tuple[str | None, list[Problem]]:
     return found.path.name if found else None, problems
 
 
+def test_a_renamed_folder_keeps_its_step(tmp_path: Path) -> None:
+    make(tmp_path, "checkpoint-5").rename(tmp_path / "checkpoint-9000")
+    checkpoint = open_checkpoint(tmp_path / "checkpoint-9000")
+    assert checkpoint is not None
+    assert checkpoint.step == 5
+
+
 def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
     folder = make(tmp_path, "checkpoint-5")
     manifest = read_manifest(folder)

@@ -222,7 +222,7 @@ def test_numbers_reach_the_optimizer_in_order_of_strength() -> None:
 
 
 def problems(mixed_precision: str = "bf16", **keys: object) -> list[Problem]:
-    return check_optimizer(OptimizerConfig(**keys), mixed_precision)
+    return list(check_optimizer(OptimizerConfig(**keys), mixed_precision))
 
 
 def test_sound_configs_have_no_problem() -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.loading import hollow_out
+from simpletuner.models.loading import hollow_out, load_whole
 from simpletuner.models.source import ModelSource, Part
 
 WITHOUT_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
@@ -23,9 +23,7 @@ WITHOUT_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 def load_transformer(part: Part, dtype: torch.dtype) -> nn.Module:
     """The transformer on the CPU; time and modulation layers stay float32."""
-    transformer: nn.Module = Kandinsky5Transformer3DModel.from_pretrained(
-        part.fetch(), torch_dtype=dtype, variant=part.variant, low_cpu_mem_usage=True
-    )
+    transformer: nn.Module = load_whole(Kandinsky5Transformer3DModel, part, torch_dtype=dtype, low_cpu_mem_usage=True)
     move_with_the_model(transformer)
     return transformer
 

@@ -25,13 +25,14 @@ IMAGE_VAE_CLASS = "AutoencoderKL"
 COMPONENTS = {
     "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
     "vae": Component("vae", "pretrained_vae_model_name_or_path"),
-    "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path"),
+    "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path", "qwen2_5_vl"),
     "tokenizer": Component("tokenizer", "qwen_text_encoder_model_name_or_path"),
-    "text_encoder_2": Component("text_encoder_2"),
+    "text_encoder_2": Component("text_encoder_2", kind="clip_text_model"),
     "tokenizer_2": Component("tokenizer_2"),
     "scheduler": Component("scheduler"),
 }
 TOKEN_BLOCKS = "num_visual_blocks"
+BLOCK_COUNTS = {"text_transformer_blocks": "num_text_blocks", "visual_transformer_blocks": TOKEN_BLOCKS}
 LORA_TARGETS = ("to_query", "to_key", "to_value")
 TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v": "video", "i2v": "video"}
 
@@ -166,4 +167,5 @@ KANDINSKY5_IMAGE = FamilySpec(
     prompt_holds_picture=frozenset({"i2i"}),
     in_comfyui=True,
     token_blocks=TOKEN_BLOCKS,
+    block_counts=BLOCK_COUNTS,
 )

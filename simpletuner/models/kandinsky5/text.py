@@ -23,6 +23,7 @@ from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextRequest
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
+from simpletuner.models.loading import load_whole
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.source import ModelSource
 
@@ -164,7 +165,7 @@ class Kandinsky5TextEncoder:
 
 def _load(model_class: Any, source: ModelSource, role: str, dtype: torch.dtype) -> Any:
     part = source[role]
-    return model_class.from_pretrained(part.fetch(), dtype=dtype, variant=part.variant).requires_grad_(False).eval()
+    return load_whole(model_class, part, dtype=dtype).requires_grad_(False).eval()
 
 
 def _batches(inputs: list[dict[str, Tensor]]) -> list[list[int]]:

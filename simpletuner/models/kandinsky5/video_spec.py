@@ -17,6 +17,7 @@ from simpletuner.models.kandinsky5.geometry import (
 from simpletuner.models.kandinsky5.options import KandinskyOptions, write_rope_scale
 from simpletuner.models.kandinsky5.spec import (
     ALL_LINEAR,
+    BLOCK_COUNTS,
     COMPONENTS,
     IMAGE_SIZES,
     LORA_TARGETS,
@@ -169,4 +170,5 @@ KANDINSKY5_VIDEO = FamilySpec(
     fast_blocks=True,
     in_comfyui=True,
     token_blocks=TOKEN_BLOCKS,
+    block_counts=BLOCK_COUNTS,
 )

@@ -117,6 +117,7 @@ SANA_VIDEO = FamilySpec(
     flavours=(Flavour("2b-480p", "Efficient-Large-Model/SANA-Video_2B_480p_diffusers", "t2v", dataset_task="i2v"),),
     adapter="simpletuner.models.sanavideo.video:SanaVideoAdapter",
     options=SanaOptions,
+    block_counts={"transformer_blocks": "num_layers"},
     dataset_keys=frozenset({"sana_motion_score"}),
     defaults={
         "resolution": 480,
@@ -134,7 +135,7 @@ SANA_VIDEO = FamilySpec(
     components={
         "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
         "vae": Component("vae", VAE_KEY),
-        "text_encoder": Component("text_encoder", "pretrained_gemma_model_name_or_path"),
+        "text_encoder": Component("text_encoder", "pretrained_gemma_model_name_or_path", "gemma2"),
         "tokenizer": Component("tokenizer", "pretrained_gemma_model_name_or_path"),
         "scheduler": Component("scheduler"),
     },

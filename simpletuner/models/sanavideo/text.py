@@ -17,6 +17,7 @@ from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextRequest
+from simpletuner.models.loading import load_whole
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.prompts import clean_caption, with_motion_score
@@ -62,8 +63,7 @@ class SanaTextEncoder:
         self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
         self.tokenizer.padding_side = "right"
         self.start = PromptStart(self.tokenizer.encode(self.instruction))
-        part = source["text_encoder"]
-        gemma: Any = Gemma2Model.from_pretrained(part.fetch(), dtype=dtype, variant=part.variant)
+        gemma: Any = load_whole(Gemma2Model, source["text_encoder"], dtype=dtype)
         if quantise is not None:
             quantise(gemma, GEMMA_LAYERS, encoder=1)
         self.gemma = gemma.requires_grad_(False).eval().to(device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
-from simpletuner.models.loading import hollow_out, load_vae
+from simpletuner.models.loading import hollow_out, load_vae, load_whole
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, WanLatentEncoder, collate_text, token_timesteps
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.previews import WITHOUT_TEXT, StockSanaPipelines
@@ -45,9 +45,8 @@ class SanaVideoAdapter:
         return WanLatentEncoder(self._load_vae(device, dtype), device, dtype)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        part = self.source["transformer"]
-        transformer: nn.Module = SanaVideoTransformer3DModel.from_pretrained(
-            part.fetch(), torch_dtype=dtype, variant=part.variant, low_cpu_mem_usage=True
+        transformer: nn.Module = load_whole(
+            SanaVideoTransformer3DModel, self.source["transformer"], torch_dtype=dtype, low_cpu_mem_usage=True
         )
         DistinctTimesteps().install(transformer)
         self.dtype = dtype

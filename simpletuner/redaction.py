@@ -13,7 +13,7 @@ HIDDEN = "[hidden]"
 # that tokenizer_max_length and max_tokens stay readable.
 SECRET_NAME = re.compile(
     r"(?:^|[_\-.])(?:token|secret|passw(?:or)?d|api[_-]?key|access[_-]?key|authorization|credentials?)(?:$|[_\-.])"
-    r"|webhook[_-]?url|callback[_-]?url",
+    r"|(?:^|[_\-.])key$|webhook[_-]?url|callback[_-]?url",
     re.IGNORECASE,
 )
 # Shorter values ("1", "true", "none") are no secrets, and hiding them would garble every line of the log.
@@ -37,6 +37,9 @@ SHAPES = tuple(
     )
 )
 
+# The name of a variable is no secret; its value is hidden when it is read.
+REFERENCE = re.compile(r"\{env:[^}]*\}")
+
 _known_secrets: set[str] = set()
 
 
@@ -44,6 +47,17 @@ def hide(secret: str) -> None:
     """Hide this exact text from now on, for secrets that no pattern can recognise (a webhook's own address)."""
     if len(secret) >= SHORTEST_SECRET:
         _known_secrets.add(secret)
+
+
+def hide_secrets(settings: Mapping[str, Any]) -> None:
+    """Hide what stands under telling names in nested settings, wherever it is shown."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            hide_secrets(value)
+        elif isinstance(value, list | tuple):
+            hide_secrets({f"{key}.{number}": item for number, item in enumerate(value)})
+        elif isinstance(value, str) and SECRET_NAME.search(str(key)) and not REFERENCE.search(value):
+            hide(value)
 
 
 def redact(text: str) -> str:

@@ -1,0 +1,88 @@
+"""The names in LoRA files of the common programs, and what a file to start from must be. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from simpletuner.config.schema import LoraConfig
+from simpletuner.errors import Problem
+from simpletuner.models.lora_targets import Targets, matching_modules
+from simpletuner.models.source import WeightsError, shorten, tensor_shapes
+
+LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
+# Prefixes of LoRA files; from those with another than its own diffusers loads nothing, and says nothing.
+KNOWN_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.")
+KOHYA_PREFIX = "lora_unet_"
+MAGNITUDE = ".lora_magnitude_vector"
+COMFYUI_MAGNITUDE = ".dora_scale"
+ROLES = {
+    ".lora_A.": "A",
+    ".lora_down.": "A",
+    ".lora_B.": "B",
+    ".lora_up.": "B",
+    MAGNITUDE: "magnitude",
+    COMFYUI_MAGNITUDE: "comfyui magnitude",
+    ".alpha": "alpha",
+}
+
+
+def without_prefix(key: str) -> str:
+    """A key without what a program puts before the names of the transformer's modules."""
+    for prefix in KNOWN_PREFIXES:
+        key = key.removeprefix(prefix)
+    return key
+
+
+def module_of(key: str, modules: Sequence[str]) -> str:
+    """The module that a key of a LoRA file is for. Key forms that replace dots are undone by the modules' names."""
+    if key.startswith(KOHYA_PREFIX):
+        stem = key.removeprefix(KOHYA_PREFIX).partition(".")[0]
+        return next((name for name in modules if name.replace(".", "_") == stem), stem)
+    key = without_prefix(key)
+    for marker in (".lora_", ".alpha", COMFYUI_MAGNITUDE):
+        key = key.partition(marker)[0]
+    return key
+
+
+def role_of(key: str) -> str | None:
+    """What a tensor is in its LoRA."""
+    return next((role for marker, role in ROLES.items() if marker in key), None)
+
+
+def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets) -> Iterator[Problem]:
+    """Whether `init_lora` can be started from, by its header.
+
+    Args:
+        modules: the linear layers of the transformer, empty while it is not on this machine.
+        targets: which of them are trained.
+    """
+    key, path = "init_lora", Path(config.init_lora or "").expanduser()
+    path = path / LORA_FILE if path.is_dir() else path
+    if config.init_lora is None:
+        return
+    if not path.is_file():
+        yield Problem(key, f"{str(path)!r} does not exist.")
+        return
+    try:
+        shapes = tensor_shapes(path)
+    except WeightsError as error:
+        yield Problem(key, f"{str(path)!r} {error}.")
+        return
+    wanted = set(matching_modules(modules, targets))
+    ranks = {module_of(name, modules): shape[0] for name, shape in shapes.items() if role_of(name) == "A" and shape}
+    if not ranks or (modules and not ranks.keys() & set(modules)):
+        first = next(iter(shapes), "no key")
+        yield Problem(key, f"no key of {str(path)!r} belongs to this model (the first is {first!r}).")
+        return
+    found = {module: rank for module, rank in ranks.items() if module in wanted or not wanted}
+    others = sorted({rank for rank in found.values() if rank != config.lora_rank})
+    if others:
+        shown = ", ".join(map(str, others))
+        yield Problem(key, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
+    if wanted and (absent := sorted(wanted - ranks.keys())):
+        message = f"holds {len(found)} of {len(wanted)} trained layers; the others start as new ({shorten(absent)})."
+        yield Problem(key, f"{str(path)!r} {message}", fatal=False)
+    if wanted and (surplus := sorted((ranks.keys() & set(modules)) - wanted)):
+        message = f"{len(surplus)} layers of {str(path)!r} are not trained and are left out ({shorten(surplus)})."
+        yield Problem(key, f"{message} Name them in peft_lora_target_modules to keep them.", fatal=False)

@@ -1,0 +1,60 @@
+"""Keys of other trainers, and how near a suggestion has to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.schema import option_names
+from simpletuner.config.upstream import INSTEAD
+from simpletuner.errors import Problem
+
+REQUIRED = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
+
+
+def told(key: str, value: Any) -> Problem:
+    problems: list[Problem] = []
+    resolve([Layer("config.json", [*REQUIRED, (key, value)])], problems)
+    (problem,) = problems
+    return problem
+
+
+def test_no_key_is_ours_and_theirs() -> None:
+    assert not INSTEAD.keys() & option_names().keys()
+
+
+@pytest.mark.parametrize("value", [False, "false", None, 0, "none", ""])
+def test_a_feature_that_is_off_is_no_error(value: Any) -> None:
+    problem = told("controlnet", value)
+    assert not problem.fatal
+    assert "It is off and is ignored. (config.json)" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("controlnet", True, "control models are not part of this program"),
+        ("--deepspeed-config", "zero2.json", "DeepSpeed is not supported; enable_group_offload"),
+        ("prediction_type", "v_prediction", "all families here are flow models"),
+        ("rank", 8, "lora_rank is the rank of a LoRA"),
+    ],
+)
+def test_a_feature_that_is_on_names_the_nearest_way(key: str, value: Any, words: str) -> None:
+    problem = told(key, value)
+    assert problem.fatal
+    assert words in problem.message
+
+
+@pytest.mark.parametrize(
+    ("key", "guess"),
+    [("learning_rte", "learning_rate"), ("lora_rnk", "lora_rank"), ("earning_rate", "learning_rate")],
+)
+def test_a_slip_of_the_keyboard_is_recognised(key: str, guess: str) -> None:
+    assert f"Did you mean '{guess}'?" in told(key, 1).message
+
+
+@pytest.mark.parametrize("key", ["speed_config", "webhook_confg_of_mine", "data_backend"])
+def test_names_that_share_only_their_end_are_not_suggested(key: str) -> None:
+    assert "tread_config" not in told(key, 1).message

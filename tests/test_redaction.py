@@ -1,0 +1,103 @@
+"""Secrets of a run: hidden by their values wherever text leaves the process."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from simpletuner.atomic import build_folder
+from simpletuner.errors import Problem
+from simpletuner.redaction import _known_secrets, redact, redact_settings
+from tests.complaints import complaint
+from tests.workspace import DATASETS, Workspace
+
+SECRET = "T0P/B0X/opensesame"
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def forget_secrets() -> Iterator[None]:
+    yield
+    _known_secrets.clear()
+
+
+@pytest.mark.parametrize(
+    "webhook",
+    [
+        {"webhook_type": "raw", "callback_url": f"https://example.org/{SECRET}", "auth_token": SECRET},
+        [{"callback_url": "https://example.org/{env:MY_HOOK}"}],
+        "https://example.org/{env:MY_HOOK}",
+    ],
+)
+def test_no_error_shows_a_webhook(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture, webhook: object
+) -> None:
+    monkeypatch.setenv("MY_HOOK", SECRET)
+    workspace.write_config(webhook_config=webhook)
+    told = complaint(workspace, capsys)
+    assert told.startswith("webhook_config: ")
+    assert "opensesame" not in told
+
+
+def test_a_variable_in_a_name_reaches_no_file(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("MY_HOOK", SECRET)
+    workspace.write_config(
+        tracker_run_name="run of {env:MY_HOOK}", modelspec_comment="made by {env:MY_HOOK}", max_train_steps=1,
+        validation_disable=True,
+    )  # fmt: skip
+    assert workspace.run("train") == 0
+    capsys.readouterr()
+    files = [path for path in workspace.folder.rglob("*") if path.is_file() and path.name != "config.json"]
+    files += list(workspace.path("output").rglob("config.json"))
+    assert any(path.suffix == ".safetensors" for path in files)
+    assert [str(path) for path in files if b"opensesame" in path.read_bytes()] == []
+    log = workspace.path("debug.log").read_text()
+    assert '"learning_rate"' in log, "the debug log holds the settings"
+    assert "plan " in log
+
+
+def test_names_that_end_in_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNPOD_KEY", "0123456789abcdef")
+    assert redact("with 0123456789abcdef") == "with [hidden]"
+    assert redact_settings({"S3_KEY": "abc", "keyboard": "abc"}) == {"S3_KEY": "[hidden]", "keyboard": "abc"}
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "..", "tab\tbed", "a\\b"])
+def test_an_id_stays_inside_the_cache_folder(workspace: Workspace, capsys: Capture, name: str) -> None:
+    workspace.write_datasets([{**DATASETS[0], "id": name}, DATASETS[1]])
+    told = complaint(workspace, capsys)
+    assert "cannot name a folder" in told
+    assert "\t" not in told
+
+
+def test_names_are_shown_without_control_characters() -> None:
+    assert str(Problem("a\x1b[2Jb\n.png", "is \u202egnp.")) == "a\\x1b[2Jb\\n.png: is \\u202egnp."
+
+
+def test_the_files_of_a_folder_share_the_mode_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with build_folder(tmp_path / "checkpoint") as folder:
+            for name, mode in (("open", 0o666), ("closed", 0o600)):
+                (folder / name).write_text("x")
+                (folder / name).chmod(mode)
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "checkpoint").iterdir()}
+    assert modes == {0o640}
+
+
+@pytest.mark.parametrize("key", ["cache_dir", "cache_dir_text", "cache_dir_vae"])
+def test_a_file_in_place_of_a_cache_folder(workspace: Workspace, capsys: Capture, key: str) -> None:
+    workspace.path("taken").write_text("x")
+    assert (
+        complaint(workspace, capsys, "plan", f"{key}=taken") == f"{key}: 'taken' cannot be a folder: 'taken' is a file."
+    )
+    workspace.write_datasets([{**DATASETS[0], "cache_dir_vae": "taken/deeper"}, DATASETS[1]])
+    assert "'taken' is a file" in complaint(workspace, capsys)
