@@ -127,8 +127,10 @@ def mathematics(config: RunConfig, targets: Targets) -> dict[str, Any]:
             "use_dora": lora.use_dora,
             "peft_lora_target_modules": targets,
         }
-    groups = (config.flow, config.loss, config.text, config.tread, config.ema)
-    changeable = {key: value for group in groups for key, value in group.model_dump().items()}
+    groups = (config.flow, config.loss, config.text, config.family, config.tread, config.ema)
+    # Models are compared by their content, not by where they are.
+    values = {key: value for group in groups for key, value in group.model_dump().items()}
+    changeable = {key: value for key, value in values.items() if not key.endswith("_name_or_path")}
     changeable |= {
         "lora_dropout": lora.lora_dropout,
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,

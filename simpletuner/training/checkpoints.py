@@ -26,7 +26,6 @@ from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
-from simpletuner.models.lora_keys import MAGNITUDE
 from simpletuner.reporting.events import CheckpointSaved, EventStream
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import (
