@@ -80,7 +80,7 @@ def check_resume(
     problems.extend(_check_base(config, checkpoint))
     problems.extend(_check_weights(source, checkpoint))
     if identity.model_type == config.model.model_type:
-        problems.extend(_check_settings(mathematics(config, targets), checkpoint))
+        problems.extend(_check_settings(mathematics(config, spec, targets), checkpoint))
     return checkpoint
 
 
@@ -98,7 +98,7 @@ def identify(
         datasets=fingerprint(trained),
         versions=versions,
         weights=weight_identities(source),
-        settings=mathematics(config, targets),
+        settings=mathematics(config, spec, targets),
         order=sample_order(trained, seed),
     )
 
@@ -109,7 +109,7 @@ def weight_identities(source: ModelSource) -> dict[str, str]:
     return {role: checkpoint_identity(folder) for role, folder in folders.items() if folder is not None}
 
 
-def mathematics(config: RunConfig, targets: Targets) -> dict[str, Any]:
+def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[str, Any]:
     """The settings that a step's result depends on, beside those that may change on the way: rates, steps, intervals.
 
     Of values with a default that depends on others, the one in effect.
@@ -127,8 +127,10 @@ def mathematics(config: RunConfig, targets: Targets) -> dict[str, Any]:
             "use_dora": lora.use_dora,
             "peft_lora_target_modules": targets,
         }
-    groups = (config.flow, config.loss, config.text, config.tread, config.ema)
-    changeable = {key: value for group in groups for key, value in group.model_dump().items()}
+    groups = (config.flow, config.loss, config.text, config.family.of(spec.options), config.tread, config.ema)
+    # Models are compared by their content, not by where they are.
+    values = {key: value for group in groups for key, value in group.model_dump().items()}
+    changeable = {key: value for key, value in values.items() if not key.endswith("_name_or_path")}
     changeable |= {
         "lora_dropout": lora.lora_dropout,
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,

@@ -105,7 +105,7 @@ def test_another_base_is_refused(workspace: Workspace, tmp_path: Path, capsys: p
 def test_what_may_be_meant_is_said(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     assert workspace.train() == 0
     workspace.write_datasets([{**DATASETS[0], "resolution": 80}, DATASETS[1]])
-    workspace.write_config(seed=8, loss_type="huber", max_train_steps=6)
+    workspace.write_config(seed=8, loss_type="huber", text_template="diffusers", max_train_steps=6)
     capsys.readouterr()
     assert workspace.train() == 0
     said = capsys.readouterr().out
@@ -113,6 +113,7 @@ def test_what_may_be_meant_is_said(workspace: Workspace, capsys: pytest.CaptureF
     assert "with 7, not 8" in said
     assert "loss_type" in said
     assert "with l2, not huber" in said
+    assert "with official, not diffusers" in said
     assert "pictures.resolution" in said
     assert "80" in said
 
