@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from simpletuner.reporting.html import Html, element, join
 from simpletuner.reporting.pieces import section
-from simpletuner.reporting.previews import Cell, Grid, Row, TrainingSample
+from simpletuner.reporting.previews import Cell, PreviewGrid, Row, TrainingSample
 
 NO_PROMPT = "(empty prompt)"
 
 
-def comparison_section(grid: Grid) -> Html | None:
+def comparison_section(grid: PreviewGrid) -> Html | None:
     """Filled by `page.js` with the previews of the grid, so that no picture is in the file twice."""
     shown = [row for row in grid.rows if _has_two(row.plain) or _has_two(row.averaged)]
     if not shown:
@@ -25,7 +25,7 @@ def _has_two(cells: Sequence[Cell | None]) -> bool:
     return sum(cell is not None and bool(cell.source) for cell in cells) > 1
 
 
-def previews_section(grid: Grid) -> Html | None:
+def previews_section(grid: PreviewGrid) -> Html | None:
     """A row for each prompt, a column for each step; the average's preview stands below that of the weights."""
     if not grid.rows:
         return None

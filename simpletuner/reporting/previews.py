@@ -66,7 +66,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Grid:
+class PreviewGrid:
     """What the page shows, and how much was left out of it."""
 
     steps: Sequence[int]
@@ -97,7 +97,7 @@ class TrainingSample:
 _Key = tuple[str, int, int, int]
 
 
-def build_grid(records: Sequence[MediaRecord], output_dir: Path) -> Grid:
+def build_grid(records: Sequence[MediaRecord], output_dir: Path) -> PreviewGrid:
     """Choose rows and columns and pack their pictures: `validation_prompt` first, the empty prompt last.
 
     Args:
@@ -114,7 +114,7 @@ def build_grid(records: Sequence[MediaRecord], output_dir: Path) -> Grid:
     steps = choose_steps(all_steps, max(FEWEST_COLUMNS, CELLS // max(1, lines)))
     allowance = _allowance(sum(record.step in steps for row in shown for record in row))
     rows = [_build_row(row, steps, output_dir, allowance) for row in shown]
-    return Grid(steps, rows, len(all_steps) - len(steps), len(by_row) - len(shown))
+    return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(by_row) - len(shown))
 
 
 def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], output_dir: Path, allowance: int) -> Row:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simpletuner.cli.wizard.proposals import (
-    dataset_file,
     default_optimizer,
     default_rate,
     first_flavour,
@@ -16,6 +15,7 @@ from simpletuner.cli.wizard.proposals import (
     nearest_lengths,
     nearest_sizes,
     prompt_library,
+    proposed_dataset_file,
     rank,
     run_length,
     usable_trackers,
@@ -289,7 +289,7 @@ STEPS = (
         "Data",
         (
             Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
-            Question("data_backend_config", "Dataset file", propose=dataset_file),
+            Question("data_backend_config", "Dataset file", propose=proposed_dataset_file),
         ),
     ),
 )
