@@ -67,14 +67,14 @@ def settings_help(wanted: str) -> list[str]:
         own = sections.get(section or "", [])
         others = [each for each in mentions if each not in own and each.name != names[name].name]
         rest = [line for each in own if each.name != names[name].name for line in summary(each)]
-        return [*describe(names[name]), *_see_also(others), *rest]
+        return [*explain_key(names[name]), *_see_also(others), *rest]
     if not found:
         guess = nearest(name, names)
         raise UserError(f"no setting mentions {wanted!r}.{f' Did you mean {guess!r}?' if guess else ''}")
     return [line for option in found for line in summary(option)]
 
 
-def describe(option: Option) -> Iterator[str]:
+def explain_key(option: Option) -> Iterator[str]:
     """Everything about one key."""
     yield f"{option.name}  ({option.section})"
     yield from textwrap.wrap(option.help, WIDTH, initial_indent="  ", subsequent_indent="  ")

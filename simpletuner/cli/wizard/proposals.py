@@ -64,7 +64,7 @@ def default_rate(draft: Draft) -> float:
     return DEFAULT_LEARNING_RATES[draft.config.model.model_type]
 
 
-def propose_dataset_file(draft: Draft) -> str:
+def proposed_dataset_file(draft: Draft) -> str:
     return draft.dataset_file
 
 

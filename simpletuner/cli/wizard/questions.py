@@ -15,7 +15,7 @@ from simpletuner.cli.wizard.proposals import (
     nearest_lengths,
     nearest_sizes,
     prompt_library,
-    propose_dataset_file,
+    proposed_dataset_file,
     rank,
     run_length,
     usable_trackers,
@@ -289,7 +289,7 @@ STEPS = (
         "Data",
         (
             Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
-            Question("data_backend_config", "Dataset file", propose=propose_dataset_file),
+            Question("data_backend_config", "Dataset file", propose=proposed_dataset_file),
         ),
     ),
 )
@@ -298,3 +298,13 @@ STEPS = (
 def _other_length(steps: Any) -> dict[str, Any]:
     """Steps and epochs exclude each other: with steps the epochs become 0, without steps a 0 of them goes."""
     return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
+
+
+def pointless(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
+    """Answers that these changes make pointless, with what they implied; the review takes them out."""
+    changed = {key: value for key, value in {**draft.values, **changes}.items() if value is not None}
+    after = Draft(draft.file, changed)
+    asked = [question for step in STEPS for question in step.questions if question.key in draft.values]
+    stale = [each for each in asked if each.key not in draft.loaded and not each.applies(after)]
+    implied = [key for each in stale if draft.values[each.key] is True for key in each.implied(True)]
+    return [*(each.key for each in stale), *implied]
