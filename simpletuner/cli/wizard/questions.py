@@ -34,6 +34,11 @@ Choices = Callable[[Draft], Mapping[str, str]]
 MISSPELLED = 0.75
 
 
+def _without_lora(model_type: Any) -> dict[str, Any]:
+    """A full fine-tune has no LoRA that could have a rank."""
+    return {"lora_rank": None} if model_type == "full" else {}
+
+
 @dataclass(frozen=True)
 class Question:
     """One setting to ask for.
@@ -173,7 +178,7 @@ STEPS = (
         (
             Question("model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}),
             Question("model_flavour", "Version of the model", propose=first_flavour, names=flavours),
-            Question("model_type", "What to train", remarks=MODEL_TYPES),
+            Question("model_type", "What to train", remarks=MODEL_TYPES, implied=_without_lora),
             Question("lora_rank", "LoRA rank (higher learns more and takes more memory)", when=_is_lora),
             Question("lora_alpha", "LoRA alpha (strength of the LoRA)", when=_is_lora, propose=rank, follows=True),
         ),
