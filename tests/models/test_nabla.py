@@ -167,11 +167,11 @@ class TestChoice:
             "good": lambda: nabla.attend_masked,
             "late": lambda: 1 / 0,
         }
-        monkeypatch.setattr(nabla, "WAYS", ways)
+        monkeypatch.setattr(nabla, "IMPLEMENTATIONS", ways)
         assert nabla.choose_attend(torch.device("meta"), torch.float32, 64) is nabla.attend_masked
 
     def test_none_passes(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        monkeypatch.setattr(nabla, "WAYS", {"blocks of 7": lambda: nabla.attend_dense})
+        monkeypatch.setattr(nabla, "IMPLEMENTATIONS", {"blocks of 7": lambda: nabla.attend_dense})
         with caplog.at_level(logging.WARNING):
             assert nabla.choose_attend(torch.device("meta"), torch.bfloat16, 64) is nabla.attend_dense
         (record,) = caplog.records

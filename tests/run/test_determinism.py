@@ -56,7 +56,7 @@ def test_watching_changes_nothing(tmp_path: Path, t2i_checkpoint: Path, watching
 
 
 def test_random_crops_differ_by_epoch_and_repeat_by_seed(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    entry = {**DATASETS[0], "crop": True, "crop_style": "random", "resolution": 32, "repeats": 0}
+    entry = {**DATASETS[0], "crop": True, "crop_style": "random", "resolution": 64, "repeats": 0}
     runs = [Workspace.create(tmp_path / name, t2i_checkpoint, max_train_steps=9) for name in ("one", "two")]
     for run in runs:
         run.write_datasets([entry, DATASETS[1]])
