@@ -1,8 +1,8 @@
 """Files and folders that appear whole or not at all, whatever kills the process.
 
-A file is written under a temporary name beside its place and then renamed; a folder is built under a name that ends
-in `-tmp` and then renamed. What stood there before stays until the new one is complete. A full disk is reported
-as `DiskFullError` with the path, a read-only place as `WriteError`; nothing torn is left behind.
+A file is written under a temporary name in the same folder and then renamed; a folder is built under a name that ends
+in `-tmp` and then renamed. The previous version stays until the new one is complete. A full disk is reported as
+`DiskFullError` with the path, a read-only folder as `WriteError`; no partial file is left behind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OLD_FOLDER_SUFFIX = f"-old{UNFINISHED_FOLDER_SUFFIX}"
 DISK_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT})
 READ_ONLY_CODES = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 STRAY_FILE = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(TEMPORARY_SUFFIX)}")
-# Writers in native code (safetensors, torch) report the code of the system as text only.
+# Writers in native code (safetensors, torch) report the system's error code only as text.
 DISK_FULL_WORDS = ("no space left on device", "disk quota exceeded", "not enough space on the disk")
 
 
@@ -36,9 +36,9 @@ def write_atomically(path: Path, content: bytes | str, *, durable: bool = True) 
 
     Args:
         path: the file; its folder is created when missing.
-        content: everything that will be in it.
-        durable: also survive a power cut right after. Costs a flush of the disk, so leave it out for files whose
-            damage is found and mended on reading.
+        content: the whole content.
+        durable: also survive a power cut right after. Costs an fsync, so leave it out for files whose damage is
+            detected and repaired on reading.
 
     Raises:
         DiskFullError: no space or quota left; the file that was there is kept.
@@ -54,7 +54,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 
 @contextmanager
 def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A binary file to write into; it takes its name when the block ends without an exception.
+    """A binary file to write to; it gets its name when the block ends without an exception.
 
     Raises:
         DiskFullError: as in `write_atomically`.
@@ -78,7 +78,7 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def build_folder(final: Path) -> Iterator[Path]:
-    """An empty folder to fill; it takes its name when the block ends without an exception.
+    """An empty folder to fill; it gets its name when the block ends without an exception.
 
     Yields:
         the folder `<final>-tmp`. After an exception it is removed; after a kill it stays, and the next build of the
@@ -100,13 +100,13 @@ def build_folder(final: Path) -> Iterator[Path]:
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
-    """Give a complete folder its name, after everything in it has reached the disk.
+    """Rename a finished folder to its final name, after flushing everything in it to the disk.
 
-    A folder of that name is moved aside first and deleted afterwards. A kill exactly between the two renames leaves
-    the old one as `<final>-old-tmp`.
+    An existing folder of that name is moved aside first and deleted afterwards: rename cannot replace a folder that is
+    not empty. A kill exactly between the two renames leaves the old one as `<final>-old-tmp`, see `sweep_folders`.
 
     Raises:
-        ValueError: the temporary name does not end in `-tmp`, so that a reader could have taken it for complete.
+        ValueError: the temporary name does not end in `-tmp`, so a reader could have taken it for complete.
     """
     if not temporary.name.endswith(UNFINISHED_FOLDER_SUFFIX):
         raise ValueError(f"{temporary}: an unfinished folder must be named ...{UNFINISHED_FOLDER_SUFFIX}")
@@ -124,7 +124,7 @@ def replace_folder(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Turn what keeps any writer inside the block from writing into an error that names the path.
+    """Turn a full disk or a missing permission inside the block into an error that names the path.
 
     Raises:
         DiskFullError: no space left.
@@ -136,27 +136,27 @@ def writing_to(path: Path) -> Iterator[None]:
         if isinstance(error, WriteError):
             raise
         if is_disk_full(error):
-            message = f"{path}: no space left on the disk. What was complete is kept; free some space and start again."
+            message = f"{path}: no space left on the disk. Complete files are kept; free some space and start again."
             raise DiskFullError(message) from error
         if is_read_only(error, path.parent):
-            message = f"{path}: cannot be written ({os.strerror(error.errno or 0)}). What was complete is kept."
+            message = f"{path}: cannot be written ({os.strerror(error.errno or 0)}). Complete files are kept."
             raise WriteError(message) from error
         raise
 
 
 def is_read_only(error: BaseException, folder: Path) -> TypeGuard[OSError]:
-    """Whether the system allows nothing to be written in a folder; a source that may not be read is something else."""
+    """Whether an error means that a folder cannot be written to; a source file that cannot be read does not count."""
     if not isinstance(error, OSError) or error.errno not in READ_ONLY_CODES:
         return False
     if error.filename is None:
-        return error.errno == errno.EROFS  # which reading never meets
+        return error.errno == errno.EROFS  # only writing raises this one
     return Path(error.filename).is_relative_to(folder)
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a writer failed because the disk or the quota is full.
 
-    torch.save stumbles a second time while it closes its archive, so what came before counts too.
+    torch.save fails a second time while closing its archive, so the chain of earlier errors is searched too.
     """
     if isinstance(error, OSError) and error.errno in DISK_FULL_CODES:
         return True
@@ -170,8 +170,8 @@ def sweep(folder: Path, below: str = "", *, older_than: float = 0.0) -> None:
     """Remove the unfinished files that a killed process left in a folder.
 
     Args:
-        below: which folders in it, as a glob with its slash: `**/` is all of them; none unless given.
-        older_than: seconds; younger ones may be under way in another process.
+        below: sub-folders to search too, as a glob ending in a slash: `**/` is all of them.
+        older_than: seconds; another process may still be writing younger files.
     """
     for path in folder.glob(f"{below}.*{TEMPORARY_SUFFIX}"):
         if STRAY_FILE.fullmatch(path.name) and path.stat().st_mtime <= time.time() - older_than:
@@ -179,7 +179,7 @@ def sweep(folder: Path, below: str = "", *, older_than: float = 0.0) -> None:
 
 
 def sweep_folders(parent: Path, name: re.Pattern[str]) -> None:
-    """Remove the unfinished folders of this name, and bring back one that a kill caught between two renames."""
+    """Remove unfinished folders whose names match, and restore one that a kill left between two renames."""
     for path in parent.glob(f"*{UNFINISHED_FOLDER_SUFFIX}"):
         old = path.name.endswith(OLD_FOLDER_SUFFIX)
         final = path.with_name(path.name.removesuffix(OLD_FOLDER_SUFFIX if old else UNFINISHED_FOLDER_SUFFIX))
@@ -191,7 +191,7 @@ def sweep_folders(parent: Path, name: re.Pattern[str]) -> None:
 
 
 def _flush_tree(folder: Path) -> None:
-    # Some libraries write files that only their owner may read; all get what the umask left of the folder's mode.
+    # Some libraries write files that only their owner can read; give all of them the mode that the umask allows.
     mode = folder.stat().st_mode & 0o666
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -201,9 +201,8 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk, where the system has a call for that.
-
-    Windows has none for folders; some network file systems answer EINVAL.
+    """fsync a file or a folder's entries, where supported: Windows cannot for folders, some network file systems
+    return EINVAL.
     """
     if os.name != "posix":
         return

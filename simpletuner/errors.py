@@ -17,15 +17,15 @@ from dataclasses import dataclass
 
 
 def visible(text: str) -> str:
-    """The text without control characters: names of files and keys may hold what would move a terminal's cursor."""
+    """The text with control characters escaped: a file name or key could otherwise move the terminal's cursor."""
     return "".join(repr(each)[1:-1] if unicodedata.category(each) in ("Cc", "Cf") else each for each in text)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing the user should know, told so that it can be mended without reading the source.
+    """One thing the user should know, worded so that it can be fixed without reading the source.
 
-    `where` names the key or file, `message` says what is wrong with which value and what would be right.
+    `where` names the key or file; `message` gives the wrong value and what is allowed.
     A problem that does not prevent the run is a warning (`fatal=False`).
     """
 
@@ -50,7 +50,7 @@ class UserError(SimpleTunerError):
 
 
 class ConfigError(UserError):
-    """Carries every problem of the configuration and of the datasets at once.
+    """Carries every problem of the configuration and the datasets at once.
 
     Args:
         problems: what was found; only fatal ones are printed as errors.
@@ -62,7 +62,7 @@ class ConfigError(UserError):
 
 
 class WriteError(UserError):
-    """A place where nothing can be written; everything that was complete before is kept."""
+    """A path that cannot be written; files that were complete before are kept."""
 
 
 class DiskFullError(WriteError):
@@ -80,7 +80,7 @@ class Interrupted(SimpleTunerError):
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word that looks most like `word`, or None when nothing comes close."""
+    """The known word most similar to `word`, or None if nothing comes close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
@@ -92,6 +92,6 @@ def did_you_mean(word: str, known: Sequence[str] | Iterable[str]) -> str:
 
 
 def shorten(names: Sequence[str], most: int = 10) -> str:
-    """Names with commas between; of a long list the first ones and how many more there are."""
+    """Comma-separated names; a long list is cut to the first ones and a count of the rest."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,7 +1,7 @@
 """The header of a safetensors file: eight bytes of length, then JSON, then the data of all tensors.
 
-The library writes metadata in an order that changes from process to process. Where equal content must give equal
-bytes, the header is written again here, with its keys sorted. No torch here.
+The safetensors library writes metadata in an order that varies between processes. Where equal content must give equal
+bytes, the header is rewritten here with sorted keys. Free of torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 METADATA = "__metadata__"
 LENGTH_BYTES = 8
-# Real headers have kilobytes to a few megabytes; a larger claim means that the file is not safetensors.
+# Real headers take kilobytes to a few megabytes; a larger claim means that the file is not safetensors.
 LONGEST_HEADER = 100_000_000
 
 
 def header_end(head: bytes) -> int:
-    """Where the data starts, from the first eight bytes or more.
+    """Offset of the tensor data, from the first eight bytes or more.
 
     Raises:
-        ValueError: no header can be this long.
+        ValueError: the claimed length is impossible.
     """
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     if length > LONGEST_HEADER:
@@ -29,7 +29,7 @@ def header_end(head: bytes) -> int:
 
 
 def split_header(blob: bytes) -> tuple[int, dict[str, Any]]:
-    """Where the data of a file's bytes starts, and its header.
+    """Offset of the tensor data and the parsed header of a file's bytes.
 
     Raises:
         ValueError: there is no readable header.
@@ -39,14 +39,14 @@ def split_header(blob: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def join_header(header: dict[str, Any], data: bytes | memoryview) -> bytes:
-    """A file of this header, keys sorted, and data."""
+    """The bytes of a file with this header, keys sorted, and this data."""
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    text += b" " * (-len(text) % 8)  # the format aligns the data to 8 bytes
     return b"".join((len(text).to_bytes(LENGTH_BYTES, "little"), text, data))
 
 
 def with_metadata(blob: bytes, metadata: dict[str, str]) -> bytes:
-    """A safetensors file with this metadata in place of its own."""
+    """A safetensors file with its metadata replaced."""
     start, header = split_header(blob)
     header[METADATA] = metadata
     return join_header(header, memoryview(blob)[start:])
@@ -56,7 +56,7 @@ def read_header(path: Path) -> dict[str, Any]:
     """The header of a file, without its data.
 
     Raises:
-        ValueError: it is not a safetensors file.
+        ValueError: not a safetensors file.
     """
     with path.open("rb") as file:
         start = header_end(file.read(LENGTH_BYTES))

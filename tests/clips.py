@@ -18,6 +18,7 @@ import av
 import numpy as np
 from av.video.frame import VideoFrame
 
+from simpletuner.data.clips import frames_of, probe_clip
 from tests import pictures
 from tests.pictures import Writer
 
@@ -266,7 +267,7 @@ def write_with_colours(primaries: int, curve: int) -> Writer:
 SHOWN_OTHERWISE: dict[str, tuple[Writer, str]] = {
     "mirrored.mp4": (_with_matrix(MIRRORED), "is shown mirrored"),
     "upside-down.mov": (_with_matrix(UPSIDE_DOWN), "is shown mirrored"),
-    "diagonal.mp4": (_with_matrix(DIAGONAL), "is shown turned by 45 degrees"),
+    "diagonal.mp4": (_with_matrix(DIAGONAL), "is shown rotated by 45 degrees"),
     "pq.mp4": (write_with_colours(9, 16), "is HDR (PQ)"),
     "hlg.mov": (write_with_colours(9, 18), "is HDR (HLG)"),
     "wide.mkv": (write_with_colours(9, 14), "is in wide colours (BT.2020)"),
@@ -335,3 +336,8 @@ def write_plain(path: Path, size: tuple[int, int], colour: tuple[int, int, int],
             frame.pts = index
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
+
+
+def read_clip(path: Path, frames: int, rate: float) -> np.ndarray:
+    """The first frames of a clip at a rate, `T H W 3` at its own size."""
+    return np.stack(list(frames_of(path, frames, rate, probe_clip(path))))

@@ -1,7 +1,7 @@
-"""Which entries a run needs, and which of them are there. Free of torch, so that the plan can say so.
+"""The cache entries that a run needs, and which of them exist. Free of torch, since the plan shows them.
 
-The catalogue is the one place where a sample or a caption becomes a cache key; filling, planning and loading ask it
-and therefore agree.
+The catalogue is the only place where a sample or a caption becomes a cache key; filling, planning and loading all use
+it and therefore agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class FeatureEncoder(Protocol):
-    """Makes the features of one kind."""
+    """Computes the features of one kind."""
 
     def encode(self, latents: Tensor) -> Tensor:
         """The features of one sample's clean latents `C F H W`; any shape and dtype."""
@@ -33,12 +33,12 @@ class FeatureEncoder(Protocol):
 
 @dataclass(frozen=True)
 class FeatureKind:
-    """Something that a technique needs of every sample, made once and cached beside the latents.
+    """Per-sample data that a technique needs, computed once and cached beside the latents.
 
     Attributes:
-        name: under which a batch holds it.
-        maker: what it depends on beside the latents, such as an encoder's identity.
-        load: its encoder on a device; called only when an entry is missing.
+        name: its key in `Batch.features`.
+        maker: what it depends on besides the latents, such as the encoder's identity.
+        load: loads its encoder on a device; called only if an entry is missing.
     """
 
     name: str
@@ -48,7 +48,7 @@ class FeatureKind:
 
 @dataclass(frozen=True)
 class LatentEntry:
-    """The latents of one sample, where they lie, and whether they are written compressed."""
+    """The latents of one sample, their folder, and whether they are written compressed."""
 
     key: LatentKey
     folder: Path
@@ -58,7 +58,7 @@ class LatentEntry:
 
 @dataclass(frozen=True)
 class FeatureEntry:
-    """The features of one kind of one sample, in the folder of its latents, and what they are made from."""
+    """The features of one kind of one sample, in the folder of the latents they are computed from."""
 
     key: FeatureKey
     kind: FeatureKind
@@ -71,9 +71,9 @@ class FeatureEntry:
 
 @dataclass(frozen=True)
 class TextEntry:
-    """The embeddings of one caption, and where they lie; `picture` is what the prompt holds (i2i).
+    """The embeddings of one caption, and their folder; `picture` is the one in the prompt (i2i).
 
-    `bare` is true for the prompt that guidance leads away from, and for captions that are left out.
+    `bare` is true for negative prompts and for dropped captions.
     """
 
     key: TextKey
@@ -91,13 +91,13 @@ CacheEntry = TypeVar("CacheEntry", LatentEntry, TextEntry, FeatureEntry)
 
 @dataclass(frozen=True)
 class Encoders:
-    """What the keys of a run say about the encoders.
+    """The parts of a run's cache keys that identify the encoders.
 
     Attributes:
-        template: the words around a caption.
-        bare_template: those around a negative prompt and around the empty caption, None when they are the same.
-        clean: how a caption is cleaned before it is encoded.
-        prompt_holds_picture: the prompt holds the source picture (i2i).
+        template: the prompt template around a caption.
+        bare_template: the template of negative prompts and of the empty caption; None if it is the same.
+        clean: cleans a caption before it is encoded.
+        prompt_holds_picture: the prompt contains the source picture (i2i).
     """
 
     vae: EncoderIdentity
@@ -111,15 +111,15 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Cache entries of samples and captions. Entries are kept, so that each key is digested once.
+    """Cache entries of samples and captions. Entries are kept, so that each key is digested only once.
 
     Attributes:
         latent_folders: latent cache of each dataset, by id.
         text_folders: text cache of each dataset, by id.
         default_text_folder: text cache of prompts that belong to no dataset.
-        compressed: whether a dataset's entries are written compressed, by id; prompts that belong to none are where
-            `compress` says so.
-        completed: what is added to the captions of a dataset, by id; others are taken as they are.
+        compressed: whether a dataset's entries are written compressed, by id.
+        compress: the same for prompts that belong to no dataset.
+        completed: completes the captions of a dataset, by id; other captions are used unchanged.
     """
 
     encoders: Encoders
@@ -133,12 +133,12 @@ class Catalogue:
     _texts: dict[tuple[str | None, str, Sample | None, bool], TextEntry] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Drop the kept entries, before an epoch with other crops."""
+        """Drop the kept entries, before an epoch with new crops."""
         self._latents.clear()
         self._texts.clear()
 
     def latent(self, sample: Sample) -> LatentEntry:
-        """Where the latents of a sample are or will be."""
+        """The entry of a sample's latents, whether it exists or not."""
         if sample not in self._latents:
             geometry = sample.geometry
             key = LatentKey(
@@ -148,7 +148,7 @@ class Catalogue:
                 geometry.crop,
                 self.encoders.vae,
                 frames=sample.frames,
-                # The first frame is the same one at every rate.
+                # The first frame is the same at every rate.
                 rate=sample.frame_rate if sample.frames > 1 else None,
                 read_as=sample.read_as,
             )
@@ -157,13 +157,13 @@ class Catalogue:
         return self._latents[sample]
 
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:
-        """Where the features of a sample are or will be."""
+        """The entry of a sample's features, whether it exists or not."""
         latents = self.latent(sample)
         key = FeatureKey(kind.name, latents.key.digest(), tuple(sorted(kind.maker.items())))
         return FeatureEntry(key, kind, latents)
 
     def condition(self, sample: Sample) -> LatentEntry | None:
-        """The latents that a sample is conditioned on: of its partner, or of its frame 0 encoded alone (i2v)."""
+        """The latents that a sample is conditioned on: its partner's, or its frame 0 encoded alone (i2v)."""
         if sample.partner is not None:
             return self.latent(sample.partner)
         return self.latent(sample.first_frame) if sample.is_i2v else None
@@ -171,13 +171,13 @@ class Catalogue:
     def text(
         self, dataset_id: str | None, caption: str, picture: Sample | None, source: str = "", *, negative: bool = False
     ) -> TextEntry:
-        """Where the embeddings of a caption are or will be.
+        """The entry of a caption's embeddings, whether it exists or not.
 
         Args:
-            dataset_id: whose text cache; None for validation prompts.
-            picture: the paired source picture; ignored by flavours whose prompt holds none.
-            source: where the caption comes from, for people.
-            negative: it is a negative prompt.
+            dataset_id: the dataset of the caption; None for validation prompts.
+            picture: the paired source picture; ignored by flavours whose prompt contains none.
+            source: where the caption comes from, for messages.
+            negative: whether it is a negative prompt.
         """
         held = picture if self.encoders.prompt_holds_picture else None
         asked = (dataset_id, caption, held, negative)
@@ -194,7 +194,7 @@ class Catalogue:
             if dataset_id in self.completed and not negative:
                 caption = self.completed[dataset_id](caption)
         cleaned = encoders.clean(caption)
-        # Dropped captions are what guidance leads away from; an empty prompt is one like any other.
+        # A dropped caption stands for the negative prompt of guidance; an empty validation prompt is an ordinary one.
         bare = negative or (dataset_id is not None and not cleaned)
         template = (encoders.bare_template if bare else None) or encoders.template
         fingerprint = None if picture is None else picture_fingerprint(picture)
@@ -202,23 +202,23 @@ class Catalogue:
         return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, picture, bare)
 
     def latents_of(self, datasets: Iterable[Dataset], epoch: int) -> list[LatentEntry]:
-        """Every latent that training in an epoch reads: of the samples and of what they are conditioned on."""
+        """All latents that training in an epoch reads: of the samples and of their conditions."""
         samples = (sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples)
         found = (entry for sample in samples for entry in (self.latent(sample), self.condition(sample)))
         return list({(entry.key, entry.folder): entry for entry in found if entry is not None}.values())
 
     def features_of(self, datasets: Iterable[Dataset], epoch: int, kinds: Iterable[FeatureKind]) -> list[FeatureEntry]:
-        """The features that training in an epoch reads."""
+        """All features that training in an epoch reads."""
         samples = [sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples]
         found = (self.feature(kind, sample) for kind in kinds for sample in samples)
         return list({(entry.key, entry.folder): entry for entry in found}.values())
 
     def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> list[TextEntry]:
-        """Every embedding that training in an epoch reads.
+        """All embeddings that training in an epoch reads.
 
         Args:
-            with_empty: also the empty caption, which caption dropout puts in a caption's place; once per source
-                picture where the prompt holds one.
+            with_empty: include the empty caption, which caption dropout substitutes; once per source picture if the
+                prompt contains one.
         """
         entries = {}
         for dataset in datasets:
@@ -230,7 +230,7 @@ class Catalogue:
 
 
 def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-    """Those of the entries that are not in their cache; each folder is listed once."""
+    """The entries that are not in their cache; each folder is listed once."""
     there: dict[Path, frozenset[str]] = {}
     absent = []
     for entry in entries:
@@ -242,7 +242,7 @@ def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
 
 
 def picture_fingerprint(sample: Sample) -> str:
-    """Identity of a prepared picture, whatever encodes it."""
+    """Identity of a resized and cropped picture, independent of its encoder."""
     geometry = sample.geometry
     return digest(
         {"content": sample.content, "size": geometry.size, "resized": geometry.resized, "crop": geometry.crop}

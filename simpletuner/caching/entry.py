@@ -1,8 +1,8 @@
-"""One cache entry as bytes, and where it lies. No torch here.
+"""The bytes and the path of one cache entry. Free of torch.
 
 An entry is a safetensors file inside one zstd frame, which any tool can unpack. Its metadata holds the provenance,
-the entry's own key and a checksum over everything else, so that bit rot, a cut file and a file under another's name are
-noticed on reading.
+the entry's own key and a checksum over everything else, so that bit rot, truncation and renamed files are detected on
+reading.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, join_header,
 
 ENTRY_SUFFIX = ".safetensors.zst"
 ENTRY_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(ENTRY_SUFFIX)}")
-# The lower the level the faster; at the second one numbers are stored as they are.
+# The lower the level, the faster; at STORED_LEVEL zstd stores blocks uncompressed.
 ZSTD_LEVEL, STORED_LEVEL = 3, -10_000
-# What is read at first for the header alone, and the longest header that is believed.
+# First read when only the header is wanted; most headers fit.
 HEAD_BYTES = 1 << 14
-
-# Ten seconds at 1280x768 take 60 MB.
+# Far above real entries: ten seconds at 1280x768 take 60 MB.
 LARGEST_ENTRY = 1 << 30
 
-# What parsing arbitrary bytes can raise. Running out of memory is not among it: that is no fault of the file.
+# What parsing arbitrary bytes can raise. Not MemoryError, which is not the file's fault.
 UNREADABLE = (zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError)
 
 KEY, CHECKSUM = "key", "checksum"
 
 
 class DamagedEntryError(SimpleTunerError):
-    """An entry is there but is not what was written; it must be encoded again."""
+    """An entry exists but is not what was written; it must be encoded again."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Entry:
 
     Attributes:
         blob: the safetensors file, uncompressed.
-        provenance: what `provenance_of` wrote.
+        provenance: from `provenance_of`.
     """
 
     blob: bytes
@@ -54,20 +53,20 @@ class Entry:
 
 
 def entry_path(folder: Path, key: str) -> Path:
-    """Where an entry lies: in one of 256 folders by its first two digits, so that none grows large."""
+    """The path of an entry: in one of 256 folders by the first two digits of its key, so that none grows large."""
     return folder / key[:2] / (key + ENTRY_SUFFIX)
 
 
 def find_entry(folder: Path, key: str) -> Path | None:
-    """The file of an entry, or None."""
+    """The file of an entry if it exists, else None."""
     path = entry_path(folder, key)
     return path if path.is_file() else None
 
 
 def list_keys(folder: Path) -> Iterator[str]:
-    """The keys of all entries, sorted, without opening a file; other file names are skipped.
+    """The keys of all entries, sorted, without opening a file; other files are skipped.
 
-    A folder that is not there has none.
+    A missing folder has none.
     """
     for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
         keys = {name.group(1) for path in fan.iterdir() if (name := ENTRY_NAME.fullmatch(path.name))}
@@ -75,7 +74,7 @@ def list_keys(folder: Path) -> Iterator[str]:
 
 
 def seal(blob: bytes, key: str, provenance: dict[str, str]) -> bytes:
-    """A safetensors file with key, provenance and checksum in its metadata."""
+    """The safetensors file with key, provenance and checksum in its metadata."""
     start, header = split_header(blob)
     header[METADATA] = {**provenance, KEY: key}
     data = memoryview(blob)[start:]
@@ -84,7 +83,7 @@ def seal(blob: bytes, key: str, provenance: dict[str, str]) -> bytes:
 
 
 def pack_entry(blob: bytes, *, compress: bool) -> bytes:
-    """One zstd frame that knows its content's size; its blocks are stored as they are unless `compress` is set."""
+    """One zstd frame with its content size in the header; uncompressed blocks unless `compress` is set."""
     return zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL).compress(blob)
 
 
@@ -97,7 +96,7 @@ def read_entry(path: Path, key: str) -> Entry:
     """
     try:
         if path.stat().st_size > LARGEST_ENTRY:
-            raise ValueError("it is larger than any entry")
+            raise ValueError("larger than any entry")
         blob = _unpack(path.read_bytes())
         start, header = split_header(blob)
         provenance = header[METADATA]
@@ -106,7 +105,7 @@ def read_entry(path: Path, key: str) -> Entry:
     except UNREADABLE as error:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
     if not sound:
-        raise DamagedEntryError(f"{path}: damaged cache entry (the checksum does not fit)")
+        raise DamagedEntryError(f"{path}: damaged cache entry (the checksum does not match)")
     return Entry(blob, provenance)
 
 
@@ -116,7 +115,7 @@ def _unpack(frame: bytes) -> bytes:
     A frame of a few kilobytes can decompress to any number of gigabytes.
 
     Raises:
-        ValueError: the header is not readable or declares more than any entry needs.
+        ValueError: the header is unreadable or declares more than any entry needs.
     """
     source = zstandard.ZstdDecompressor().stream_reader(frame)
     head = source.read(LENGTH_BYTES)
@@ -125,11 +124,11 @@ def _unpack(frame: bytes) -> bytes:
     end = max((entry["data_offsets"][1] for entry in entries), default=0)
     if end > LARGEST_ENTRY:
         raise ValueError(f"it claims {end:,} bytes")
-    return bytes(head + source.read(end + 1))  # one byte more, so that trailing data fails the checksum
+    return bytes(head + source.read(end + 1))  # one byte more, so that extra data at the end fails the checksum
 
 
 def read_provenance(path: Path) -> dict[str, str]:
-    """The provenance in an entry's header, which alone is read; nothing is verified.
+    """The provenance in an entry's header; the data is not read or verified.
 
     Raises:
         DamagedEntryError: there is no readable header.
@@ -146,5 +145,5 @@ def read_provenance(path: Path) -> dict[str, str]:
 
 
 def _checksum(header: dict[str, Any], data: memoryview) -> str:
-    """CRC-32 of the header (without the checksum) and the data: quick, and sure against accidents."""
+    """CRC-32 of the header (without the checksum) and the data: fast, and sufficient against accidental damage."""
     return f"{zlib.crc32(data, zlib.crc32(canonical_json(header).encode())):08x}"

@@ -2,9 +2,9 @@
 
     decode threads ─► bounded queue ─► encoder (this thread) ─► writer threads
 
-One encoder is on the device at a time, and none is loaded when nothing is missing. An entry is written when it is
-done, so a killed run loses at most the batch under way, and the next one goes on behind it. Where memory does not
-suffice, batches become smaller (`shrink`).
+One encoder is on the device at a time, and none is loaded if nothing is missing. Each entry is written as soon as it
+is encoded, so a killed run loses at most the current batch, and the next run continues after it. If memory runs out,
+batches become smaller (`shrink`).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ WRITERS = 2
 FEATURES = "features"  # the tensor in an entry of features
 Decoded = tuple[LatentEntry, np.ndarray]
 
-# What decoded pictures and clips that wait for the encoder may take, beside the one that each thread works on.
+# Memory for decoded pictures and clips that wait for the encoder, besides the one that each thread is decoding.
 WAITING_BYTES = 1 << 30
 
 
 class ChangedFileError(UserError):
-    """A file changed after it was planned."""
+    """A file changed after the plan was made."""
 
     def __init__(self, sample: Sample) -> None:
-        super().__init__(f"{sample.path} was changed after the plan had looked at it; start again.")
+        super().__init__(f"{sample.path} has changed since the plan was made; start again.")
         self.sample = sample
 
 
@@ -65,12 +65,12 @@ def fill_texts(
     """Encode captions; returns notes about captions that were too long.
 
     Args:
-        entries: what is missing; when there is nothing, `load` is not called.
+        entries: the missing ones; if there are none, `load` is not called.
     """
     if not entries:
         return []
     encoder = load()
-    encode = ShrinkingEncoder(_text_batch(encoder), lambda: False, lambda entry: entry.source, _text_advice())
+    encode = ShrinkingEncoder(_text_batch(encoder), lambda: False, lambda entry: entry.source, TEXT_ADVICE)
     notes = []
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(WRITERS) as writers:
@@ -79,7 +79,7 @@ def fill_texts(
                 writes.append(writers.submit(_write, entry, embeds, encode.at_once(group)))
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
-                    notes.append(f"{entry.source}: the caption is too long, this is not read: {cut!r}")
+                    notes.append(f"{entry.source}: the caption is too long; this part is cut off: {cut!r}")
             writes = _settle(writes)
             bar.advance(len(group), group[-1].source)
     _settle(writes, wait=True)
@@ -91,11 +91,11 @@ def fill_latents(
 ) -> dict[tuple[str, str], str]:
     """Encode pictures and clips; returns the files that could not be decoded, (dataset id, name) to reason.
 
-    Threads and order never change a latent. Where `vae_batch_size` is above 1, those of one size and length are encoded
-    together, and which of them are changes their rounding; the entry then says with how many it was encoded.
+    Threads and order never change a latent. With `vae_batch_size` above 1, samples of the same size and length are
+    encoded together, and the grouping changes the rounding; each entry then records the size of its batch.
 
     Raises:
-        UserError: one does not fit into memory, or the VAE's values are not finite.
+        UserError: a sample does not fit into memory, or the VAE's output is not finite.
     """
     if not entries:
         return {}
@@ -121,26 +121,26 @@ def fill_features(
     read: Callable[[LatentEntry], Tensor],
     bar: ProgressBar,
 ) -> None:
-    """Make the features that techniques cache, from latents that are there.
+    """Compute the features that techniques cache, from latents that are already cached.
 
     Args:
-        entries: what is missing, those of one kind behind each other.
-        load: the encoder of an entry's kind; called once a kind.
-        read: the latents of a sample, on the encoder's device.
+        entries: the missing ones, grouped by kind.
+        load: loads the encoder of an entry's kind; called once per kind.
+        read: reads the latents of a sample onto the encoder's device.
 
     Raises:
-        UserError: an encoder's values are not finite.
+        UserError: an encoder's output is not finite.
     """
     encoder = None
     for number, entry in enumerate(entries):
         if encoder is None or entry.kind != entries[number - 1].kind:
-            encoder = None  # the last one goes before the next one comes
+            encoder = None  # free the last one before loading the next
             encoder = load(entry)
         name = entry.latents.sample.full_name
         with torch.no_grad():
             features = encoder.encode(read(entry.latents))
         if not bool(features.isfinite().all()):
-            raise UserError(f"{entry.kind.name}: the encoder gave values that are not finite for {name}.")
+            raise UserError(f"{entry.kind.name}: the encoder's output is not finite for {name}.")
         store = CacheStore(entry.folder, entry.latents.compress)
         store.write(entry.key.digest(), {FEATURES: features}, provenance_of(entry.key, name))
         bar.advance(1, name)
@@ -173,36 +173,35 @@ def _described_sample(sample: Sample) -> str:
     return f"{sample.full_name} ({width}x{height}{length})"
 
 
-def _text_advice() -> str:
-    return "These need less: group_offload_text_encoder, tokenizer_max_length."
+TEXT_ADVICE = "These need less memory: group_offload_text_encoder, tokenizer_max_length."
 
 
 def _latent_advice(config: CachingConfig) -> str:
-    tiles = "" if config.vae_enable_tiling else ", vae_enable_tiling (tiles change latents a little at their seams)"
-    less = f"These need less for the same: group_offload_vae{tiles}."
-    return f"A smaller resolution helps, and fewer frames of a clip (video.num_frames). {less}"
+    tiles = "" if config.vae_enable_tiling else ", vae_enable_tiling (tiles change latents slightly at their seams)"
+    less = f"At the same size, these need less memory: group_offload_vae{tiles}."
+    return f"A smaller resolution or fewer frames of a clip (video.num_frames) help. {less}"
 
 
 def stop_if_not_finite(latents: Tensor, names: Sequence[str]) -> None:
-    """A VAE that overflows must not fill a cache.
+    """Keep the output of a VAE that overflows out of the cache.
 
     Raises:
         UserError: a latent holds NaN or infinity.
     """
     bad = [name for name, latent in zip(names, latents, strict=True) if not bool(latent.isfinite().all())]
     if bad:
-        raise UserError(f"The VAE gave values that are not finite for {', '.join(bad)}; try vae_dtype fp32.")
+        raise UserError(f"The VAE's output is not finite for {', '.join(bad)}; try vae_dtype fp32.")
 
 
 def to_pixels(frames: np.ndarray) -> Tensor:
-    """Frames `F H W 3` (or one, `H W 3`) of 0..255 as `3 F H W` in [-1, 1], float32, rounded as the pipelines do."""
+    """Frames `F H W 3` (or one, `H W 3`) of 0..255 as `3 F H W` in [-1, 1], float32, rounded as in the pipelines."""
     clip = frames if frames.ndim == 4 else frames[None]
-    # In place: a clip of 10 seconds is a gigabyte in float32.
+    # In place, since a clip of 10 seconds takes a gigabyte in float32; the order of the operations is the pipelines'.
     return torch.tensor(clip).float().div_(255.0).mul_(2.0).sub_(1.0).permute(3, 0, 1, 2)
 
 
 def prepared_picture(sample: Sample) -> Image.Image:
-    """A sample's picture, or frame 0 of its clip, resized and cropped as its geometry says."""
+    """A sample's picture, or frame 0 of its clip, resized and cropped to its geometry."""
     if sample.clip is None:
         return Image.fromarray(media.fit(media.decode(sample.path), sample.geometry))
     return Image.fromarray(_frames(sample.first_frame, sample.clip)[0])
@@ -211,21 +210,21 @@ def prepared_picture(sample: Sample) -> Image.Image:
 def _batches(
     decoding: Iterable[tuple[LatentEntry, Future[np.ndarray]]], size: int, failures: dict[tuple[str, str], str]
 ) -> Iterator[list[Decoded]]:
-    """Groups of one shape; what cannot be decoded goes to the failures."""
+    """Groups of the same shape; files that cannot be decoded are added to the failures."""
     group: list[Decoded] = []
     for entry, decoded in decoding:
         try:
             array = decoded.result()
         except files.UnreadableError as error:
             raise UserError(
-                f"{entry.sample.path} {error}. It could be read when the run was planned; start again."
+                f"{entry.sample.path} {error}. It was readable when the run was planned; start again."
             ) from error
         except files.MediaError as error:
             failures[(entry.sample.dataset_id, entry.sample.name)] = str(error)
             continue
         except MemoryError as error:
             less = "lower max_workers and image_processing_batch_size"
-            raise UserError(f"{_described_sample(entry.sample)}: too little memory to decode it; {less}.") from error
+            raise UserError(f"{_described_sample(entry.sample)}: not enough memory to decode it; {less}.") from error
         if group and group[0][1].shape != array.shape:
             yield group
             group = []
@@ -240,11 +239,11 @@ def _batches(
 def _decode_ahead(
     entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor
 ) -> Iterator[tuple[LatentEntry, Future[np.ndarray]]]:
-    """Entries sorted by shape, each with its pixels to come; so many are decoded ahead, or as many as memory allows."""
+    """Entries sorted by shape, each with the future of its pixels; decodes ahead up to `most` or `WAITING_BYTES`."""
     waiting: deque[tuple[LatentEntry, Future[np.ndarray]]] = deque()
     held = 0
     for entry in _by_shape(entries):
-        # Never fewer than two: while one is encoded the next is decoded, however large they are.
+        # At least two, however large: while one is encoded, the next is decoded.
         while len(waiting) > 1 and (len(waiting) >= most or held + _bytes(entry.sample) > WAITING_BYTES):
             held -= _bytes(waiting[0][0].sample)
             yield waiting.popleft()
@@ -254,7 +253,7 @@ def _decode_ahead(
 
 
 def _by_shape(entries: Sequence[LatentEntry]) -> list[LatentEntry]:
-    """Those of one shape behind each other, in the order in which the shapes first appear."""
+    """Entries grouped by shape, in the order in which the shapes first appear."""
     groups: dict[tuple[tuple[int, int], int], list[LatentEntry]] = defaultdict(list)
     for entry in entries:
         groups[entry.sample.geometry.size, entry.sample.frames].append(entry)
@@ -262,7 +261,7 @@ def _by_shape(entries: Sequence[LatentEntry]) -> list[LatentEntry]:
 
 
 def _bytes(sample: Sample) -> int:
-    """Of its decoded pixels."""
+    """Size of its decoded pixels."""
     width, height = sample.geometry.size
     return 3 * width * height * sample.frames
 
@@ -271,8 +270,8 @@ def _decode(sample: Sample) -> np.ndarray:
     """Its pixels 0..255, `F H W 3`.
 
     Raises:
-        MediaError: what is in the file is damaged.
-        UserError: the file is not the one that the key is of, or cannot be read.
+        MediaError: the file is damaged.
+        UserError: the file is not the one that the key was computed from, or cannot be read.
     """
     clip = sample.clip
     if clip is None:
@@ -281,7 +280,7 @@ def _decode(sample: Sample) -> np.ndarray:
         return media.fit(media.decode(data), sample.geometry)[None]
     try:
         return clips.surely(lambda: _frames(sample, clip))
-    finally:  # afterwards: readers open a clip by its name
+    finally:  # afterwards, since readers open a clip by name: what was read must be what is hashed
         _check_same(sample, files.content_hash(sample.path))
 
 
@@ -290,19 +289,19 @@ def _frames(sample: Sample, clip: ClipFacts) -> np.ndarray:
 
 
 def _check_same(sample: Sample, content: str) -> None:
-    """Latents must not be stored under the hash of what was there before."""
+    """Make sure that latents are not stored under the hash of an earlier version of the file."""
     if content != sample.content:
         raise ChangedFileError(sample)
 
 
 def _picture(sample: Sample | None) -> Image.Image | None:
-    """What a prompt holds."""
+    """The picture that a prompt contains."""
     if sample is None:
         return None
     try:
         return Image.fromarray(_decode(sample.first_frame)[0])
     except files.MediaError as error:
-        raise UserError(f"{sample.path} {error}. It is part of a prompt; replace it or take its pair out.") from error
+        raise UserError(f"{sample.path} {error}. It is part of a prompt; replace it or remove the pair.") from error
 
 
 def _write(entry: LatentEntry | TextEntry, tensors: dict[str, Tensor], together: int) -> None:
@@ -314,7 +313,7 @@ def _write(entry: LatentEntry | TextEntry, tensors: dict[str, Tensor], together:
 
 
 def _settle(writes: list[Future[None]], *, wait: bool = False) -> list[Future[None]]:
-    """Raise the error of a write that failed (a full disk) as soon as it is known; returns those under way."""
+    """Raise the error of a failed write (a full disk) as soon as it is known; returns the pending writes."""
     for write in writes:
         if wait or write.done():
             write.result()
@@ -322,9 +321,9 @@ def _settle(writes: list[Future[None]], *, wait: bool = False) -> list[Future[No
 
 
 def _long_ones_first(entries: Sequence[TextEntry]) -> list[TextEntry]:
-    """Captions of about one length behind each other, so that a batch holds little padding.
+    """Captions sorted by length, so that batches contain little padding.
 
-    The longest come first: what does not fit into memory is found out at once. Prompts with pictures of one size stay
+    The longest come first, so that running out of memory shows up at once. Prompts with pictures of the same size stay
     together, since only those can share a batch.
     """
 
@@ -341,7 +340,7 @@ def _chunks(entries: Sequence[TextEntry], size: int) -> Iterator[Sequence[TextEn
 
 @contextmanager
 def _decoding_threads(config: CachingConfig) -> Iterator[ThreadPoolExecutor]:
-    """Threads that give up what waits for them when an error or Ctrl-C ends the filling."""
+    """Decoding threads whose pending work is cancelled when an error or Ctrl-C ends the filling."""
     threads = ThreadPoolExecutor(min(config.max_workers, os.cpu_count() or 1))
     try:
         yield threads

@@ -1,6 +1,6 @@
-"""What is behind `simpletuner cache verify`, `gc` and `explain`: questions to a cache folder. No torch here.
+"""Inspect a cache folder: the work of `simpletuner cache verify`, `gc` and `explain`. Free of torch.
 
-Nothing is deleted unless asked for, and `gc` deletes only what it listed.
+Nothing is deleted unless asked for, and `gc` deletes only what it has listed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from simpletuner.caching.entry import (
 )
 from simpletuner.caching.keys import CacheKey, Ingredients
 
-# A temporary file this old belongs to no writer that is still alive.
+# A temporary file this old belongs to no running writer.
 LEFTOVER_AGE_SECONDS = 3600.0
-# Temporary files, and entries of the uncompressed kind that older versions wrote.
+# Temporary files, and uncompressed entries in the format of older versions.
 LEFTOVER_NAME = re.compile(
     rf"\.{ENTRY_NAME.pattern}\.[0-9a-f]+{re.escape(TEMPORARY_SUFFIX)}|[0-9a-f]{{64}}\.safetensors"
 )
@@ -35,7 +35,7 @@ LEFTOVER_NAME = re.compile(
 
 @dataclass(frozen=True)
 class Damage:
-    """One entry that cannot be used, and why."""
+    """One unusable entry, and why."""
 
     key: str
     reason: str
@@ -43,12 +43,12 @@ class Damage:
 
 @dataclass(frozen=True)
 class Garbage:
-    """What a collection would remove.
+    """What garbage collection would remove.
 
     Attributes:
-        entries: keys that are not wanted any more.
-        leftovers: temporary files of runs that were killed.
-        bytes: what removing both would free.
+        entries: keys that are no longer wanted.
+        leftovers: temporary files of killed runs.
+        bytes: how much removing both would free.
     """
 
     entries: list[str]
@@ -69,7 +69,7 @@ class Difference:
 
 
 def find_damaged(folder: Path) -> Iterator[Damage]:
-    """Read every entry in full and yield those that are not what was written, sorted by key."""
+    """Read every entry in full and yield the damaged ones, sorted by key."""
     for key in list_keys(folder):
         path = find_entry(folder, key)
         try:
@@ -80,11 +80,11 @@ def find_damaged(folder: Path) -> Iterator[Damage]:
 
 
 def find_garbage(folder: Path, wanted: Collection[str], *, now: float | None = None) -> Garbage:
-    """Entries that are not wanted, and what killed runs left.
+    """Entries that are not wanted, and what killed runs left behind.
 
     Args:
-        wanted: the keys that the configs in use refer to. A folder that serves several configs needs them all.
-        now: seconds since the epoch; the clock's when None.
+        wanted: the keys that the configs in use refer to. For a folder shared by several configs, those of all of them.
+        now: seconds since the epoch; None: the current time.
     """
     known = frozenset(wanted)
     entries = [key for key in list_keys(folder) if key not in known]
@@ -96,7 +96,7 @@ def find_garbage(folder: Path, wanted: Collection[str], *, now: float | None = N
 
 
 def remove_garbage(folder: Path, garbage: Garbage) -> None:
-    """Delete what `find_garbage` listed, and nothing else."""
+    """Delete what `find_garbage` has listed, and nothing else."""
     for path in garbage.leftovers:
         path.unlink(missing_ok=True)
     for key in garbage.entries:
@@ -104,7 +104,7 @@ def remove_garbage(folder: Path, garbage: Garbage) -> None:
 
 
 def explain(folder: Path, key: str) -> dict[str, Any]:
-    """Where an entry came from: its source, and every ingredient of its key.
+    """The origin of an entry: its source, and every ingredient of its key.
 
     Raises:
         KeyError: there is no such entry.
@@ -122,10 +122,10 @@ def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[
     """Why an entry is missing: how each entry of the same source differs from the wanted one.
 
     Args:
-        source: as it was handed to `provenance_of`.
+        source: as passed to `provenance_of`.
 
     Returns:
-        differences by the key of the cached entry, the fewest first; empty when the source was never cached.
+        differences by key of the cached entry, fewest first; empty if the source was never cached.
     """
     found: dict[str, list[Difference]] = {}
     for key, ingredients in _entries_of(folder, source):
@@ -142,7 +142,7 @@ def compare(cached: Ingredients, wanted: Ingredients) -> list[Difference]:
 
 
 def _entries_of(folder: Path, source: str) -> Iterator[tuple[str, Ingredients]]:
-    """Key and ingredients of every entry of a source; entries that cannot be read are `verify`'s business."""
+    """Key and ingredients of every entry of a source; skips unreadable entries, which `find_damaged` reports."""
     for key in list_keys(folder):
         path = find_entry(folder, key)
         try:

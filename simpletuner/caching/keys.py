@@ -1,8 +1,8 @@
-"""What a cache entry depends on, and the name that follows from it.
+"""What a cache entry depends on, and the key derived from it.
 
-An entry's key is the SHA-256 of everything that determines its content: the bytes of the file, how it was
-prepared, and the encoder. So files of the same name never collide, an edit is seen, an old size never comes back,
-and nothing is encoded twice. No torch here: the plan counts what is cached before anything is loaded.
+An entry's key is the SHA-256 of everything that determines its content: the bytes of the file, how it was prepared,
+and the encoder. So files of the same name never collide, edits are noticed, entries of another size are never used,
+and nothing is encoded twice. Free of torch: the plan counts what is cached before anything is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any, ClassVar
 
-# Raised when the meaning of an entry changes, so that entries of older versions are not read as new ones.
+# Raised when the meaning of entries changes, so that older ones are not mistaken for new ones.
 VERSION = 1
 
 # What an entry depends on, one level deep: "encoder.dtype" -> "bf16".
@@ -25,11 +25,11 @@ Ingredients = dict[str, Any]
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """Which model made an entry, and how it computed.
+    """Which model computed an entry, and how.
 
     Attributes:
         family: value of `model_family`.
-        checkpoint: `checkpoint.checkpoint_identity` of all folders that take part (tokenizers included).
+        checkpoint: `checkpoint_identity` of all folders involved (tokenizers included).
         dtype: of the computation, such as "bf16".
         quantisation: value of the precision key, "no_change" for none.
         tiling: the picture was encoded in tiles.
@@ -44,12 +44,12 @@ class EncoderIdentity:
 
 @dataclass(frozen=True)
 class CacheKey:
-    """Identity of one entry: its fields are everything that the entry depends on."""
+    """Identity of one entry; its fields are all that the entry depends on."""
 
     kind: ClassVar[str]
 
     def ingredients(self) -> Ingredients:
-        """The fields one level deep, tuples as lists, with kind and version in front."""
+        """The fields flattened to one level, tuples as lists, after kind and version."""
         result: Ingredients = {"kind": self.kind, "version": VERSION}
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
@@ -74,13 +74,13 @@ class LatentKey(CacheKey):
 
     Attributes:
         content: SHA-256 of the picture's or clip's bytes.
-        size: width and height that are encoded.
+        size: encoded width and height.
         resized: width and height of the whole picture before cropping.
         crop: left and top corner of the crop in the resized picture; its size is `size`.
-        frames: frames that are encoded; 1 for pictures.
-        rate: frames a second they were taken at; None for pictures.
+        frames: number of encoded frames; 1 for pictures.
+        rate: frames per second at which they were taken; None for pictures.
         encoder: which VAE.
-        read_as: `Sample.read_as`; left out where it is empty, as in entries from before it was there.
+        read_as: `Sample.read_as`; omitted if empty, so that entries from before it existed stay valid.
     """
 
     kind = "latent"
@@ -95,12 +95,12 @@ class LatentKey(CacheKey):
     read_as: tuple[str, ...] = ()
 
     def ingredients(self) -> Ingredients:
-        """Everything the entry depends on, flat."""
+        """Like any key's, without an empty `read_as`."""
         found = super().ingredients()
         return found if self.read_as else {name: value for name, value in found.items() if name != "read_as"}
 
     def seed(self) -> int:
-        """A seed in [0, 2^63) for the draw from the VAE's posterior: the same entry is always the same draw."""
+        """A seed in [0, 2^63) for sampling the VAE's posterior: the same entry always gets the same draw."""
         return int(self.digest()[:16], 16) >> 1
 
 
@@ -109,11 +109,11 @@ class TextKey(CacheKey):
     """Identity of the embeddings of one caption.
 
     Attributes:
-        caption: cleaned, as the encoder gets it.
-        template: the words around it, or a name that stands for them and changes when they do.
+        caption: cleaned, as passed to the encoder.
+        template: the prompt template around it, or a name that changes whenever the template does.
         max_length: tokens after which it is cut.
         encoder: which text encoders.
-        picture: `LatentKey.digest` (or another hash) of the picture that the prompt holds, if it holds one.
+        picture: `catalogue.picture_fingerprint` of the picture in the prompt, if any.
     """
 
     kind = "text"
@@ -127,11 +127,11 @@ class TextKey(CacheKey):
 
 @dataclass(frozen=True)
 class FeatureKey(CacheKey):
-    """Identity of what a technique caches of one sample.
+    """Identity of what a technique caches for one sample.
 
     Attributes:
         feature: name of the kind.
-        latents: `LatentKey.digest` of the latents that it is made from.
+        latents: `LatentKey.digest` of the latents that it is computed from.
         maker: what else it depends on, by name: the encoder's identity, sizes.
     """
 
@@ -143,10 +143,10 @@ class FeatureKey(CacheKey):
 
 
 def provenance_of(key: CacheKey, source: str) -> dict[str, str]:
-    """What is written into an entry so that it can be explained later.
+    """Metadata that explains an entry later.
 
     Args:
-        source: `dataset/relative path` of a file, or the caption's; for people, and no part of the identity.
+        source: `dataset/relative path` of a file or of a caption's file; informative, not part of the identity.
     """
     return {"source": source, "ingredients": canonical_json(key.ingredients())}
 
@@ -157,7 +157,7 @@ def digest(ingredients: Mapping[str, Any]) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces, ASCII only; NaN is refused."""
+    """The canonical JSON text of a value: sorted keys, no spaces, ASCII only; NaN is refused."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -169,20 +169,22 @@ def hash_file(path: Path) -> str:
 
 WHOLE_FILES = frozenset({".json", ".txt", ".model", ".jinja"})
 WEIGHT_FILES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack"})
+# Notes of the program that saved a config; they change nothing about the model.
 SAVED_BY = frozenset({"_name_or_path", "_diffusers_version", "transformers_version"})
 
+# Checkpoints of tens of gigabytes are identified by slices: reading them whole would delay every start by minutes.
 SLICE_BYTES = 256
 SLICES_PER_TENSOR = 4
 SLICES_PER_FILE = 256
 
 
 def checkpoint_identity(*folders: Path) -> str:
-    """Identity of one or several component folders (a text encoder and its tokenizer), as 64 hexadecimal digits.
+    """Identity of one or more component folders (a text encoder and its tokenizer), as 64 hexadecimal digits.
 
-    The folders' own names and places play no part; their order does. Links, as in a hub snapshot, are followed.
+    Depends on the order of the folders but not on their paths. Links, as in a hub snapshot, are followed.
 
     Raises:
-        FileNotFoundError: a folder is missing or holds nothing that belongs to a checkpoint.
+        FileNotFoundError: a folder is missing or contains no model files.
     """
     return hashlib.sha256("".join(_folder_identity(folder) for folder in folders).encode()).hexdigest()
 
@@ -199,7 +201,7 @@ def _folder_identity(folder: Path) -> str:
 
 
 def _file_identity(path: Path) -> str | None:
-    """Hash of what matters in a file, or None for files that are no part of a model (README, pictures)."""
+    """Hash of the relevant content of a file, or None for files that are not part of a model (README, pictures)."""
     if path.suffix == ".json":
         return _json_identity(path)
     if path.suffix in WHOLE_FILES:
@@ -224,7 +226,7 @@ def _json_identity(path: Path) -> str:
 
 
 def _safetensors_identity(path: Path) -> str:
-    """Size, header and slices of each tensor. A file that is cut short still gets an identity of its own."""
+    """Hash of the size, the header and slices of each tensor. Even a truncated file gets a distinct identity."""
     size = path.stat().st_size
     with path.open("rb", buffering=0) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -234,7 +236,7 @@ def _safetensors_identity(path: Path) -> str:
 
 
 def _tensor_spans(header: bytes, data_start: int) -> Iterator[tuple[int, int]]:
-    """First and last byte of each tensor in the file, in the order of the file."""
+    """Start and end of each tensor in the file, in file order."""
     try:
         entries = json.loads(header)
     except ValueError:
@@ -245,7 +247,7 @@ def _tensor_spans(header: bytes, data_start: int) -> Iterator[tuple[int, int]]:
 
 
 def _slices_identity(file: RawIOBase, prefix: bytes, spans: list[tuple[int, int]], count: int) -> str:
-    """Hash of `count` slices spread evenly over each span, its first and last bytes included."""
+    """Hash of `count` slices spread evenly over each span, including its first and last bytes."""
     hasher = hashlib.sha256(prefix)
     for start, end in spans:
         room = max(end - start - SLICE_BYTES, 0)

@@ -1,4 +1,4 @@
-"""From a planned batch to a `Batch`, out of the caches alone."""
+"""From a planned batch to a `Batch`, read from the caches."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from simpletuner.diffusion.batch import Batch, TextEmbeds
 
 
 class BatchReader:
-    """Reads the entries of a batch; features of a sample are read in training alone.
+    """Reads the entries of a batch; features are read only for training.
 
     Args:
-        caption_dropout: chance that a sample is trained with the empty caption.
-        seed: of the run; decides with the place in the run which captions are dropped.
-        restore: encodes a damaged entry again.
+        caption_dropout: probability that a sample is trained with the empty caption.
+        seed: of the run; with the position in the run it decides which captions are dropped.
+        restore: encodes a damaged or missing entry again.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BatchReader:
         return replace(self._batch(planned.samples, embeds), features=features)
 
     def read_sample(self, sample: Sample) -> Batch:
-        """A batch of one, with the sample's first caption, which is never dropped."""
+        """A batch of one sample with its first caption, which is never dropped."""
         caption = sample.captions[0]
         return self._batch([sample], [self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))])
 
@@ -71,7 +71,7 @@ class BatchReader:
         return self._read(entry)
 
     def _stacked(self, entries: Sequence[LatentEntry]) -> Tensor | None:
-        """`B C F H W`, or None for a batch without conditions; all samples of a dataset have one, or none has."""
+        """`B C F H W`, or None for a batch without conditions; either all samples of a dataset have one or none has."""
         return torch.stack([self._latents(entry) for entry in entries]) if entries else None
 
     def _latents(self, entry: LatentEntry) -> Tensor:

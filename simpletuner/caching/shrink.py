@@ -1,7 +1,7 @@
-"""Running out of memory while encoding: the same work in smaller pieces, or an end that says what would help.
+"""Out of memory while encoding: do the same work in smaller pieces, or stop with advice.
 
-Nothing that is tried here changes an entry, so no key depends on how much memory there was. Tiles would change
-latents; they are the user's to switch on, and the last word of this module names them.
+Nothing done here changes an entry, so no key depends on how much memory was free. Tiling would change latents, so only
+the user may switch it on, and the final message suggests it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Encoded = TypeVar("Encoded")
 
-# What RuntimeErrors say that are about memory: of torch's CPU allocator, of MPS, and of CUDA's libraries.
+# Texts of RuntimeErrors about memory: from torch's CPU allocator, MPS and CUDA's libraries.
 SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice, on any device."""
+    """Whether an error means that memory ran out, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
 
 
 class ShrinkingEncoder(Generic[Item, Encoded]):
-    """Encodes batches, as large ones as memory allows; what it has learned holds for the batches to come.
+    """Encodes batches as large as memory allows, and remembers the size for later batches.
 
     Args:
         encode: one result per item; items do not influence each other.
-        relieve: called when a single item does not fit: switches on something that needs less memory and changes no
+        relieve: called if a single item does not fit: switches on something that needs less memory and changes no
             result, or returns False.
-        name: of an item, for messages.
-        advice: what the user could do when nothing is left to try.
+        name: name of an item, for messages.
+        advice: what the user can do if nothing is left to try.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
         advice: str,
     ) -> None:
         self.encode, self.relieve, self.name, self.advice = encode, relieve, name, advice
-        self.most: int | None = None  # items at a time, once it is known
+        self.most: int | None = None  # items at a time, once known
         self._reason = ""
 
     def __call__(self, items: Sequence[Item]) -> list[Encoded]:
-        """The results in order.
+        """The results, in order.
 
         Raises:
             UserError: an item does not fit into memory even alone.
@@ -70,11 +70,11 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
         return done
 
     def at_once(self, items: Sequence[Item]) -> int:
-        """How many of these are encoded together, as far as is known."""
+        """How many of these items are encoded together, as far as known."""
         return min(len(items), self.most or len(items))
 
     def _tried(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
-        """The results, or None when memory did not suffice; by then the error holds no tensor alive any more."""
+        """The results, or None if memory ran out; by then the error no longer keeps tensors alive."""
         try:
             return self.encode(items)
         except (RuntimeError, MemoryError) as error:
@@ -89,9 +89,9 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
             torch.cuda.empty_cache()
         if len(items) > 1:
             self.most = len(items) // 2
-            logger.warning("Out of memory with %d at a time; going on with %d.", len(items), self.most)
+            logger.warning("Out of memory with %d at a time; continuing with %d.", len(items), self.most)
         elif self.relieve():
-            logger.warning("Out of memory with one at a time; going on in slices, which is slower.")
+            logger.warning("Out of memory with one at a time; continuing in slices, which is slower.")
         else:
-            problem = f"{self.name(items[0])} does not fit into memory, not even alone."
+            problem = f"{self.name(items[0])} does not fit into memory, even alone."
             raise UserError(f"{problem} {self.advice} ({self._reason})")

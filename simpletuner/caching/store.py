@@ -1,4 +1,4 @@
-"""A folder of tensors by key: atomic to write, verified to read, and never in need of an index that could tear."""
+"""A folder of tensors by key: written atomically, verified on reading, without an index that could be corrupted."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from simpletuner.caching.entry import (
 class CacheStore:
     """Entries of one cache folder.
 
-    Reading and writing from several threads or processes at once is safe, also of the same key: an entry appears
-    whole under its name, and two writers of one key write the same content. A writer that is killed leaves at most
-    a temporary file that nobody reads and `inspect.leftovers` finds.
+    Several threads or processes may read and write at once, even the same key: an entry appears complete under its
+    name, and all writers of a key write the same content. A killed writer leaves at most a temporary file, which is
+    never read and which `inspect.find_garbage` finds.
 
     Args:
         folder: created with the first entry.
-        compress: compress entries; either kind is read.
+        compress: whether to compress new entries; both kinds can be read.
     """
 
     def __init__(self, folder: Path, compress: bool = True) -> None:
@@ -39,7 +39,7 @@ class CacheStore:
         self.compress = compress
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry, without opening it."""
+        """Whether an entry exists, without opening it."""
         return find_entry(self.folder, key) is not None
 
     def keys(self) -> Iterator[str]:
@@ -47,50 +47,50 @@ class CacheStore:
         return list_keys(self.folder)
 
     def read(self, key: str) -> dict[str, Tensor]:
-        """The tensors of an entry, exactly as they were written, on the CPU.
+        """The tensors of an entry, exactly as written, on the CPU.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such entry.
             DamagedEntryError: it is not what was written.
         """
         return safetensors.torch.load(self._verified(key).blob)
 
     def write(self, key: str, tensors: Mapping[str, Tensor], provenance: dict[str, str]) -> None:
-        """Write an entry, or replace one of that key.
+        """Write an entry, or replace the one of that key.
 
-        Not flushed to the disk one by one: after a power cut a torn entry is found by its checksum and encoded again.
+        Entries are not fsynced: one that a power cut has torn fails its checksum and is encoded again.
 
         Args:
             tensors: of any dtype and device.
             provenance: see `keys.provenance_of`.
 
         Raises:
-            DiskFullError: nothing torn is left, and an entry that was there is kept.
+            DiskFullError: no partial entry is left, and an existing one is kept.
         """
         own = {name: _own_copy(tensor) for name, tensor in tensors.items()}
         blob = seal(safetensors.torch.save(own), key, provenance)
         write_atomically(entry_path(self.folder, key), pack_entry(blob, compress=self.compress), durable=False)
 
     def provenance(self, key: str) -> dict[str, str]:
-        """Where an entry came from, from its header alone.
+        """The provenance of an entry, from its header alone.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such entry.
             DamagedEntryError: its header cannot be read.
         """
         return read_provenance(self._path(key))
 
     def verify(self, key: str) -> None:
-        """Read an entry in full and keep nothing.
+        """Read an entry in full without keeping it.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such entry.
             DamagedEntryError: it is not what was written.
         """
         self._verified(key)
 
     def remove(self, key: str) -> None:
-        """Delete an entry, if there is one."""
+        """Delete an entry if it exists."""
         entry_path(self.folder, key).unlink(missing_ok=True)
 
     def _verified(self, key: str) -> Entry:
@@ -104,5 +104,5 @@ class CacheStore:
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
-    """On the CPU, in one piece, and sharing memory with nothing: what safetensors writes."""
+    """A contiguous copy on the CPU: safetensors refuses tensors that share memory."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

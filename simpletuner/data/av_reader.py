@@ -1,6 +1,6 @@
-"""Clips through PyAV: what they are, and their frames at given moments.
+"""Read clips with PyAV: their facts, and their frames at given times.
 
-The reader for every machine and every codec; `clips` decides when it is asked.
+Works on every machine and for every codec; `clips` decides when it is used.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from numpy.typing import NDArray
 from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, stays
 from simpletuner.data.files import EXHAUSTED, LARGEST_CLIP, MediaError, check_regular, content_hash
 
-# What a decoder says of brightness and colours that an 8-bit sRGB picture cannot hold (ITU-T H.273, tables 2 and 3).
+# Transfer curves and primaries that an 8-bit sRGB picture cannot represent (ITU-T H.273, tables 3 and 2).
 HDR_CURVES = {16: "PQ", 18: "HLG"}
 WIDE_COLOURS = {9: "BT.2020"}
 # H.273 numbers of colour matrices (table 4).
 UNSPECIFIED, MATRICES = 2, {"bt709": 1, "bt601": 6}
-# Fixed point of a display matrix, and how far its angle may be from a right one.
+# Display matrices are 16.16 fixed point; RIGHT_ANGLE is the tolerance in quarter turns.
 UNIT, RIGHT_ANGLE = 1 << 16, 0.01
-# The most frames that a decoder holds back to put them in order.
+# The most frames that a decoder delays to restore display order (the limit of H.264 and HEVC).
 REORDERED = 16
 
 
 def probe(path: Path) -> ClipFacts:
-    """Size, length and rate, from the container; only the first frame is decoded.
+    """Size, length and rate from the container; only the first frame is decoded.
 
     Raises:
-        MediaError: empty, no clip, without pictures, damaged or cut off.
+        MediaError: empty, not a clip, without frames, damaged or truncated.
     """
     with _opened(path) as (container, stream):
         listing = _Listing()
@@ -62,10 +62,11 @@ def probe(path: Path) -> ClipFacts:
 
 
 def read(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Iterator[NDArray[np.uint8]]:
-    """The frames shown at increasing moments, upright RGB, `H W 3`.
+    """The frames shown at increasing times, upright RGB, `H W 3`.
 
     Args:
-        matrix: the colour matrix to use; None: the one that the file names.
+        moments: times in seconds after the first frame.
+        matrix: the colour matrix to use; None: the one named in the file.
 
     Raises:
         MediaError: damaged, or it ends before the last moment.
@@ -92,7 +93,7 @@ def read(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None
 
 @dataclass
 class _Listing:
-    """What the packets of a clip tell."""
+    """What the packets of a clip say about it."""
 
     first: VideoFrame | None = None
     times: list[float] = field(default_factory=list)
@@ -104,7 +105,7 @@ class _Listing:
             self.first = next((frame for frame in packet.decode() if isinstance(frame, VideoFrame)), None)
         self.is_cut |= packet.is_corrupt
         stamp = packet.dts if packet.pts is None else packet.pts
-        # An edit list hides packets that are there only to decode the others.
+        # Packets hidden by an edit list are needed for decoding but are never shown.
         if stamp is None or packet.is_discard:
             return
         time = float(stamp * packet.time_base)
@@ -114,11 +115,11 @@ class _Listing:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The container and its clip; what PyAV raises inside the block becomes a MediaError where the file is at fault."""
+    """The container and its video stream; PyAV's errors inside the block become MediaErrors if the file is at fault."""
     if check_regular(path, LARGEST_CLIP)[0] == 0:
         raise MediaError("is empty")
     try:
-        # A playlist that is named like a clip must not fetch anything.
+        # A playlist named like a clip must not fetch anything from the network.
         options = {"protocol_whitelist": "file"}
         with av.open(f"file:{path}", options=options, metadata_errors="ignore") as container:
             yield container, _clip_of(container)
@@ -127,13 +128,13 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     except av.FFmpegError as error:
         if error.errno in EXHAUSTED:
             raise
-        # FFmpeg reports damaged data as I/O errors, too; if the file can be read to its end, the data is damaged.
+        # FFmpeg also reports damaged data as I/O errors: if the whole file can be read, the data is damaged.
         content_hash(path)
         raise MediaError(f"cannot be decoded: {error.strerror}") from error
 
 
 def _clip_of(container: InputContainer) -> VideoStream:
-    """The first stream of frames that is no cover picture."""
+    """The first video stream that is not a cover picture."""
     if container.format.name.endswith("_pipe"):
         raise MediaError("is a picture, not a clip")
     streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
@@ -141,16 +142,16 @@ def _clip_of(container: InputContainer) -> VideoStream:
         raise MediaError("holds no frames, only sound" if container.streams.audio else "holds no frames")
     if not streams[0].codec_context:
         raise MediaError("is in a format that cannot be decoded here")
-    # Many clips are decoded at once; threads within one would only fight over cores.
+    # Many clips are decoded at once; threads within one would only compete for cores.
     streams[0].codec_context.thread_count = 1
     return streams[0]
 
 
 def _check_whole(path: Path, container: InputContainer, stream: VideoStream, listing: _Listing) -> None:
-    """A cut shows in a packet that is not complete, in an index that points beyond the end, or in the length.
+    """Detect truncation by an incomplete packet, an index that points past the end, or the length.
 
     Raises:
-        MediaError: it is cut off.
+        MediaError: truncated.
     """
     indexed = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
     declared = _declared_seconds(container, stream)
@@ -162,17 +163,17 @@ def _check_whole(path: Path, container: InputContainer, stream: VideoStream, lis
 
 
 def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:
-    """What would come out with wrong colours or mirrored is refused; a player shows it otherwise.
+    """Refuse what we would decode with wrong colours or orientation although players show it correctly.
 
     Raises:
-        MediaError: HDR or wide colours, mirrored, or turned by something else than quarters.
+        MediaError: HDR or wide colours, mirrored, or not rotated by a multiple of 90 degrees.
     """
     codec = stream.codec_context
     curves = [HDR_CURVES[each] for each in (frame.color_trc, codec.color_trc) if each in HDR_CURVES]
     colours = [WIDE_COLOURS[each] for each in (frame.color_primaries, codec.color_primaries) if each in WIDE_COLOURS]
     if curves or colours:
         kind = f"HDR ({curves[0]})" if curves else f"in wide colours ({colours[0]})"
-        raise MediaError(f"is {kind}, which 8-bit pictures cannot hold; convert it to SDR (BT.709)")
+        raise MediaError(f"is {kind}, which 8-bit frames cannot represent; convert it to SDR (BT.709)")
     side_data: Any = frame.side_data  # its type hints do not fit its keys
     matrix = side_data.get(SideDataType.DISPLAYMATRIX)
     if matrix is not None:
@@ -180,18 +181,21 @@ def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:
 
 
 def _check_turn(matrix: NDArray[np.float64]) -> None:
-    """Takes the first five numbers of a display matrix, row by row: a, b, u, c, d."""
+    """Check the first five numbers of a display matrix, row by row: a, b, u, c, d."""
     a, b, _, c, d = matrix
-    remedy = "; re-encoding it with ffmpeg stores it the way it is shown"
+    remedy = "; re-encode it with ffmpeg to store it the way it is shown"
     if a * d - b * c < 0:
         raise MediaError(f"is shown mirrored, by its display matrix{remedy}")
     quarters = math.atan2(b, a) / (math.pi / 2)
     if abs(quarters - round(quarters)) > RIGHT_ANGLE:
-        raise MediaError(f"is shown turned by {quarters * 90:.0f} degrees, by its display matrix{remedy}")
+        raise MediaError(f"is shown rotated by {quarters * 90:.0f} degrees, by its display matrix{remedy}")
 
 
 def _declared_seconds(container: InputContainer, stream: VideoStream) -> float:
-    """How long Matroska files say that their frames last; 0 where only sound may be as long."""
+    """The duration that Matroska declares for the stream, else for a container of one stream; 0 if unknown.
+
+    With several streams the container's duration may be that of the sound.
+    """
     tag = stream.metadata.get("DURATION", "")
     try:
         hours, minutes, seconds = (float(part) for part in tag.strip("\0").split(":"))
@@ -201,10 +205,10 @@ def _declared_seconds(container: InputContainer, stream: VideoStream) -> float:
 
 
 def _timed(container: InputContainer, stream: VideoStream) -> Iterator[tuple[VideoFrame, float]]:
-    """Frames in the order in which they are shown, with their seconds after the first.
+    """Frames in display order, with their time in seconds after the first.
 
-    AVI has no display times: packets are numbered as they are stored, so times go back and forth while frames come in
-    order. Each frame gets the earliest time that is left.
+    AVI has no display times: packets are numbered in storage order, so times jump back and forth although the decoder
+    returns frames in display order. Each frame gets the earliest time left.
     """
     held_back = REORDERED if container.format.name == "avi" else 0
     frames: deque[VideoFrame] = deque()
@@ -233,14 +237,14 @@ def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
 
 
 def _guessed_matrix(frame: VideoFrame) -> ColorMatrix | None:
-    """The colour matrix that players assume for an untagged clip, by its stored size; None for a tagged one."""
+    """The colour matrix that players assume for an untagged clip, by its stored size; None if it is tagged."""
     if frame.format.is_rgb or frame.colorspace != UNSPECIFIED:
         return None
     return "bt709" if frame.width >= 1280 or frame.height >= 720 else "bt601"
 
 
 def _to_rgb(frame: VideoFrame, matrix: ColorMatrix | None) -> NDArray[np.uint8]:
-    """8-bit RGB, turned upright."""
+    """8-bit RGB, upright."""
     if matrix is not None:
         frame.colorspace = MATRICES[matrix]
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))

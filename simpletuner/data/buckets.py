@@ -1,4 +1,4 @@
-"""From the size of a picture to the size it is trained at, and which part of it.
+"""From the size of a picture to the size it is trained at, and the crop.
 
 The arithmetic is that of the section *Sizes* in the dataset reference. a is `aspect_bucket_alignment`, R rounds half
 to even to a multiple of a and to at least a, ar is width / height rounded to `aspect_bucket_rounding` decimals:
@@ -23,7 +23,7 @@ ResolutionType = Literal["pixel", "area", "pixel_area"]
 
 
 class OutsideLimitsError(Exception):
-    """A picture that the limits of its dataset or of the model leave out; the text says which."""
+    """A picture outside the limits of its dataset or of the model; the text says which."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Geometry:
     """How a picture becomes a training picture.
 
     Attributes:
-        bucket: label; all samples of a dataset under one label have one size.
-        size: width and height in pixels that are trained.
-        resized: width and height that the whole picture is resized to; at least `size`.
-        crop: left and top of the part of the resized picture that is kept.
+        bucket: label; all samples of a dataset with the same label have the same size.
+        size: width and height of the training picture in pixels.
+        resized: width and height of the whole picture before cropping; at least `size`.
+        crop: left and top of the crop in the resized picture.
     """
 
     bucket: str
@@ -45,7 +45,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Grid:
-    """What `resolution` means: the edge, or the area, and the multiple that both sides are rounded to."""
+    """What `resolution` means: an edge or an area, and the multiple that both sides are rounded to."""
 
     resolution: float
     resolution_type: ResolutionType
@@ -56,9 +56,17 @@ class Grid:
         """The nearest multiple of the alignment (half to even), at least one."""
         return max(1, round(length / self.alignment)) * self.alignment
 
+    def rounded(self, ratio: float) -> float:
+        """The ratio as buckets are labelled with it; never 0, however narrow the picture."""
+        return max(round(ratio, self.rounding), 10.0**-self.rounding)
+
     def ratio(self, size: Size) -> float:
-        """Width / height, rounded; never 0, however narrow the picture."""
-        return max(round(size[0] / size[1], self.rounding), 10.0**-self.rounding)
+        """Width / height, rounded."""
+        return self.rounded(size[0] / size[1])
+
+    def area(self, length: float) -> float:
+        """Pixels that a size in the unit of the resolution stands for (`area` and `pixel_area`)."""
+        return length * 1e6 if self.resolution_type == "area" else length**2
 
     @property
     def square(self) -> int:
@@ -80,25 +88,25 @@ class Grid:
 
 @dataclass(frozen=True)
 class Aspect:
-    """One entry of the list that `crop_aspect` closest and random choose from."""
+    """One of the buckets that `crop_aspect` closest and random choose from."""
 
     bucket: str
     size: Size
     weight: float = 1.0
 
     def enlargement(self, picture: Size) -> float:
-        """By which share a picture grows to cover this bucket; negative when it shrinks."""
+        """The share by which a picture is enlarged to cover this bucket; negative if it shrinks."""
         return max(self.size[0] / picture[0], self.size[1] / picture[1]) - 1
 
 
 def listed_aspects(grid: Grid, ratios: Sequence[tuple[float, float]]) -> list[Aspect]:
     """Aspects of a user's list of (ratio, weight)."""
-    rounded = [(max(round(ratio, grid.rounding), 10.0**-grid.rounding), weight) for ratio, weight in ratios]
+    rounded = [(grid.rounded(ratio), weight) for ratio, weight in ratios]
     return [Aspect(str(ratio), grid.size(ratio), weight) for ratio, weight in rounded]
 
 
 def native_aspects(grid: Grid, native: Mapping[int, Sequence[Size]]) -> list[Aspect]:
-    """The sizes a model was trained at, where resolution and grid allow them, else their ratios on our grid."""
+    """The sizes a model was trained at if resolution and grid allow them, else their ratios on the dataset's grid."""
     if not native:
         return []
     edge = grid.resolution if grid.resolution_type == "pixel_area" else math.sqrt(grid.resolution * 1e6)
@@ -118,13 +126,13 @@ class BucketRules:
 
     Attributes:
         grid: what the resolution means.
-        largest_side: pixels a side where the model ends.
+        largest_side: the model's limit per side in pixels.
         crop: whether to crop to another ratio than the picture's own.
         crop_aspect: square, preserve, closest or random; only with `crop`.
-        crop_style: where the part that is kept lies; without `crop` it is the centre.
+        crop_style: position of the crop; without `crop` it is the centre.
         aspects: what closest and random choose from.
         minimum_size: in the unit of the resolution; 0 is off.
-        maximum_size, target_size: larger pictures are resized to the target before the crop; 0 is off.
+        maximum_size, target_size: larger pictures are resized to the target before cropping; 0 is off.
         minimum_ratio, maximum_ratio: limits of width / height, as rounded for buckets.
         max_upscale: no bucket of `aspects` that enlarges by more than this share.
     """
@@ -147,7 +155,7 @@ class BucketRules:
 
         Args:
             picture: its width and height after EXIF rotation.
-            token: what random choices depend on: the same token gives the same crop.
+            token: seeds the random choices: the same token gives the same crop.
 
         Raises:
             OutsideLimitsError: the picture is left out.
@@ -156,12 +164,12 @@ class BucketRules:
         bucket, size = self._bucket(picture, token)
         if max(size) > self.largest_side:
             width, height = size
-            raise OutsideLimitsError(f"needs {width}x{height}, and the model ends at {self.largest_side} a side")
+            raise OutsideLimitsError(f"needs {width}x{height}; the model's limit is {self.largest_side} a side")
         resized = self._resized(picture, size)
         return Geometry(bucket, size, resized, self._position(resized, size, token))
 
     def follow(self, picture: Size, source: Geometry, *token: object) -> Geometry:
-        """Geometry of a partner that may show something else than its source but must have its size."""
+        """Geometry of a partner that may show something other than its source but must have the same size."""
         resized = cover(picture, source.size)
         return Geometry(source.bucket, source.size, resized, self._position(resized, source.size, token))
 
@@ -178,7 +186,7 @@ class BucketRules:
         shorter, area = min(picture), picture[0] * picture[1]
         if self.grid.resolution_type == "pixel":
             return shorter < self.minimum_size
-        least = self.minimum_size * 1e6 if self.grid.resolution_type == "area" else self.minimum_size**2
+        least = self.grid.area(self.minimum_size)
         square = self.crop and self.crop_aspect == "square"
         return area < least or (square and shorter < math.sqrt(least))
 
@@ -198,7 +206,7 @@ class BucketRules:
             message = f"would be enlarged by {least:.0%}, more than max_upscale_threshold {self.max_upscale:g}"
             raise OutsideLimitsError(f"{picture[0]}x{picture[1]} {message}")
         if self.crop_aspect == "closest":
-            # The distance of logarithms: wide and tall count alike, and the least of the picture is cut.
+            # Distance in log space treats wide and tall alike and crops the least.
             own = math.log(picture[0] / picture[1])
             return min(allowed, key=lambda aspect: abs(math.log(aspect.size[0] / aspect.size[1]) - own))
         mark = fraction(*token, "aspect") * sum(aspect.weight for aspect in allowed)
@@ -209,7 +217,7 @@ class BucketRules:
         return allowed[-1]
 
     def _resized(self, picture: Size, size: Size) -> Size:
-        """Just large enough to cover the bucket, or the target size where a picture is above the maximum."""
+        """Just large enough to cover the bucket, or the target size if a picture exceeds the maximum."""
         covering = cover(picture, size)
         if not (self.crop and self.maximum_size and self._is_large(picture)):
             return covering
@@ -220,15 +228,13 @@ class BucketRules:
     def _is_large(self, picture: Size) -> bool:
         if self.grid.resolution_type == "pixel":
             return max(picture) > self.maximum_size
-        most = self.maximum_size * 1e6 if self.grid.resolution_type == "area" else self.maximum_size**2
-        return picture[0] * picture[1] > most
+        return picture[0] * picture[1] > self.grid.area(self.maximum_size)
 
     def _target_scale(self, picture: Size) -> float:
         """The factor to `target_size`, which measures the short edge (pixel) or the area."""
         if self.grid.resolution_type == "pixel":
             return self.target_size / min(picture)
-        area = self.target_size * 1e6 if self.grid.resolution_type == "area" else self.target_size**2
-        return math.sqrt(area / (picture[0] * picture[1]))
+        return math.sqrt(self.grid.area(self.target_size) / (picture[0] * picture[1]))
 
     def _position(self, resized: Size, size: Size, token: tuple[object, ...]) -> tuple[int, int]:
         spare_x, spare_y = resized[0] - size[0], resized[1] - size[1]
@@ -240,7 +246,7 @@ class BucketRules:
 
 
 def cover(picture: Size, size: Size) -> Size:
-    """The smallest size of the picture's own ratio that covers `size`."""
+    """The smallest size with the picture's own ratio that covers `size`."""
     (width, height), (wanted_width, wanted_height) = picture, size
     if wanted_width * height >= wanted_height * width:
         return wanted_width, max(wanted_height, round(height * wanted_width / width))

@@ -1,4 +1,4 @@
-"""Datasets from the entries of the dataset file: every file becomes a sample or gets a reason why not.
+"""Datasets from the entries of the dataset file: every file becomes a sample or is rejected with a reason.
 
 All problems are collected; nothing is decoded and nothing is written.
 """
@@ -50,7 +50,7 @@ def outcome_of(
 
     Args:
         name: path below the dataset's folder.
-        dataset: with its rules; its samples are not looked at.
+        dataset: for its rules; its samples are not read.
         captions: where its captions come from.
     """
     rejected = _without_partner(name, dataset)
@@ -100,9 +100,6 @@ def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, capti
     )
 
 
-USES_CAPTION_FILES = "textfile"
-
-
 def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> list[Dataset]:
     """Look at every file of every entry.
 
@@ -112,8 +109,8 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
         problems: receives everything that is wrong or worth knowing; nothing is raised.
 
     Returns:
-        one `Dataset` for each entry that holds pictures or clips: first those with captions, in the order of the
-        file, then the conditioning datasets that they are paired with. It is complete only when no problem is fatal.
+        one `Dataset` for each entry of pictures or clips: first those with captions, in file order, then the
+        conditioning datasets paired with them. Complete only if no problem is fatal.
     """
     entries = [context.fill(config) for config in configs]
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
@@ -134,14 +131,14 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
             builder.hint_at_caption_files(written, entry)
             dataset = builder.dataset(entry, links[entry.id])
             datasets += [] if dataset is None else [dataset]
-        else:  # the missing folder has been reported; its rules may be wrong, too
+        else:  # the missing folder has been reported; its rules may be wrong as well
             build_rules(entry, context.spec, problems)
     return datasets + builder.conditioning_datasets(datasets)
 
 
 @dataclass
 class _Builder:
-    """The build under way: what was read so far, so that nothing is read twice."""
+    """A build in progress: what has been read so far, so that nothing is read twice."""
 
     entries: Sequence[DatasetConfig]
     context: DataContext
@@ -161,16 +158,16 @@ class _Builder:
         if written.caption_strategy is None and entry.caption_strategy == "filename" and found:
             message = (
                 f"captions come from the file names, and {found} caption files beside them are not used. "
-                "If they are meant, set caption_strategy to textfile."
+                "To use them, set caption_strategy to textfile."
             )
             self.problems.append(Problem(f"{entry.id}.caption_strategy", message, fatal=False))
 
     def dataset(self, entry: DatasetConfig, links: Sequence[DatasetConfig]) -> Dataset | None:
-        """The dataset of one entry, or None when its rules cannot be worked with."""
+        """The dataset of one entry, or None if its rules are unusable."""
         folder = self.folder(entry)
         rules = build_rules(entry, self.context.spec, self.problems)
         clips = build_clip_rules(entry, self.context, self.problems)
-        # A folder that is missing has been reported; without it there is nothing to be said about pairs.
+        # A missing folder has been reported; without it nothing can be said about pairs.
         partners = [self.partners_of(link) for link in links if self.folder(link).is_there]
         captions = self.caption_source(entry, folder)
         if rules is None or not self._can_place(entry, rules.aspects):
@@ -201,11 +198,11 @@ class _Builder:
             check_frame_rate(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate, self.problems)
 
     def _can_place(self, entry: DatasetConfig, aspects: Sequence[object]) -> bool:
-        """closest and random without a list have been reported and cannot place anything."""
+        """closest and random without a list cannot place anything; that has been reported."""
         return bool(aspects) or not entry.crop or entry.crop_aspect in ("square", "preserve")
 
     def _fill(self, dataset: Dataset, folder: Folder, captions: CaptionSource) -> Dataset:
-        """Add a sample, or the reason why there is none, for each whole file."""
+        """Add a sample or a rejection for each undamaged file."""
         samples, rejected = [], []
         self._check_partners(dataset, folder)
         for name, facts in folder.facts.items():
@@ -217,7 +214,7 @@ class _Builder:
         return replace(dataset, samples=tuple(samples), rejected=(*dataset.rejected, *rejected))
 
     def _check_partners(self, dataset: Dataset, folder: Folder) -> None:
-        """One problem per conditioning dataset with every picture whose partner is missing."""
+        """One problem per conditioning dataset that lists the pictures without a partner."""
         for partners in dataset.partners:
             missing = [name for name in folder.facts if partners.name_of(name) is None]
             if missing:
@@ -241,7 +238,7 @@ class _Builder:
             self.problems.append(Problem(dataset.id, message, fatal=False))
 
     def _choose(self, dataset: Dataset) -> Dataset:
-        """The fixed subset of `max_num_samples`; adding files changes it as little as possible."""
+        """The fixed subset of `max_num_samples`, ranked by hash so that added files change it as little as possible."""
         most = dataset.config.max_num_samples
         if most is None or most >= len(dataset.samples):
             return dataset
@@ -250,7 +247,7 @@ class _Builder:
         return dataset.without(left_out, "not chosen")
 
     def caption_source(self, entry: DatasetConfig, folder: Folder) -> CaptionSource:
-        """Table and edits of an entry; what is wrong with them goes to the problems."""
+        """Caption table and edits of an entry; errors in them go to the problems."""
         table: dict[str, tuple[str, ...]] = {}
         if entry.metadata_backend == "parquet" and entry.parquet is not None:
             rows = read_caption_table(entry.parquet, entry.id, self.problems)
@@ -271,7 +268,7 @@ class _Builder:
         return self.filters[text_entry.id]
 
     def partners_of(self, entry: DatasetConfig) -> Partners | None:
-        """The pictures of a conditioning entry, read once however many datasets are paired with it."""
+        """The pictures of a conditioning entry, read once no matter how many datasets are paired with it."""
         if entry.id not in self.partners:
             self.partners[entry.id] = self._read_partners(entry)
         return self.partners[entry.id]
@@ -286,7 +283,7 @@ class _Builder:
         return Partners(entry.id, kind, folder.root, facts, rules, names_by_key(sorted(facts)))
 
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
-        """A dataset of the partners in use for each conditioning entry, so that its files are accounted for too."""
+        """A dataset of the partners in use for each conditioning entry, so that its files are listed too."""
         used = [sample.partner for dataset in datasets for sample in dataset.samples if sample.partner]
         known = [(entry, self.partners.get(entry.id)) for entry in self.entries]
         return [
@@ -297,11 +294,10 @@ class _Builder:
 
 
 def _unused_captions(entry: DatasetConfig, folder: Folder) -> list[Rejected]:
-    if entry.caption_strategy == USES_CAPTION_FILES and not entry.only_instance_prompt:
+    if entry.caption_strategy == "textfile" and not entry.only_instance_prompt:
         return []
-    detail = "is not read: captions come from " + str(
-        "instance_prompt" if entry.only_instance_prompt else entry.caption_strategy
-    )
+    origin = "instance_prompt" if entry.only_instance_prompt else entry.caption_strategy
+    detail = f"is not read: captions come from {origin}"
     return [Rejected(entry.id, name, "unused caption", detail) for name in folder.captions.values()]
 
 
@@ -311,7 +307,7 @@ def _conditioning_dataset(
     own = {(sample.name, sample.geometry): sample for sample in used if sample.dataset_id == entry.id}
     names = {sample.name for sample in own.values()}
     idle = [
-        Rejected(entry.id, name, "no source picture", "is the partner of no picture that is trained")
+        Rejected(entry.id, name, "no source picture", "is not the partner of any trained picture")
         for name in folder.facts
         if name not in names
     ]

@@ -1,6 +1,6 @@
 """The captions of a picture: from text files, file names, fixed prompts or a table.
 
-A picture may have several alternatives; one of them is drawn each time it is used.
+A picture may have several captions; one of them is drawn each time it is used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 Edit = Callable[[str], Sequence[str]]  # a caption in, its replacements out
 
-
-# Control tokens of tokenizers: in a prompt they would end it or stand for a picture that is not there.
+# Control tokens of tokenizers: in a caption they would end the prompt or stand for a picture that does not exist.
 CONTROL_TOKEN = re.compile(r"<\|\w+\|>|</?(?:s|bos|eos|pad|unk|mask|start_of_turn|end_of_turn|image|start_of_image)>")
 
 
@@ -50,7 +49,7 @@ class CaptionSource:
         root: its folder.
         files: caption file by `pair_key`, as found by the scan.
         table: captions by picture name, from a parquet table.
-        edits: what happens to each caption afterwards, in this order.
+        edits: applied to each caption, in this order.
     """
 
     config: DatasetConfig
@@ -61,7 +60,7 @@ class CaptionSource:
 
 
 def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
-    """All alternatives for a picture, at least one.
+    """All captions of a picture, at least one.
 
     Args:
         name: path below the dataset's folder.
@@ -82,7 +81,7 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         captions = tuple(edited for caption in captions for edited in edit(caption))
     captions = tuple(caption for caption in captions if caption)
     if not captions:
-        raise CaptionError("has a caption of which nothing is left after caption_filter_list")
+        raise CaptionError("has a caption that caption_filter_list leaves empty")
     for caption in captions:
         token = control_token(caption)
         if token is not None:
@@ -105,10 +104,10 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
 
 
 def caption_of_name(name: str) -> str:
-    """The stem of a file name with spaces for `_`.
+    """The stem of a file name with `_` replaced by spaces.
 
     Raises:
-        CaptionError: nothing is left.
+        CaptionError: it is empty.
     """
     caption = " ".join(unicodedata.normalize("NFC", PurePosixPath(name).stem).replace("_", " ").split())
     if not caption:
@@ -117,9 +116,9 @@ def caption_of_name(name: str) -> str:
 
 
 def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
-    """The captions in a text file: every line that is not empty, or the whole text as one.
+    """The captions in a text file: each non-empty line, or the whole text as one.
 
-    UTF-8 with or without a byte order mark, UTF-16 with one.
+    UTF-8 with or without a byte order mark, or UTF-16 with one.
 
     Raises:
         CaptionError: unreadable, in another encoding, or empty.
@@ -152,7 +151,7 @@ def shuffle_edit(settings: CaptionShuffle | None) -> Edit | None:
 
 
 def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
-    """The caption and its shuffled forms, each once; the order depends on the text and the seed alone."""
+    """The caption and its shuffled forms without duplicates; the order depends only on the text and the seed."""
     splitter, joiner = SEPARATORS[settings.split_on]
     parts = [part.strip() for part in caption.split(splitter) if part.strip()]
     fixed, movable = parts[: settings.position_start], parts[settings.position_start :]
@@ -169,9 +168,9 @@ def read_filters(value: Any, where: str, problems: list[Problem]) -> Edit | None
     """The edit that a text_embeds entry's `caption_filter_list` asks for, or None.
 
     Args:
-        value: a list of texts, or a file with one on each line or a JSON list of them.
+        value: a list of texts, or a file with one per line or a JSON list of them.
         where: names the key in problems.
-        problems: receives what is wrong.
+        problems: receives errors.
     """
     if value is None:
         return None
@@ -198,12 +197,12 @@ def _read_list(path: Path, where: str, problems: list[Problem]) -> list[Any]:
 
 
 def _read_filter(entry: str, where: str, problems: list[Problem]) -> tuple[str | None, re.Pattern[str] | None, str]:
-    """Literal text, expression and replacement; one of the first two may be missing."""
+    """Literal text, regular expression and replacement; one of the first two may be missing."""
     replacement = REPLACEMENT.fullmatch(entry)
     pattern, new = (replacement.group(1), replacement.group(2).replace(r"\/", "/")) if replacement else (entry, "")
     try:
         expression = re.compile(pattern)
-        expression.sub(new, "")  # finds a replacement that refers to a group that is not there
+        expression.sub(new, "")  # raises if the replacement refers to a group that does not exist
     except (re.error, IndexError) as error:
         if replacement:
             problems.append(Problem(where, f"{entry!r} is not a regular expression: {error}."))
@@ -212,7 +211,7 @@ def _read_filter(entry: str, where: str, problems: list[Problem]) -> tuple[str |
 
 
 def _filter(filters: Sequence[tuple[str | None, re.Pattern[str] | None, str]], caption: str) -> Sequence[str]:
-    """Each entry is taken as plain text where the caption contains it, else as a regular expression."""
+    """Treat each entry as plain text if the caption contains it, else as a regular expression."""
     for literal, expression, new in filters:
         if literal is not None and literal in caption:
             caption = caption.replace(literal, "")
@@ -222,7 +221,7 @@ def _filter(filters: Sequence[tuple[str | None, re.Pattern[str] | None, str]], c
 
 
 def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem]) -> dict[str, tuple[str, ...]]:
-    """Captions by file name (composed Unicode, path with `/`); an empty tuple where the table has none.
+    """Captions by file name (NFC, path with `/`); an empty tuple if the table has none.
 
     Args:
         config: path and columns.
@@ -246,9 +245,9 @@ def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem
 def match_rows(
     table: Mapping[str, tuple[str, ...]], pictures: Iterable[str]
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Captions by picture, and the names in the table that no picture has.
+    """Captions by picture, and the names in the table without a picture.
 
-    A table names a picture by its path below the dataset's folder or, where that is not found, by its bare name.
+    A table names a picture by its path below the dataset's folder or, if that is not found, by its bare name.
     """
     matched, unused = {}, set(table)
     for picture in pictures:
@@ -270,10 +269,10 @@ def _pyarrow(where: str, problems: list[Problem]) -> Any:
 
 
 def _has_columns(parquet: Any, path: Path, config: ParquetConfig, where: str, problems: list[Problem]) -> bool:
-    """Check every column that the entry names, also those of sizes, which pictures themselves decide."""
+    """Check every column that the entry names, even those of sizes, which are read from the pictures themselves."""
     try:
         known = list(parquet.read_schema(path).names)
-    except (OSError, ValueError) as error:  # pyarrow's own errors are both
+    except (OSError, ValueError) as error:  # the bases of pyarrow's own errors
         problems.append(Problem(f"{where}.parquet.path", f"{str(path)!r} is not a parquet file: {error}."))
         return False
     named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}

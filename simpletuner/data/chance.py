@@ -1,7 +1,7 @@
-"""Random choices that depend on names and numbers only, never on what was drawn before.
+"""Random choices that depend only on names and numbers, never on what was drawn before.
 
 A crop position, a shuffled caption or the order of an epoch is the same on every machine and after every restart,
-because it is computed from what it belongs to.
+because it is derived by hashing from what it belongs to.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import random
 
 
 def fraction(*parts: object) -> float:
-    """A number in [0, 1), uniform over different parts and always the same for equal ones."""
+    """A number in [0, 1), uniform over different parts and the same for equal ones."""
     return int.from_bytes(_digest(parts)[:7], "big") / 2**56
 
 
 def generator(*parts: object) -> random.Random:
-    """A generator of its own for one purpose, where a single number is not enough."""
+    """A separate generator, for uses that need more than one number."""
     return random.Random(_digest(parts))
 
 
@@ -26,5 +26,5 @@ def order_key(*parts: object) -> bytes:
 
 
 def _digest(parts: tuple[object, ...]) -> bytes:
-    # File names may hold bytes that are not UTF-8; they come as surrogates.
+    # File names may contain bytes that are not UTF-8; Python represents them as surrogates.
     return hashlib.sha256("\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")).digest()

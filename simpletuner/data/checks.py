@@ -1,4 +1,4 @@
-"""What is wrong with dataset entries: before any picture is looked at, and once their samples are counted."""
+"""Checks of dataset entries: before any file is read, and once their samples are counted."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from simpletuner.errors import Problem, did_you_mean, shorten
 FILE_KINDS = ("image", "video", "conditioning", "eval")
 CACHE_KINDS = ("text_embeds", "image_embeds")
 SKIPPABLE = ("vae", "aspect", "metadata", "text")
+# Enlarged by more than this, a picture looks blurred at the training size.
 NOTICEABLE_ENLARGEMENT = 1.5
 REFERENCES = ("reference_strict", "reference_loose")
 
@@ -27,7 +28,7 @@ def holds_files(config: DatasetConfig) -> bool:
 
 
 def check_entry(config: DatasetConfig, context: DataContext, problems: list[Problem]) -> None:
-    """Everything about one entry, its defaults filled in, that needs no other entry."""
+    """Check what can be checked of one entry alone, with its defaults filled in."""
     _check_kind(config, context, problems)
     _check_not_built(config, problems)
     if config.ignore_epochs is not None:
@@ -39,7 +40,7 @@ def check_entry(config: DatasetConfig, context: DataContext, problems: list[Prob
     if config.dataset_type in CACHE_KINDS:
         return
     if config.caption_filter_list is not None:
-        message = "belongs on a text_embeds entry; here it would have no effect."
+        message = "belongs in a text_embeds entry; here it would have no effect."
         problems.append(Problem(f"{config.id}.caption_filter_list", message))
     if not config.is_conditioning:
         _check_captions(config, problems)
@@ -50,27 +51,24 @@ def _check_kind(config: DatasetConfig, context: DataContext, problems: list[Prob
     if config.type != "local":
         message = f"{config.type!r} is not available yet; put the files into a folder and use local."
         problems.append(Problem(f"{config.id}.type", message))
-    elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS) or _is_foreign(config, context):
+    elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS) or (
+        config.dataset_type == "video" and context.spec.media != "video"
+    ):
         message = f"{config.dataset_type!r} is not available yet for {context.spec.name}."
         problems.append(Problem(f"{config.id}.dataset_type", message))
     elif holds_files(config) and not config.instance_data_dir:
         problems.append(Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips."))
 
 
-def _is_foreign(config: DatasetConfig, context: DataContext) -> bool:
-    """Clips in a family of pictures."""
-    return config.dataset_type == "video" and context.spec.media != "video"
-
-
 def _check_not_built(config: DatasetConfig, problems: list[Problem]) -> None:
-    """Keys that are known and would switch on something that is not there."""
+    """Known keys that would switch on something that is not implemented."""
     switches = {
-        "vae_cache_disable": config.vae_cache_disable,
-        "conditioning": config.conditioning is not None,
-        "conditioning_image_embeds": config.conditioning_image_embeds is not None,
+        "vae_cache_disable": config.vae_cache_disable or None,
+        "conditioning": config.conditioning,
+        "conditioning_image_embeds": config.conditioning_image_embeds,
     }
-    for key, is_on in switches.items():
-        if is_on:
+    for key, value in switches.items():
+        if value is not None:
             problems.append(Problem(f"{config.id}.{key}", "is not available yet; leave it out."))
 
 
@@ -89,15 +87,15 @@ def _check_captions(config: DatasetConfig, problems: list[Problem]) -> None:
         return
     if strategy in ("instanceprompt", "instance_prompt"):
         problems.append(Problem(f"{config.id}.caption_strategy", f"{strategy!r} needs instance_prompt."))
-    for key in ("prepend_instance_prompt", "only_instance_prompt"):
-        if (config.prepend_instance_prompt, config.only_instance_prompt)[key.startswith("only")]:
-            problems.append(Problem(f"{config.id}.{key}", "needs instance_prompt."))
+    if config.prepend_instance_prompt:
+        problems.append(Problem(f"{config.id}.prepend_instance_prompt", "needs instance_prompt."))
+    if config.only_instance_prompt:
+        problems.append(Problem(f"{config.id}.only_instance_prompt", "needs instance_prompt."))
 
 
 def _check_window(config: DatasetConfig, problems: list[Problem]) -> None:
-    for unit in ("epoch", "step"):
-        start = {"epoch": config.start_epoch, "step": config.start_step}[unit]
-        end = {"epoch": config.end_epoch, "step": config.end_step}[unit]
+    windows = (("epoch", config.start_epoch, config.end_epoch), ("step", config.start_step, config.end_step))
+    for unit, start, end in windows:
         if end is not None and end < start:
             message = f"{end} is before start_{unit} {start}: the dataset would never take part."
             problems.append(Problem(f"{config.id}.end_{unit}", message))
@@ -113,13 +111,13 @@ def check_folders(configs: Sequence[DatasetConfig], context: DataContext, proble
         if not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder)):
             missing.append(f"{config.id}: {config.instance_data_dir!r}")
     if missing:
-        hint = "paths count from the working directory"
+        hint = "paths are relative to the working directory"
         message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
         problems.append(Problem("instance_data_dir", message))
 
 
 def check_output_folder(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> None:
-    """Previews lie below the output folder and are pictures or clips, too."""
+    """A dataset folder must not contain the output folder: previews are pictures or clips too."""
     for config in configs:
         folder = config.instance_data_dir
         if holds_files(config) and folder and context.output_dir.resolve().is_relative_to(Path(folder).resolve()):
@@ -128,7 +126,7 @@ def check_output_folder(configs: Sequence[DatasetConfig], context: DataContext, 
 
 
 def check_caches(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> None:
-    """A latent folder belongs to one dataset; embeds never lie in it."""
+    """A latent folder belongs to one dataset, and text embeds must be elsewhere."""
     owners: dict[Path, list[str]] = defaultdict(list)
     texts = {Path(config.cache_dir).resolve() for config in configs if config.is_text_embeds and config.cache_dir}
     for config in configs:
@@ -139,12 +137,12 @@ def check_caches(configs: Sequence[DatasetConfig], context: DataContext, problem
             message = f"{str(folder)!r} is the latent cache of several datasets: {', '.join(names)}."
             problems.append(Problem("cache_dir_vae", message))
         if folder in texts | {context.text_root.resolve()}:
-            message = f"{str(folder)!r} is a text cache; latents need a folder of their own."
+            message = f"{str(folder)!r} is a text cache; latents need a separate folder."
             problems.append(Problem(f"{names[0]}.cache_dir_vae", message))
 
 
 def check_start(configs: Sequence[DatasetConfig], problems: list[Problem]) -> None:
-    """Something must be trained on, and from the first step."""
+    """At least one dataset must be trained on, from the first step."""
     trained = [config for config in configs if config.is_trained]
     if not trained:
         problems.append(Problem("dataset_type", "no entry is a dataset to train on (dataset_type image or video)."))
@@ -152,7 +150,7 @@ def check_start(configs: Sequence[DatasetConfig], problems: list[Problem]) -> No
         problems.append(Problem("probability", "is 0 for every dataset: nothing would be trained on."))
     elif not any(_is_active_at_start(config) for config in trained):
         problems.append(
-            Problem("start_epoch", "no dataset takes part at the start; one must begin at epoch 1 and step 0.")
+            Problem("start_epoch", "no dataset takes part at the start; one must start at epoch 1 and step 0.")
         )
     for config in trained:
         if config.probability == 0:
@@ -160,10 +158,10 @@ def check_start(configs: Sequence[DatasetConfig], problems: list[Problem]) -> No
 
 
 def check_default_text_cache(configs: Sequence[DatasetConfig], problems: list[Problem]) -> None:
-    """Say which of several text caches is used where none was chosen."""
+    """Say which of several text caches is used if none is marked as the default."""
     texts = [config for config in configs if config.is_text_embeds]
     if len(texts) > 1 and not any(config.default for config in texts):
-        message = f"no text_embeds entry is the default; the first, {texts[0].id}, is taken."
+        message = f"no text_embeds entry is the default; the first, {texts[0].id}, is used."
         problems.append(Problem("default", message, fatal=False))
 
 
@@ -174,7 +172,7 @@ def _is_active_at_start(config: DatasetConfig) -> bool:
 def link_partners(
     configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
 ) -> dict[str, list[DatasetConfig]]:
-    """The conditioning entries that each trained dataset is paired with and that the flavour can use."""
+    """The conditioning entries that each dataset is paired with and that the flavour can use."""
     conditioning = {config.id: config for config in configs if config.is_conditioning and holds_files(config)}
     links: dict[str, list[DatasetConfig]] = {}
     linked: set[str] = set()
@@ -189,7 +187,7 @@ def link_partners(
         if config.is_trained:
             _check_references(config, links[config.id], context, problems)
     for name in conditioning.keys() - linked:
-        message = "is a conditioning dataset that no dataset names in conditioning_data; it is not used."
+        message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
         problems.append(Problem(name, message, fatal=False))
     return links
 
@@ -197,7 +195,7 @@ def link_partners(
 def _is_usable(entry: DatasetConfig, source: DatasetConfig, context: DataContext, problems: list[Problem]) -> bool:
     kind = entry.conditioning_type
     if kind is None:
-        message = f"is required; for pictures to start from, one of: {', '.join(REFERENCES)}."
+        message = f"is required; for source pictures, one of: {', '.join(REFERENCES)}."
         problems.append(Problem(f"{entry.id}.conditioning_type", message))
     elif kind == "mask":
         problems.append(Problem(f"{entry.id}.conditioning_type", "'mask' is not available yet."))
@@ -213,7 +211,7 @@ def _check_references(
     where = f"{config.id}.conditioning_data"
     if context.task == "i2i" and not entries:
         message = (
-            "is required: this flavour edits pictures, so name a conditioning dataset with the source pictures "
+            "is required: this flavour edits pictures, so it needs a conditioning dataset with the source pictures "
             f"(conditioning_type {' or '.join(REFERENCES)})."
         )
         problems.append(Problem(where, message))
@@ -223,7 +221,7 @@ def _check_references(
 
 
 def summarise_rejected(dataset: Dataset, problems: list[Problem]) -> None:
-    """One warning with every picture that is left out, by reason; the ledger has the details."""
+    """One warning with the files that are left out, by reason; the ledger has the details."""
     names = defaultdict(list)
     for file in dataset.rejected:
         if file.reason in NOTEWORTHY:
@@ -236,7 +234,7 @@ def summarise_rejected(dataset: Dataset, problems: list[Problem]) -> None:
 
 
 def warn_of_enlarged(dataset: Dataset, problems: list[Problem]) -> None:
-    """One warning with every sample that is much smaller than what it is trained at."""
+    """One warning about samples that are much smaller than their training size."""
     factors = {each.name: each.geometry.resized[0] / each.original_size[0] for each in dataset.samples}
     enlarged = {name: factor for name, factor in factors.items() if factor > NOTICEABLE_ENLARGEMENT}
     if not enlarged:
@@ -244,7 +242,7 @@ def warn_of_enlarged(dataset: Dataset, problems: list[Problem]) -> None:
     most = max(dataset.samples, key=lambda sample: factors[sample.name])
     before, after = ("x".join(map(str, size)) for size in (most.original_size, most.geometry.resized))
     message = (
-        f"{len(enlarged)} of {len(factors)} files are enlarged to be trained at this resolution, the most {most.name} "
+        f"{len(enlarged)} of {len(factors)} files are enlarged to be trained at this resolution, {most.name} the most, "
         f"from {before} to {after}: the model learns their blur. minimum_image_size leaves small files out; a smaller "
         "resolution enlarges less."
     )
@@ -255,7 +253,7 @@ def check_amount(dataset: Dataset, context: DataContext, problems: list[Problem]
     """Report a dataset that cannot fill one optimizer step, or raise its repeats where that is allowed."""
     count = len(dataset.samples)
     if not count:
-        # What is wrong with the entry itself explains it already.
+        # An error in the entry itself already explains it.
         own = (problem for problem in problems if problem.fatal)
         if not any(problem.where == dataset.id or problem.where.startswith(f"{dataset.id}.") for problem in own):
             problems.append(Problem(dataset.id, _nothing_usable(dataset)))
@@ -263,10 +261,10 @@ def check_amount(dataset: Dataset, context: DataContext, problems: list[Problem]
     if not dataset.config.is_trained:
         return dataset
     needed = dataset.batch_size * context.num_processes * context.gradient_accumulation_steps
-    enough = -(-needed // count) - 1  # repeats with which there are
+    enough = -(-needed // count) - 1  # the fewest repeats that fill a step
     if dataset.repeats < enough:
         if context.defaults.allow_dataset_oversubscription and dataset.config.repeats is None:
-            message = f"repeats is raised to {enough}: {count} samples have to fill a step of {needed}."
+            message = f"repeats is raised to {enough}: {count} samples must fill a step of {needed}."
             problems.append(Problem(dataset.id, message, fatal=False))
             dataset = replace(dataset, repeats=enough)
         elif not context.defaults.disable_bucket_pruning:

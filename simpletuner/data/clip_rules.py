@@ -1,7 +1,7 @@
 """From the `video` keys of a dataset to checked `ClipRules`: how many frames of a clip are trained, at which rate.
 
-Lengths are counted in frames at the dataset's rate, after resampling. The models take 1, 5, 9, … frames (4k+1, k + 1 of
-them in the latents); other lengths are rounded down.
+Lengths are counted in frames at the dataset's rate, after resampling. The models take 1, 5, 9, … frames: 4k + 1 frames
+become k + 1 latent frames. Other lengths are rounded down.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from simpletuner.data.context import DataContext
 from simpletuner.errors import Problem
 
 DEFAULT_SECONDS = 5
-# 23.976 and 24 are the same speed to a viewer.
+# Relative; to a viewer 23.976 and 24 frames a second are the same speed.
 SAME_SPEED = 0.02
 
 
 class ClipLengthError(Exception):
-    """A clip that is left out for its length; the text says what would do and fits after the file's name."""
+    """A clip of unusable length; the text says what would work and fits after the file's name."""
 
     def __init__(self, reason: Literal["too short", "too long"], message: str) -> None:
         super().__init__(message)
@@ -37,11 +37,11 @@ class ClipRules:
         rate: frames per second that are taken.
         stride: frames per latent frame.
         num_frames: the length of every sample; None: each clip has its own.
-        interval: own lengths are multiples of it before they fit the stride.
+        interval: a clip's own length is rounded down to a multiple of it, then to the stride.
         minimum, maximum: clips with fewer or more frames are left out.
         names_size: buckets are labelled with size and frames instead of the ratio.
         is_i2v: frame 0 is the condition.
-        matrix: how colours are read of clips that do not say it; None: as players guess.
+        matrix: colour matrix of untagged clips; None: as players guess.
     """
 
     rate: float
@@ -55,7 +55,7 @@ class ClipRules:
     matrix: ColorMatrix | None = None
 
     def read(self, clip: ClipFacts) -> ClipFacts:
-        """A clip as the dataset wants it read."""
+        """The clip's facts with the dataset's colour matrix, if the clip is untagged."""
         return replace(clip, matrix=self.matrix) if clip.matrix and self.matrix else clip
 
     def frames_of(self, clip: ClipFacts) -> int:
@@ -68,21 +68,21 @@ class ClipRules:
         has = f"has {length} frames at {self.rate:g} a second"
         if length < self.minimum:
             best = fitting_frames(length, self.stride)
-            message = f"{has}, fewer than video.min_frames {self.minimum}; num_frames and min_frames {best} would do"
+            message = f"{has}, fewer than video.min_frames {self.minimum}; num_frames and min_frames {best} would work"
             raise ClipLengthError("too short", message)
         if self.maximum is not None and length > self.maximum:
-            message = f"{has}, more than video.max_frames {self.maximum}; max_frames {length} would do"
+            message = f"{has}, more than video.max_frames {self.maximum}; max_frames {length} would work"
             raise ClipLengthError("too long", message)
         return self.num_frames or fitting_frames(length // self.interval * self.interval or length, self.stride)
 
     def label(self, geometry: Geometry, frames: int) -> Geometry:
-        """The geometry in the bucket of its size and length, or as it is where the ratio is the label."""
+        """The geometry in the bucket of its size and length, or unchanged if the ratio is the label."""
         width, height = geometry.size
         return replace(geometry, bucket=f"{width}x{height}@{frames}") if self.names_size else geometry
 
 
 def fitting_frames(frames: int, stride: int) -> int:
-    """The most frames, at most so many, that a whole number of latent frames holds: 4k+1 for a stride of 4."""
+    """The largest length up to `frames` that the VAE maps to whole latent frames: 4k+1 for a stride of 4."""
     return frames - (frames - 1) % stride
 
 
@@ -91,7 +91,7 @@ def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list
 
     Args:
         config: the entry with its defaults filled in.
-        problems: receives everything that is wrong or has no effect.
+        problems: receives errors, and keys that have no effect.
     """
     video, native = config.video, context.frame_rate
     if not config.holds_clips or native is None:
@@ -135,7 +135,7 @@ def _check_switches(config: DatasetConfig, problems: list[Problem]) -> None:
 
 
 def _num_frames(config: DatasetConfig, native: float, stride: int, problems: list[Problem]) -> int:
-    """What is set, or about five seconds; rounded down to a length that the model takes."""
+    """The configured length, or about five seconds, rounded down to one that the model takes."""
     wanted = config.video.num_frames
     if wanted is None:
         return fitting_frames(round(DEFAULT_SECONDS * native) + 1, stride)
@@ -148,27 +148,27 @@ def _num_frames(config: DatasetConfig, native: float, stride: int, problems: lis
 
 def _check_limits(config: DatasetConfig, rules: ClipRules, problems: list[Problem]) -> None:
     if rules.num_frames is not None and rules.minimum < rules.num_frames:
-        origin = "" if config.video.num_frames else f", which {DEFAULT_SECONDS} seconds have"
+        origin = "" if config.video.num_frames else f" (the default of {DEFAULT_SECONDS} seconds)"
         message = f"{rules.minimum} is below num_frames {rules.num_frames}{origin}: a clip may be shorter than that."
         problems.append(Problem(f"{config.id}.video.min_frames", message))
     if rules.maximum is not None and rules.maximum < rules.minimum:
-        message = f"{rules.maximum} is below the {rules.minimum} frames that a clip must have: none fits."
+        message = f"{rules.maximum} is below the {rules.minimum} frames that a clip needs: no clip fits."
         problems.append(Problem(f"{config.id}.video.max_frames", message))
 
 
 def _check_condition(
     config: DatasetConfig, rules: ClipRules, context: DataContext, problems: list[Problem]
 ) -> ClipRules:
-    """Frame 0 can be a condition only where the model takes one and other frames are left to train."""
+    """Frame 0 can be a condition only if the model takes one and other frames are left to train."""
     if not rules.is_i2v:
         return rules
     if context.task != "i2v":
         names = [flavour.name for flavour in context.spec.flavours if flavour.task == "i2v"]
-        message = f"this flavour of {context.spec.name} takes no first frame; those that do: {', '.join(names)}."
+        message = f"this flavour of {context.spec.name} takes no first frame; these do: {', '.join(names)}."
         problems.append(Problem(f"{config.id}.video.is_i2v", message))
     shortest = rules.stride + 1
     if rules.num_frames is not None and rules.num_frames < shortest:
-        message = f"{rules.num_frames} leaves nothing to train behind the first frame; at least {shortest}."
+        message = f"{rules.num_frames} leaves nothing to train after the first frame; the minimum is {shortest}."
         problems.append(Problem(f"{config.id}.video.num_frames", message))
     return replace(rules, minimum=max(rules.minimum, shortest))
 
@@ -176,7 +176,7 @@ def _check_condition(
 def check_frame_rate(
     where: str, rules: ClipRules, clips: Mapping[str, ClipFacts], model_rate: float, problems: list[Problem]
 ) -> None:
-    """One warning about all that makes clips move at another speed than the model, or less smoothly.
+    """One warning about whatever makes clips move at another speed than the model's, or less smoothly.
 
     Args:
         where: names the key in the warning.

@@ -1,10 +1,10 @@
-"""Clips: their facts without decoding them, when their frames are shown, and which frames are trained.
+"""Clips: their facts without decoding them, the display times of their frames, and which frames are trained.
 
-Trained frame k shows what the source shows at k / rate seconds, whatever its own rate is, constant or not. Times count
-from the first frame that is shown.
+Training frame k is what the source shows at k / rate seconds, whatever its own frame rate, constant or not. Times count
+from the first frame shown.
 
-decord reads what it reads correctly, PyAV everything else. Both return upright frames, chosen by the time at which they
-are shown, never by their number.
+decord reads what it reads correctly, PyAV everything else. Both return upright frames, selected by display time and
+never by frame number.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CLIP_SUFFIXES = frozenset(
 
 ColorMatrix = Literal["bt601", "bt709"]
 
-# Containers round times to milliseconds or to 1/600 s, so a frame may seem to begin this much too late.
+# Seconds. Containers round times to milliseconds or to 1/600 s, so a frame may appear to start this much late.
 TOLERANCE = 0.002
-# If the next frame begins within this time, it is taken instead of repeating the current one.
+# If the next frame starts within this time, it is taken instead of repeating the current one.
 RELUCTANCE = 3 * TOLERANCE
-# What may be missing at the end of a clip before it counts as cut off; headers are not that exact.
+# Seconds that may be missing at the end before a clip counts as truncated: headers are not exact.
 MISSING_SECONDS = 0.25
-# 23.976 and 24 frames per second count as the same rate; NTSC video runs at 1000/1001 of the nominal one.
+# Relative. NTSC video runs at 1000/1001 of its nominal rate, so 23.976 and 24 frames a second are the same rate.
 SAME_RATE = 0.002
 
 
@@ -49,10 +49,10 @@ class ClipFacts:
     """What is known of a clip without decoding it.
 
     Attributes:
-        width, height: pixels as shown: upright, with square pixels.
+        width, height: as shown: upright, in square pixels.
         seconds: from the first frame to the end of the last one.
-        source_rate: its own frames per second, on average; 0 when it has one frame.
-        matrix: how its colours are read where the file does not say; None where it does.
+        source_rate: its own average frames per second; 0 for a single frame.
+        matrix: colour matrix assumed for an untagged file; None for a tagged one.
     """
 
     width: int
@@ -62,7 +62,7 @@ class ClipFacts:
     matrix: ColorMatrix | None = None
 
     def frames_at(self, rate: float) -> int:
-        """How many frames it gives at a rate; at least one."""
+        """Number of frames at a rate, at least one."""
         return max(1, math.ceil((self.seconds - TOLERANCE) * rate / self.slowed(rate)))
 
     def moments(self, frames: int, rate: float) -> list[float]:
@@ -70,10 +70,10 @@ class ClipFacts:
         return moments_of(frames, rate / self.slowed(rate))
 
     def slowed(self, rate: float) -> float:
-        """Factor close to 1 that maps its rate and `rate` to the whole numbers they stand for.
+        """Factor close to 1 that maps its own rate and `rate` to the whole numbers they stand for.
 
-        Without it, taking 24 frames per second from a clip of 23.976 would repeat one frame every 42 seconds, the first
-        time as soon as the tolerance is used up.
+        Without it, taking 24 frames per second from a clip at 23.976 would repeat a frame every 42 seconds, the first
+        one as soon as the tolerance is used up.
         """
         own = self.source_rate
         if not own:
@@ -95,16 +95,16 @@ def moments_of(frames: int, rate: float) -> list[float]:
 
 
 def stays(moment: float, following: float, *, taken: bool) -> bool:
-    """Whether a frame is still taken at a moment, the next one beginning at `following`.
+    """Whether a frame is still taken at a moment when the next one starts at `following`.
 
     Args:
-        taken: it was already taken once; it is repeated only if the next one is not due soon.
+        taken: it has been taken before; it is repeated only if the next one is not due soon.
     """
     return moment + (RELUCTANCE if taken else TOLERANCE) < following
 
 
 def shown_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:
-    """Which of the frames that begin at `times` is taken at each moment; both grow."""
+    """Index of the frame taken at each moment, of frames that start at `times`; both increase."""
     found: list[int] = []
     index = 0
     for moment in moments:
@@ -114,11 +114,8 @@ def shown_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:
     return found
 
 
-# The readers are imported when the first clip is met: runs on pictures start without them.
-
-
 def is_clip(path: Path) -> bool:
-    """Whether a file is a clip by its ending."""
+    """Whether a file is a clip, by its extension."""
     return path.suffix.lower() in CLIP_SUFFIXES
 
 
@@ -126,9 +123,9 @@ def probe_clip(path: Path) -> ClipFacts:
     """Size, length and rate of a clip; one frame is decoded, the rest is read from the container.
 
     Raises:
-        MediaError: empty, no clip, without frames, damaged or cut off.
+        MediaError: empty, not a clip, without frames, damaged or truncated.
     """
-    from simpletuner.data import av_reader
+    from simpletuner.data import av_reader  # imported late, so that runs on pictures start without it
 
     return surely(lambda: av_reader.probe(path))
 
@@ -137,7 +134,7 @@ def frames_of(path: Path, frames: int, rate: float, clip: ClipFacts) -> Iterator
     """The first frames of a clip at a rate, one by one: upright RGB, `H W 3`.
 
     Args:
-        clip: what `probe_clip` said of it.
+        clip: from `probe_clip`.
 
     Raises:
         MediaError: it cannot be decoded that far.
@@ -146,7 +143,7 @@ def frames_of(path: Path, frames: int, rate: float, clip: ClipFacts) -> Iterator
 
     moments = clip.moments(frames, rate)
     done = 0
-    if clip.matrix != "bt709":
+    if clip.matrix != "bt709":  # decord reads untagged colours as BT.601
         try:
             for frame in decord_reader.read(path, moments):
                 yield frame
@@ -158,9 +155,9 @@ def frames_of(path: Path, frames: int, rate: float, clip: ClipFacts) -> Iterator
 
 
 def surely(attempt: Callable[[], T]) -> T:
-    """Call `attempt` a second time if it fails: a clip counts as damaged only if it cannot be decoded twice.
+    """Call `attempt` again if it fails: a clip counts as damaged only if decoding it fails twice.
 
-    The readers do not say whether the data or the device was at fault.
+    The readers do not tell damaged data from a failing device.
     """
     try:
         return attempt()
@@ -170,17 +167,8 @@ def surely(attempt: Callable[[], T]) -> T:
         return attempt()
 
 
-def read_clip(path: Path, frames: int, rate: float) -> NDArray[np.uint8]:
-    """The first frames of a clip at a rate, `T H W 3` at its own size; `fit_clip(frames_of(…))` needs less memory.
-
-    Raises:
-        MediaError: it cannot be decoded that far.
-    """
-    return np.stack(list(frames_of(path, frames, rate, probe_clip(path))))
-
-
 def fit_clip(frames: Iterable[NDArray[np.uint8]], geometry: Geometry) -> NDArray[np.uint8]:
-    """Resize and crop every frame in the same way; only one of them is held at its own size.
+    """Resize and crop every frame in the same way; only one at a time is held at its original size.
 
     Returns:
         pixels 0..255, `T H W 3`.

@@ -1,4 +1,4 @@
-"""What datasets need to know of the run, and which cache folders they use."""
+"""The settings of a run that datasets need, and the cache folders they use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text_entry_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> Da
 
 
 def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig], problems: list[Problem]) -> str | None:
-    """Latent folder of an entry whose defaults are filled in: that of the image_embeds entry it names, or its own."""
+    """Latent folder of an entry with its defaults filled in: that of the image_embeds entry it names, or its own."""
     if config.image_embeds is None:
         return config.cache_dir_vae
     known = {entry.id: entry for entry in entries if entry.dataset_type == "image_embeds"}
@@ -39,18 +39,18 @@ def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig], probl
 
 @dataclass(frozen=True)
 class DataContext:
-    """The run, as far as it decides what is trained.
+    """The settings of a run that decide what is trained.
 
     Attributes:
-        defaults: what applies to datasets that do not say otherwise.
-        spec, task: the model family and what its flavour does.
-        latent_root: folder below which each dataset has its latent cache, unless it names one.
+        defaults: run-wide defaults of dataset keys.
+        spec, task: the model family and the task of its flavour.
+        latent_root: parent folder of the latent caches of datasets that name none.
         text_root: text cache of datasets that name none.
         output_dir: of the run.
-        frame_rate: frames per second of clips that do not say otherwise; None for families of pictures.
+        frame_rate: default frames per second of clips; None for picture families.
         train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step.
-        seed: for crop positions and random aspects. None, when the user set no seed, makes them depend on file names
-            alone, so that the next run with another seed finds its latents in the cache.
+        seed: for crop positions and random aspects. None, if the user set no seed, makes them depend on file names
+            alone, so that the next run, which draws another seed, finds its latents in the cache.
         max_workers: threads that read files, at most the machine's cores.
     """
 
@@ -72,7 +72,7 @@ class DataContext:
 
     @classmethod
     def of(cls, config: RunConfig, spec: FamilySpec, task: Task) -> DataContext:
-        """Take from a run's settings what concerns datasets."""
+        """Select from a run's settings what concerns datasets."""
         run, caching = config.run, config.caching
         cache = Path(run.cache_dir or f"{run.output_dir}/cache")
         return cls(
@@ -94,7 +94,7 @@ class DataContext:
         )
 
     def fill(self, config: DatasetConfig) -> DatasetConfig:
-        """The entry with every default decided, except `repeats`, where None means that the user left it open."""
+        """The entry with all defaults filled in except `repeats`, where None means that the user did not set it."""
         filled = config.with_defaults(
             self.defaults,
             train_batch_size=1 if config.dataset_type == "eval" else self.train_batch_size,
@@ -122,7 +122,7 @@ class DataContext:
 
 
 def _folder_name(dataset_id: str) -> str:
-    """An id may hold characters that would leave the cache folder."""
+    """The id without characters that could lead out of the cache folder."""
     name = "".join("_" if character in '/\\:*?"<>|' else character for character in dataset_id)
     return name.replace("..", "__")
 

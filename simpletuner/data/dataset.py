@@ -1,6 +1,6 @@
-"""Datasets: what is trained of each file, or why it is not, and the partners that pictures are paired with.
+"""Datasets: what is trained of each file or why it is left out, and the partners that pictures are paired with.
 
-`build.build_datasets` looks at every file once and gathers all problems; nothing is decoded and nothing is written.
+`build.build_datasets` reads every file once and collects all problems; nothing is decoded and nothing is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from simpletuner.data.clip_rules import ClipRules
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
 from simpletuner.data.sample import LedgerEntry, Reason, Rejected, Sample
 
-# How far the ratios of a picture and of a partner that takes over its crop may differ before it shows as a stretch.
+# A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
 STRETCH_TOLERANCE = 0.02
 
 
@@ -29,10 +29,10 @@ class Partners:
 
     Attributes:
         dataset_id: its id.
-        conditioning_type: reference_strict takes over size and crop; reference_loose is cut to the same size by
+        conditioning_type: reference_strict takes over size and crop; reference_loose is cropped to the same size by
             its own rules.
         root: its folder.
-        facts: what is known of its pictures, by name.
+        facts: facts of its pictures, by name.
         rules: its own crop rules.
         names: picture name by `pair_key`.
     """
@@ -45,16 +45,16 @@ class Partners:
     names: Mapping[str, str]
 
     def name_of(self, source: str) -> str | None:
-        """Name of the partner of a source picture, or None when there is none."""
+        """Name of a source picture's partner, or None."""
         return self.names.get(pair_key(source))
 
     def facts_of(self, source: str) -> FileFacts | None:
-        """What is known of the partner of a source picture, or None when there is none."""
+        """Facts of a source picture's partner, or None."""
         name = self.name_of(source)
         return None if name is None else self.facts[name]
 
     def partner(self, source: str, geometry: Geometry, *token: object) -> Sample:
-        """The partner of a source, cut so that it has the source's size.
+        """The partner of a source, cropped to the source's size.
 
         Raises:
             KeyError: it has none.
@@ -68,7 +68,7 @@ class Partners:
 
 
 def names_by_key(names: Iterable[str]) -> dict[str, str]:
-    """Picture names by what they are paired by; of two types of the same name the first counts."""
+    """Picture names by `pair_key`; of several file types with the same stem the first counts."""
     keyed: dict[str, str] = {}
     for name in names:
         keyed.setdefault(pair_key(name), name)
@@ -76,11 +76,8 @@ def names_by_key(names: Iterable[str]) -> dict[str, str]:
 
 
 def stretched(pairs: Sequence[tuple[Size, Size]]) -> int:
-    """How many partners that take over a source's crop have another ratio and would be stretched."""
+    """Number of pairs whose ratios differ, so that a partner that takes over the source's crop is stretched."""
     return sum(abs(own[0] * other[1] / (own[1] * other[0]) - 1) > STRETCH_TOLERANCE for own, other in pairs)
-
-
-__all__ = ["Dataset", "LedgerEntry", "Rejected", "Sample", "without_damaged"]
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,11 @@ class Dataset:
         rejected: every other file below the folder.
         repeats: extra passes; a sample is seen `repeats` + 1 times an epoch.
         latent_dir: folder of its latents and of its index.
-        rules: how pictures and the frames of clips are placed.
-        seed: for random places.
-        facts: what is known of every picture or clip, by name.
+        rules: sizes and crops of pictures and of the frames of clips.
+        seed: for random crops.
+        facts: facts of every picture or clip, by name.
         partners: the conditioning datasets that it is paired with.
-        epoch: the epoch that random places were drawn for.
+        epoch: the epoch that random crops were drawn for.
         clips: how many frames are trained at which rate; None for pictures.
     """
 
@@ -129,11 +126,11 @@ class Dataset:
 
     @property
     def changes_each_epoch(self) -> bool:
-        """Whether random places are drawn again each epoch."""
+        """Whether random crops are redrawn each epoch."""
         return bool(self.config.vae_cache_clear_each_epoch)
 
     def at_epoch(self, epoch: int) -> Dataset:
-        """The dataset as it is trained in an epoch, counted from 1: other random crops, the same pictures."""
+        """The dataset as trained in an epoch, counted from 1: other random crops, the same pictures."""
         if not self.changes_each_epoch or epoch == self.epoch:
             return self
         return replace(self, samples=tuple(self._moved(sample, epoch) for sample in self.samples), epoch=epoch)
@@ -143,12 +140,12 @@ class Dataset:
         return replace(sample, geometry=geometry, partner=partner)
 
     def place(self, name: str, size: Size, epoch: int, frames: int = 1) -> tuple[Geometry, Sample | None]:
-        """Where a picture or clip is cut in an epoch, and its partner cut to fit.
+        """The geometry of a picture or clip in an epoch, and its partner cropped to match.
 
         Args:
             name: of the file.
             size: its width and height in pixels.
-            epoch: counted from 1; it matters only where places change each epoch.
+            epoch: counted from 1; it matters only if crops change each epoch.
             frames: how many are trained.
 
         Raises:
@@ -171,11 +168,11 @@ class Dataset:
         return dict(sorted(groups.items()))
 
     def without(self, problems: Mapping[str, str], reason: Reason = "damaged") -> Dataset:
-        """The dataset after some of its samples turned out to be unusable.
+        """The dataset without samples that turned out to be unusable.
 
         Args:
-            problems: what is wrong with each of them, by name.
-            reason: "damaged" is remembered in the index, so that the next start leaves them out at once.
+            problems: why each of them is unusable, by name.
+            reason: "damaged" is recorded in the index, so that the next run leaves them out at once.
         """
         samples = tuple(sample for sample in self.samples if sample.name not in problems)
         rejected = [Rejected(self.id, name, reason, problem) for name, problem in problems.items()]
@@ -202,14 +199,14 @@ class Dataset:
         return sorted([*used, *unused], key=lambda entry: entry.name)
 
     def counts(self) -> Counter[Reason]:
-        """How many files are left out, by reason."""
+        """Number of rejected files, by reason."""
         return Counter(file.reason for file in self.rejected)
 
     def save_index(self, but: Collection[str] = ()) -> None:
-        """Write what is known of the files, so that the next start need not read them.
+        """Write the facts of the files, so that the next run need not read them.
 
         Args:
-            but: those that it shall read all the same.
+            but: files that it must read again.
 
         Raises:
             DiskFullError: no space left; the index that was there is kept.
@@ -221,10 +218,10 @@ class Dataset:
 
 
 def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str], str]) -> list[Dataset]:
-    """Datasets after some files proved to be damaged when they were decoded; a pair goes with either of its halves.
+    """Datasets without files that turned out to be damaged when they were decoded; a pair is dropped as a whole.
 
     Args:
-        damaged: what is wrong with each file, by dataset id and name.
+        damaged: why each file is unusable, by dataset id and name.
     """
     reduced = []
     for dataset in datasets:

@@ -1,7 +1,7 @@
-"""Clips through decord: fast, but unmaintained, not available everywhere, and wrong about some files. It reads
+"""Read clips with decord: fast, but unmaintained, not available everywhere, and wrong about some files. It reads
 untagged colours as BT.601.
 
-The one place that knows it. `read` refuses whatever decord may be wrong about, and `clips` asks PyAV then.
+The only module that knows it. `read` refuses whatever decord may get wrong, and `clips` then falls back to PyAV.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from numpy.typing import NDArray
 
 from simpletuner.data.clips import MISSING_SECONDS, shown_at
 
-# Frames that are decoded at once; 200 of them at 1280x720 would be half a gigabyte.
+# Frames decoded at once; 200 of them at 1280x720 would take half a gigabyte.
 SLICE = 8
 
 
 class NotForDecordError(Exception):
-    """decord is not here, cannot read a clip, or would read it wrongly."""
+    """decord is not installed, cannot read a clip, or would read it wrongly."""
 
 
 def read(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
-    """The frames shown at increasing moments, upright RGB, `H W 3`.
+    """The frames shown at increasing times, upright RGB, `H W 3`.
 
     Raises:
-        NotForDecordError: ask another reader for the frames that are still to come.
+        NotForDecordError: use another reader for the remaining frames.
     """
     decord = _decord()
     if decord is None:
         raise NotForDecordError("decord is not installed")
     try:
-        # One reader per call: a reader that threads share ends the process.
+        # One reader per call: sharing a reader between threads crashes the process.
         reader = decord.VideoReader(str(path), num_threads=1)
         indices = deque(shown_at(_times(reader, moments[-1]), moments))
-        # Every frame is taken: where frames are left out decord seeks, and after that some codecs give others.
+        # Decode every frame: decord seeks to skip frames, and after a seek some codecs return wrong ones.
         for start in range(0, indices[-1] + 1, SLICE):
             numbers = range(start, min(start + SLICE, indices[-1] + 1))
             for number, frame in zip(numbers, reader.get_batch(numbers).asnumpy(), strict=True):
@@ -52,10 +52,10 @@ def read(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
 
 
 def _times(reader: Any, last: float) -> list[float]:
-    """When each frame begins, in seconds after the first; the clip must reach the last moment.
+    """Start of each frame in seconds after the first; the clip must reach the last moment.
 
     Raises:
-        NotForDecordError: they cannot be right. Edit lists begin below 0, AVI and MPEG have none that grow.
+        NotForDecordError: the times cannot be right: edit lists start below 0, those of AVI and MPEG do not increase.
     """
     spans = reader.get_frame_timestamp(range(len(reader)))
     times = [float(begin) for begin, _ in spans]
@@ -69,7 +69,7 @@ def _times(reader: Any, last: float) -> list[float]:
 
 @functools.cache
 def _decord() -> Any:
-    """The module, or None where it is not installed or its libraries do not load."""
+    """The module, or None if it is not installed or its libraries do not load."""
     try:
         decord = importlib.import_module("decord")
     except (ImportError, OSError, RuntimeError):

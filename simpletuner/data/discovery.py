@@ -1,7 +1,7 @@
-"""What a dataset folder holds: its files, what is known of each, and which captions belong to it.
+"""The files of a dataset folder, the facts of each, and the caption files that belong to them.
 
 Facts about a file (content hash, size, problem) are kept in an index beside the latent cache, so that an unchanged
-file is read only once. The index can always be made again; a damaged or foreign one is ignored.
+file is read only once. The index can always be rebuilt; a damaged or foreign one is ignored.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Scan:
 
     Attributes:
         files: names of pictures or of clips, sorted; a name is the path below the folder with `/`.
-        captions: name of the caption file by the key (`pair_key`) of the files it belongs to.
-        ignored: everything else by name, with the reason to count by and the one to read.
+        captions: name of the caption file by the `pair_key` of the files it belongs to.
+        ignored: everything else by name, with the reason as a category and as text.
     """
 
     files: tuple[str, ...] = ()
@@ -52,22 +52,22 @@ class Scan:
 
 
 def pair_key(name: str) -> str:
-    """What a picture or clip has in common with its caption file and its partner: folder and stem.
+    """The path without its extension, which a picture or clip shares with its caption file and its partner.
 
-    Unicode is composed first: some systems store accents and vowel signs as characters of their own.
+    Normalised to NFC: some systems store accents and vowel signs as separate characters.
     """
     return unicodedata.normalize("NFC", str(PurePosixPath(name).with_suffix("")))
 
 
 def is_readable(folder: Path) -> bool:
-    """Whether there is a folder that can be listed."""
+    """Whether a folder exists and can be listed."""
     return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
 
 
 def scan(root: Path, *, clips: bool = False) -> Scan:
-    """List a folder with its sub-folders, in an order that is the same everywhere.
+    """List a folder with its sub-folders, in the same order on every machine.
 
-    Links are followed, each folder once. A folder that cannot be listed is reported as ignored.
+    Links are followed, each folder is visited once. A folder that cannot be listed is reported as ignored.
 
     Args:
         clips: look for clips instead of pictures.
@@ -93,10 +93,10 @@ def scan(root: Path, *, clips: bool = False) -> Scan:
 
 def _foreign(name: str, clips: bool) -> tuple[Reason, str]:
     if not clips:
-        return "not a picture", "is not a picture file by its ending"
+        return "not a picture", "does not have the extension of a picture"
     if _suffix(name) in PICTURE_SUFFIXES:
-        return "not a clip", "is a picture; pictures need a dataset of their own (dataset_type image)"
-    return "not a clip", "is not a clip by its ending"
+        return "not a clip", "is a picture; pictures need a separate dataset (dataset_type image)"
+    return "not a clip", "does not have the extension of a clip"
 
 
 def _captions(files: Sequence[str], texts: Sequence[str], ignored: dict[str, tuple[Reason, str]]) -> dict[str, str]:
@@ -107,14 +107,14 @@ def _captions(files: Sequence[str], texts: Sequence[str], ignored: dict[str, tup
         if key not in keys:
             ignored[name] = ("caption without a file", "has no picture or clip of the same name")
         elif key in captions:
-            ignored[name] = ("unused caption", f"says the same name as {captions[key]}, which is used")
+            ignored[name] = ("unused caption", f"has the same name as {captions[key]}, which is used")
         else:
             captions[key] = name
     return captions
 
 
 def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
-    """Every file below a folder with the reason why it cannot be looked at, if there is one."""
+    """Every file below a folder, with the reason if it cannot be used."""
     visited: set[tuple[int, int]] = set()
     stack = [(root, "")]
     while stack:
@@ -128,7 +128,7 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
             yield prefix, ("unreadable", f"cannot be listed: {error.strerror}")
             continue
         if identity in visited:
-            yield prefix, ("unreadable", "is a link to a folder that was listed already")
+            yield prefix, ("unreadable", "is a link to a folder that has already been listed")
             continue
         visited.add(identity)
         for entry in entries:
@@ -142,7 +142,7 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
 
 def _name_problem(name: str) -> tuple[Reason, str] | None:
     if name.startswith("."):
-        return "hidden", "is hidden: its name begins with a dot"
+        return "hidden", "is hidden: its name starts with a dot"
     if _printable(name) != name:
         return "unusable name", "has a name that is not UTF-8; rename it"
     return None
@@ -157,20 +157,21 @@ def _suffix(name: str) -> str:
 
 
 INDEX_NAME = "index.json"
+# Raised when files must be read again.
 # 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips.
 INDEX_VERSION = 3
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What reading a file once has told.
+    """What was learned from reading a file once.
 
     Attributes:
-        size, mtime_ns: bytes and time of the last change; when both are as before, the file was not changed.
-        content: sha256 of the bytes in hex; empty when the file could not be read.
+        size, mtime_ns: bytes and modification time; if both are unchanged, so is the file.
+        content: SHA-256 of the bytes in hex; empty if the file could not be read.
         width, height: pixels as shown, after any rotation; 0 with a problem.
         problem: why it cannot be used, or None.
-        captions: the captions it was last used with, for when the files themselves are gone.
+        captions: the captions it was last used with, in case the files themselves are gone.
         clip: length and rate; None for pictures.
     """
 
@@ -201,7 +202,7 @@ _INDEX = TypeAdapter(_Index)
 def inspect_files(
     root: Path, names: Iterable[str], known: Mapping[str, FileFacts], *, workers: int = 4
 ) -> dict[str, FileFacts]:
-    """Facts of each file, read from the disk only where they are not known or the file has changed.
+    """Facts of each file, read from the disk only if they are unknown or the file has changed.
 
     Args:
         root: the dataset's folder.
@@ -237,7 +238,7 @@ def _inspect(path: Path, known: FileFacts | None) -> FileFacts:
 
 
 def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
-    """The index in a latent cache folder; empty when there is none, it is damaged or of another dataset folder."""
+    """The index in a latent cache folder; empty if it is missing, damaged or of another dataset folder."""
     try:
         index = _INDEX.validate_json((folder / INDEX_NAME).read_bytes())
     except (OSError, ValidationError):
@@ -246,7 +247,7 @@ def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
 
 
 def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None:
-    """Write the index atomically; files that could not be read are left out, so that they are tried again.
+    """Write the index atomically; files that could not be read are left out, so that the next run tries them again.
 
     Raises:
         DiskFullError: no space left; the index that was there is kept.
@@ -258,11 +259,11 @@ def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None
 
 @dataclass(frozen=True)
 class Folder:
-    """A dataset folder after every file was looked at.
+    """A dataset folder after every file was inspected.
 
     Attributes:
         root: the folder.
-        facts: of each whole picture or clip, by name, sorted.
+        facts: of each undamaged picture or clip, sorted by name.
         damaged: facts of those with a problem.
         captions: caption file by `pair_key`.
         gone: captions of those that are used although their files are gone.
@@ -278,23 +279,23 @@ class Folder:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a folder, or an index to use in its place."""
+        """Whether the folder exists, or an index can be used in its place."""
         return is_readable(self.root) or bool(self.facts)
 
 
 def read_folder(config: DatasetConfig, context: DataContext) -> Folder:
-    """Look at every file of an entry; one that did not change since the last run is not read again."""
+    """Inspect every file of an entry; one that has not changed since the last run is not read again."""
     root = Path(config.instance_data_dir or "")
     known = load_index(Path(config.cache_dir_vae or ""), root)
     listing = scan(root, clips=config.holds_clips and context.spec.media == "video") if is_readable(root) else Scan()
     rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
     names = list(listing.files)
     if known and _keeps_list(config):
-        detail = "was added after the list of files was made, which is kept as it is"
+        detail = "was added after the list of files was made, and that list is kept"
         rejected += [Rejected(config.id, name, "not chosen", detail) for name in names if name not in known]
         names = [name for name in names if name in known]
     facts = inspect_files(root, names, known, workers=context.max_workers)
-    # A damaged file may have been moved to quarantine; only a picture that was good is missed.
+    # A damaged file may have been moved to quarantine, so only undamaged ones are reported as gone.
     lost = {name: fact for name, fact in known.items() if name not in listing.files and fact.problem is None}
     if context.defaults.ignore_missing_files:
         facts |= lost

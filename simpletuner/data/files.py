@@ -1,7 +1,6 @@
-"""Reading the user's files: regular files of a plausible size only, with retries when the device fails.
+"""Reading the user's files: only regular files of plausible size, with retries if the device fails.
 
-An error of a disk or network says nothing about the file: after the retries the run ends, and no file is marked as
-damaged.
+A disk or network error says nothing about the file: after the retries the run ends, and no file is marked as damaged.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from typing import TypeVar
 
 from simpletuner.errors import UserError
 
-# Bounds in bytes against sparse files and mistakes, far above anything that is trained on.
+# Limits in bytes against sparse files and mistakes, far above anything that is trained on.
 LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
 
 # Errors of the file itself: missing, not permitted, a bad name.
 OF_THE_FILE = frozenset(
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 )
-# This process or machine ran out of a resource.
+# This process or machine ran out of a resource: neither the file nor the device is at fault.
 EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EINTR})
-# Seconds to wait before the next attempt.
+# Seconds to wait before each further attempt.
 PAUSES = (0.05, 0.5)
 
 T = TypeVar("T")
@@ -36,7 +35,7 @@ class MediaError(Exception):
 
 
 class UnreadableError(MediaError):
-    """A file that could not be read, so that nothing is known of its content."""
+    """A file that could not be read, so nothing is known about its content."""
 
 
 class DeviceError(UserError):
@@ -72,7 +71,7 @@ def content_hash(path: Path) -> str:
 
 
 def check_regular(path: Path, most: int) -> tuple[int, int]:
-    """Check that a file can be opened (opening a pipe would block); returns its size and modification time in ns.
+    """Check that a file is safe to open (opening a pipe would block); returns its size and modification time in ns.
 
     Raises:
         UnreadableError, DeviceError: as in `read`.
@@ -81,12 +80,12 @@ def check_regular(path: Path, most: int) -> tuple[int, int]:
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableError("is not a regular file but a folder, a pipe, a socket or a device")
     if status.st_size > most:
-        raise UnreadableError(f"has {status.st_size:,} bytes; the most that is read is {most:,}")
+        raise UnreadableError(f"has {status.st_size:,} bytes; the limit is {most:,}")
     return status.st_size, status.st_mtime_ns
 
 
 def steadily(path: Path, attempt: Callable[[], T]) -> T:
-    """Call `attempt`, which reads `path`, again after an error of the device.
+    """Call `attempt`, which reads `path`, and retry after device errors.
 
     Raises:
         UnreadableError, DeviceError: as in `read`.
@@ -109,6 +108,6 @@ def steadily(path: Path, attempt: Callable[[], T]) -> T:
 def _device_message(path: Path, error: OSError) -> str:
     mount = next(folder for folder in path.absolute().parents if folder.is_mount() or folder == folder.parent)
     return (
-        f"{path}: {error.strerror or error}, {len(PAUSES) + 1} times. That is an error of the device or network behind "
-        f"{mount}, not of the file: no file is marked as damaged for it. Start again when it can be read."
+        f"{path}: {error.strerror or error}, {len(PAUSES) + 1} times. This is an error of the device or network behind "
+        f"{mount}, not of the file: no file is marked as damaged. Start again when it can be read."
     )

@@ -1,7 +1,7 @@
-"""From planned batches to tensors: cached entries read ahead of the training loop.
+"""From planned batches to tensors: cached entries are read ahead of the training loop.
 
-One background thread reads; the loop finds its next batch ready. What a batch holds is a pure function of the seed
-and its place in the run, so reading ahead, stopping and resuming cannot change it.
+One background thread reads, so that the loop's next batch is ready. The content of a batch is a pure function of the
+seed and its place in the run, so reading ahead, stopping and resuming cannot change it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from simpletuner.config.schema import CachingConfig
 from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
 
-__all__ = ["BatchLoader", "ReadBatch"]
-
 ReadBatch = Callable[[PlannedBatch], Batch]
 
 
@@ -32,11 +30,15 @@ class BatchLoader:
     """An endless supply of batches, in the sampler's order.
 
     Args:
-        sampler: decides the order; its position is that of the last batch handed out.
-        read: makes a batch from cached entries; called in the background.
-        prepare_epoch: called in the loop's own thread before the first batch of each epoch is read, so that caches
-            can be completed for random crops that change.
-        pin: keep batches in page-locked memory, for uploads that need not wait.
+        sampler: decides the order.
+        read: builds a batch from cached entries; called in the background.
+        prepare_epoch: called in the loop's own thread before the first batch of each epoch is read, to fill the
+            caches with new random crops.
+        pin: page-lock batches, so that uploads do not block.
+
+    Attributes:
+        epoch: epoch of the last batch handed out, counted from 1.
+        index: how many batches of it have been handed out.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class BatchLoader:
         self.prepare_epoch = prepare_epoch
         self.pin = pin
         self.ahead = config.dataloader_prefetch_qlen if config.dataloader_prefetch else 1
+        self.epoch, self.index = 1, 0
         self._supply: Iterator[Batch] | None = None
 
     def __iter__(self) -> BatchLoader:
@@ -64,29 +67,24 @@ class BatchLoader:
                 self._supply = self._read_epoch()
             batch = next(self._supply, None)
             if batch is not None:
-                self.sampler.index += 1
+                self.index += 1
                 return batch
-            self.sampler.epoch, self.sampler.index, self._supply = self.epoch + 1, 0, None
-
-    @property
-    def epoch(self) -> int:
-        """Where the last batch came from, counted from 1."""
-        return self.sampler.epoch
+            self.epoch, self.index, self._supply = self.epoch + 1, 0, None
 
     @property
     def epochs_done(self) -> int:
-        """Epochs of which every batch was handed out."""
-        complete = self.sampler.index >= self.sampler.batches_per_epoch(self.epoch)
+        """Number of epochs whose every batch has been handed out."""
+        complete = self.index >= self.sampler.batches_per_epoch(self.epoch)
         return self.epoch if complete else self.epoch - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is in the data."""
-        return {"epoch": self.epoch, "position": self.sampler.index}
+        """The position in the data."""
+        return {"epoch": self.epoch, "position": self.index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the last batch that was handed out."""
+        """Continue after the last batch that was handed out."""
         self.close()
-        self.sampler.epoch, self.sampler.index = state["epoch"], state["position"]
+        self.epoch, self.index = state["epoch"], state["position"]
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -97,7 +95,7 @@ class BatchLoader:
     def _read_epoch(self) -> Iterator[Batch]:
         """The rest of the current epoch."""
         self.prepare_epoch(self.epoch)
-        planned = self.sampler.batches(self.epoch)[self.sampler.index :]
+        planned = self.sampler.batches(self.epoch)[self.index :]
         return read_ahead(planned, self._make, self.ahead)
 
     def _make(self, planned: PlannedBatch) -> Batch:
@@ -106,12 +104,12 @@ class BatchLoader:
 
 
 def read_ahead(planned: Sequence[PlannedBatch], make: ReadBatch, ahead: int) -> Iterator[Batch]:
-    """Batches in order, made by a background thread that stays at most `ahead` in front."""
+    """Batches in order, built by a background thread that stays at most `ahead` batches in front."""
     ready: queue.Queue[Batch | _Failure | None] = queue.Queue(maxsize=ahead)
     stopped = threading.Event()
 
     def put(item: Batch | _Failure | None) -> bool:
-        while not stopped.is_set():
+        while not stopped.is_set():  # wait in short steps: nobody may ever take from a full queue again
             try:
                 ready.put(item, timeout=0.1)
             except queue.Full:
@@ -125,7 +123,7 @@ def read_ahead(planned: Sequence[PlannedBatch], make: ReadBatch, ahead: int) -> 
                 if not put(make(each)):
                     return
             put(None)
-        except BaseException as error:  # noqa: BLE001 - handed to the loop's thread, which raises it
+        except BaseException as error:  # noqa: BLE001 - passed to the loop's thread, which raises it
             put(_Failure(error))
 
     worker = threading.Thread(target=work, name="batch-reader", daemon=True)

@@ -1,7 +1,7 @@
-"""Pictures: whether a file is whole, its size, and its pixels resized and cropped.
+"""Pictures: whether a file is complete, its size, and its pixels resized and cropped.
 
-A file that is cut short is the trace of a broken download or a full disk. Decoding finds it in most formats; JPEG, the
-most frequent one, is checked when the run is planned, and PNG has checksums that Pillow does not compare.
+Truncated files come from broken downloads or full disks. Decoding detects them in most formats; JPEG, the most common
+one, is checked when the run is planned, and PNG has checksums that Pillow does not verify.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from PIL import (
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import LARGEST_PICTURE, MediaError, read
 
-# Importing the readers above registers them, so that opening a file never has to import all of Pillow's.
-# What a file may begin with, and the name of Pillow's reader for it.
+# Importing the readers above registers them, so that opening a file does not import all of Pillow's.
+# First bytes of a file, and the name of Pillow's reader for it.
 MAGIC = (
     (b"\xff\xd8\xff", "JPEG"),
     (b"\x89PNG\r\n\x1a\n", "PNG"),
@@ -47,24 +47,25 @@ MAGIC = (
     (b"GIF87a", "GIF"),
     (b"GIF89a", "GIF"),
 )
-# Containers that cameras and browsers write and that are not read here; the name helps the user to convert.
+# Formats of cameras and browsers that are not supported; naming them helps the user to convert.
 FOREIGN = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF"}
 
+# Chunks that affect what is shown; a damaged comment does no harm.
 PNG_SHOWN = frozenset({b"IHDR", b"PLTE", b"IDAT", b"tRNS", b"eXIf"})
 JPEG_END = b"\xff\xd9"
-# Inside compressed data FF is followed by 00, by a restart marker or by more FF; anything else is a marker.
+# In compressed data FF is followed by 00, by a restart marker or by another FF; anything else is a marker.
 JPEG_MARKER_IN_DATA = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 JPEG_START_OF_SCAN, JPEG_END_OF_IMAGE = 0xDA, 0xD9
 
 
 def sniff(head: bytes) -> str:
-    """Pillow's name of the format that a file begins like.
+    """Pillow's name of a file's format, by its first bytes.
 
     Args:
         head: the first 16 bytes or more.
 
     Raises:
-        MediaError: empty, or no picture format that is read here.
+        MediaError: empty, or not a supported picture format.
     """
     if not head:
         raise MediaError("is empty")
@@ -74,16 +75,17 @@ def sniff(head: bytes) -> str:
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "WEBP"
     if head[4:8] == b"ftyp" and head[8:12] in FOREIGN:
-        raise MediaError(f"is a picture in {FOREIGN[head[8:12]]} format, which is not read; convert it to PNG or JPEG")
+        kind = FOREIGN[head[8:12]]
+        raise MediaError(f"is a picture in {kind} format, which is not supported; convert it to PNG or JPEG")
     raise MediaError("is not a picture")
 
 
 def check_complete(file: BinaryIO, kind: str, size: int) -> None:
-    """Walk the structure of a file to its end, where decoding would not notice that it is missing or comes late.
+    """Walk the structure of a file to its end, in formats whose decoder does not notice a missing end.
 
     Args:
         file: the open file; its position changes.
-        kind: what `sniff` said.
+        kind: from `sniff`.
         size: bytes in the file.
 
     Raises:
@@ -95,7 +97,7 @@ def check_complete(file: BinaryIO, kind: str, size: int) -> None:
 
 
 def png_has_orientation(file: BinaryIO, size: int) -> bool:
-    """Whether any PNG chunk may hold an orientation; asking Pillow for it would decode the whole picture."""
+    """Whether a PNG chunk may hold an orientation; asking Pillow would decode the whole picture."""
     for kind, start, length in _png_chunks(file, size):
         if kind == b"eXIf":
             return True
@@ -108,7 +110,7 @@ def png_has_orientation(file: BinaryIO, size: int) -> bool:
 
 
 def _png_chunks(file: BinaryIO, size: int) -> list[tuple[bytes, int, int]]:
-    """Type, position of the data and length of each chunk that lies wholly inside the file."""
+    """Type, data offset and length of each chunk that is completely inside the file."""
     chunks = []
     position = 8
     while position + 12 <= size:
@@ -124,7 +126,7 @@ def _png_chunks(file: BinaryIO, size: int) -> list[tuple[bytes, int, int]]:
 
 
 def _png_end(file: BinaryIO, size: int) -> bool:
-    """Also compares the checksums of what shows, which Pillow leaves out for pixels."""
+    """Whether the PNG ends properly; also verifies the checksums of what is shown, which Pillow skips for pixels."""
     chunks = _png_chunks(file, size)
     for kind, start, length in chunks:
         if kind in PNG_SHOWN:
@@ -136,7 +138,7 @@ def _png_end(file: BinaryIO, size: int) -> bool:
 
 
 def _jpeg_end(file: BinaryIO, size: int) -> bool:
-    """Cameras and editors add data after the end marker, so where the last bytes do not tell, walk the segments."""
+    """Whether there is an end marker: as the last bytes, else by walking the segments, as some cameras append data."""
     file.seek(max(0, size - 2))
     if file.read(2) == JPEG_END:
         return True
@@ -163,7 +165,7 @@ def _jpeg_end(file: BinaryIO, size: int) -> bool:
 
 PICTURE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 
-# What Pillow's readers raise on damaged data. MemoryError is never among them: it is not the file's fault.
+# What Pillow's readers raise on damaged data. Not MemoryError, which is not the file's fault.
 DAMAGE = (
     OSError,
     SyntaxError,
@@ -193,10 +195,10 @@ def probe(source: Path | bytes) -> tuple[int, int]:
     """Width and height of a picture in pixels after EXIF rotation, read from its header.
 
     Args:
-        source: a file, or what is in it.
+        source: a file, or its content.
 
     Raises:
-        MediaError: unreadable, empty, not a picture, damaged or cut.
+        MediaError: unreadable, empty, not a picture, damaged or truncated.
     """
     with _opened(source) as (file, picture, kind):
         size = file.seek(0, 2)
@@ -212,28 +214,29 @@ def probe(source: Path | bytes) -> tuple[int, int]:
 
 
 def decode(source: Path | bytes) -> Image.Image:
-    """The first frame of a picture, upright, as RGB with 8 bits; what is transparent becomes white.
+    """The first frame of a picture, upright, as 8-bit RGB; transparent areas become white.
 
     Args:
-        source: a file, or what is in it.
+        source: a file, or its content.
 
     Raises:
         MediaError: it cannot be decoded completely.
-        MemoryError: never turned into a MediaError, the file may be fine.
+        MemoryError: never turned into a MediaError, since the file may be fine.
     """
-    # Another package may have told Pillow to fill up what is missing; here damage must show.
+    # Another package may have told Pillow to fill in missing data; here damage must be noticed.
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     with _opened(source) as (_, picture, kind):
         picture.load()
+        # Pillow itself rotates a TIFF by its orientation tag when it decodes it.
         turn = None if kind == "TIFF" else UPRIGHT.get(_orientation(picture))
         rgb = _to_rgb(picture)
         return rgb if turn is None else rgb.transpose(turn)
 
 
 def fit(picture: Image.Image, geometry: Geometry) -> NDArray[np.uint8]:
-    """Resize with an antialiasing filter to `geometry.resized` and cut out the crop box.
+    """Resize with an antialiasing filter to `geometry.resized`, and crop.
 
-    Only the part that is kept is computed, so a very long picture needs no more memory than a square one.
+    Only the crop is computed, so a very long picture needs no more memory than a square one.
 
     Returns:
         pixels 0..255, `H W 3`.
@@ -242,14 +245,14 @@ def fit(picture: Image.Image, geometry: Geometry) -> NDArray[np.uint8]:
     width, height = geometry.size
     across, down = (own / resized for own, resized in zip(picture.size, geometry.resized, strict=True))
     box = (left * across, top * down, (left + width) * across, (top + height) * down)
-    # The box must not end beyond the picture by a rounding error.
+    # Rounding must not move the box beyond the picture: Pillow would refuse it.
     box = (box[0], box[1], min(box[2], picture.width), min(box[3], picture.height))
     return np.asarray(picture.resize(geometry.size, Image.Resampling.LANCZOS, box=box), dtype=np.uint8)
 
 
 @contextmanager
 def _opened(source: Path | bytes) -> Iterator[tuple[BinaryIO, Image.Image, str]]:
-    """A file that is whole by its structure, opened by Pillow; damage inside the block becomes a MediaError."""
+    """A structurally complete file, opened by Pillow; damage found inside the block becomes a MediaError."""
     data = source if isinstance(source, bytes) else read(source, LARGEST_PICTURE)
     file = io.BytesIO(data)
     try:
@@ -261,15 +264,15 @@ def _opened(source: Path | bytes) -> Iterator[tuple[BinaryIO, Image.Image, str]]
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise MediaError(f"has too many pixels to be a training picture; make it smaller ({error})") from error
     except UnidentifiedImageError as error:
-        raise MediaError("cannot be decoded: its header is damaged or of a kind that is not supported") from error
+        raise MediaError("cannot be decoded: its header is damaged or not supported") from error
     except DAMAGE as error:
         raise _blame(error) from error
 
 
 def _blame(error: Exception) -> Exception:
-    """What a failure of a reader means: damage, or a machine that has run out of something."""
+    """The meaning of a reader's failure: damage, or a machine that has run out of a resource."""
     if isinstance(error, OSError):
-        if error.errno is not None:  # all bytes are in memory already
+        if error.errno is not None:  # from the system and not from the file, whose bytes are all in memory
             return error
         if "out of memory" in str(error):
             return MemoryError(str(error))
@@ -279,7 +282,7 @@ def _blame(error: Exception) -> Exception:
 
 
 def _orientation(picture: Image.Image) -> int:
-    """The EXIF orientation, 1 to 8; 1 where it is missing or the EXIF data is broken."""
+    """The EXIF orientation, 1 to 8; 1 if it is missing or the EXIF data is broken."""
     try:
         return int(picture.getexif().get(ExifTags.Base.Orientation, 1))
     except DAMAGE:
@@ -297,10 +300,10 @@ def _to_rgb(picture: Image.Image) -> Image.Image:
 
 
 def _from_deep_grey(picture: Image.Image) -> Image.Image:
-    """Scale grey values of more than 8 bits into 0..255; Pillow's own conversion clips them.
+    """Scale grey values of more than 8 bits to 0..255; Pillow's own conversion clips them.
 
-    16-bit values span 0..65535. 32-bit integers and floats have no fixed white, so the smallest of the usual ones
-    (1 for floats, 255 for floats, 65535, the largest value) that holds them all is taken.
+    16-bit values span 0..65535. 32-bit integers and floats have no fixed white level, so the smallest usual one that
+    covers all values is used: 1 or 255 (floats only), 65535, or the largest value itself.
     """
     values = np.asarray(picture, dtype=np.float64)
     if not np.isfinite(values).all():

@@ -1,7 +1,6 @@
-"""Moving files aside, with the reason, so that a dataset folder holds only what is used.
+"""Move unusable files out of a dataset folder, and record the reasons.
 
-Nothing is deleted and nothing is overwritten. A caption file moves along when no other file uses it, so that
-both stay together.
+Nothing is deleted or overwritten. A caption file moves along with its picture unless another file uses it too.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ REASONS_NAME = "reasons.jsonl"
 
 
 def unwelcome(dataset: Dataset) -> list[Rejected]:
-    """The files that the dataset's entry asks to move aside."""
+    """The files that the dataset's entry asks to quarantine."""
     reasons: set[Reason] = set()
     if dataset.config.delete_problematic_images:
         reasons.add("damaged")
@@ -35,20 +34,20 @@ def unwelcome(dataset: Dataset) -> list[Rejected]:
 
 
 def quarantine(root: Path, files: Iterable[Rejected], output_dir: Path) -> list[Path]:
-    """Move files to `<output_dir>/quarantine`, their folders below `root` kept, and list them there.
+    """Move files to `<output_dir>/quarantine`, keeping their paths below `root`, and record them there.
 
-    A file in a linked folder that lies elsewhere is not the dataset's own and stays where it is.
+    A file in a linked folder outside of `root` is not the dataset's own and is not moved.
 
     Args:
         root: the dataset's folder.
-        files: what to move and why; a file that is gone already is skipped.
+        files: what to move and why; files that no longer exist are skipped.
         output_dir: of the run.
 
     Returns:
-        where the files are now, caption files included.
+        the new paths, including caption files.
 
     Raises:
-        OSError: a file cannot be moved; those before it are listed.
+        OSError: a file cannot be moved; those before it are recorded.
     """
     folder = output_dir / FOLDER_NAME
     moved = []
@@ -56,7 +55,7 @@ def quarantine(root: Path, files: Iterable[Rejected], output_dir: Path) -> list[
         if not _exists(root / file.name):
             continue
         if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
-            logger.warning("%s lies outside of %s and is not moved: it %s", root / file.name, root, file.detail)
+            logger.warning("%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail)
             continue
         for name in [file.name, *_own_captions(root, file.name)]:
             target = _free_place(folder / PurePosixPath(name))
@@ -81,7 +80,7 @@ def _own_captions(root: Path, name: str) -> list[str]:
 
 
 def _free_place(target: Path) -> Path:
-    """The path itself, or with a number where a file of another dataset or run took it."""
+    """The path itself, or with a number if a file of another dataset or run has taken it."""
     number = 1
     place = target
     while _exists(place):
@@ -91,7 +90,7 @@ def _free_place(target: Path) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is a file of that name, be it a link to nowhere."""
+    """Whether there is a file or link of that name, even a broken link."""
     return path.is_symlink() or path.exists()
 
 

@@ -1,4 +1,4 @@
-"""From the keys of a dataset about sizes and crops to checked `BucketRules`."""
+"""From the size and crop keys of a dataset to checked `BucketRules`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
 
 UNIT_CHECK_OVERRIDE = "SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE"
-# A maximum this large in megapixels, or this small as an edge, is the other unit by mistake.
+# A maximum this large in megapixels, or this small as an edge in pixels, was probably meant in the other unit.
 SUSPICIOUS_AREA, SUSPICIOUS_EDGE = 20, 512
 
 
 def build_rules(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]) -> BucketRules | None:
-    """The rules of a dataset, or None when a problem leaves no grid to work with.
+    """The rules of a dataset, or None if its resolution is unusable.
 
     Args:
         config: the entry with its defaults filled in.
-        spec: what the model family can take.
-        problems: receives everything that is wrong.
+        spec: the model family, with the sizes it accepts.
+        problems: receives all errors.
     """
     grid = _build_grid(config, spec, problems)
     if grid is None:
@@ -51,14 +51,14 @@ def _build_grid(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]
         return None
     alignment = int(config.aspect_bucket_alignment or spec.size_multiple)
     if alignment % spec.size_multiple:
-        message = f"{alignment} is not a multiple of the {spec.size_multiple} pixels that {spec.name} needs."
+        message = f"{alignment} is not a multiple of {spec.size_multiple} pixels, which {spec.name} needs."
         problems.append(Problem(f"{config.id}.aspect_bucket_alignment", message))
     grid = Grid(config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2)
     if grid.square > spec.largest_side:
         unit = {"area": "megapixels", "pixel": "pixels", "pixel_area": "pixels"}[config.resolution_type]
         message = (
-            f"{config.resolution:g} {unit} (resolution_type {config.resolution_type}) is above the "
-            f"{spec.largest_side} pixels a side where {spec.name} ends."
+            f"{config.resolution:g} {unit} (resolution_type {config.resolution_type}) is above the limit of "
+            f"{spec.name}, {spec.largest_side} pixels a side."
         )
         problems.append(Problem(f"{config.id}.resolution", message))
         return None
@@ -77,15 +77,15 @@ def _check_limits(config: DatasetConfig, problems: list[Problem]) -> None:
 def _check_maximum(config: DatasetConfig, maximum: float, problems: list[Problem]) -> None:
     where = f"{config.id}.maximum_image_size"
     if not config.target_downsample_size:
-        message = f"{maximum:g} needs target_downsample_size: the size that larger pictures are resized to."
+        message = f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to."
         problems.append(Problem(where, message))
     if os.environ.get(UNIT_CHECK_OVERRIDE, "0").lower() not in (*FALSE_WORDS, ""):
         return
     suspicious = {"area": maximum >= SUSPICIOUS_AREA, "pixel": maximum < SUSPICIOUS_EDGE, "pixel_area": False}
     if config.resolution_type is not None and suspicious[config.resolution_type]:
-        unit = "megapixels" if config.resolution_type == "area" else "pixels of an edge"
+        unit = "megapixels" if config.resolution_type == "area" else "pixels (an edge)"
         message = (
-            f"{maximum:g}: wrong unit? With resolution_type {config.resolution_type} it counts {unit}. "
+            f"{maximum:g}: wrong unit? With resolution_type {config.resolution_type} it is in {unit}. "
             f"{UNIT_CHECK_OVERRIDE}=1 allows it."
         )
         problems.append(Problem(where, message))
@@ -93,7 +93,7 @@ def _check_maximum(config: DatasetConfig, maximum: float, problems: list[Problem
 
 def _check_crop(config: DatasetConfig, problems: list[Problem]) -> None:
     if config.crop_style == "face":
-        message = "'face' needs a face detector, and none is installed with simpletuner; use center, random or corner."
+        message = "'face' needs a face detector, which simpletuner does not include; use center, random or corner."
         problems.append(Problem(f"{config.id}.crop_style", message))
     if not config.crop and config.crop_aspect != "square":
         message = f"{config.crop_aspect!r} has no effect while crop is false."
@@ -101,7 +101,7 @@ def _check_crop(config: DatasetConfig, problems: list[Problem]) -> None:
 
 
 def _build_aspects(config: DatasetConfig, grid: Grid, spec: FamilySpec, problems: list[Problem]) -> tuple[Aspect, ...]:
-    """The list behind closest and random; never empty for them unless a problem was added."""
+    """The aspects for closest and random; never empty for them unless a problem was added."""
     where = f"{config.id}.crop_aspect_buckets"
     if not config.crop or config.crop_aspect not in ("closest", "random"):
         return ()
@@ -113,6 +113,6 @@ def _build_aspects(config: DatasetConfig, grid: Grid, spec: FamilySpec, problems
     for aspect in aspects:
         if max(aspect.size) > spec.largest_side:
             width, height = aspect.size
-            message = f"{aspect.bucket} means {width}x{height}, and {spec.name} ends at {spec.largest_side} a side."
+            message = f"{aspect.bucket} means {width}x{height}; the limit of {spec.name} is {spec.largest_side} a side."
             problems.append(Problem(where, message))
     return tuple(aspects)

@@ -1,16 +1,16 @@
-"""What the data room hands out: samples, and the reasons why files are none."""
+"""Samples, and the reasons why files are rejected."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from simpletuner.config.option import Size
 from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts
 
-# Why a file is not trained on; the words of the log, which counts them.
+# Why a file is not trained on, as counted in messages.
 Reason = Literal[
     "not a picture",
     "not a clip",
@@ -30,25 +30,12 @@ Reason = Literal[
     "no source picture",
     "not in the table",
 ]
-# Reasons that lie in the dataset's own pictures, so the user is told without asking for the ledger.
-NOTEWORTHY: frozenset[Reason] = frozenset(
-    {
-        "unusable name",
-        "unreadable",
-        "damaged",
-        "no caption",
-        "outside the limits",
-        "too short",
-        "too long",
-        "gone",
-        "partner unusable",
-        "no source picture",
-        "not in the table",
-    }
-)
+# Expected in any folder, or asked for by the config; only the ledger mentions them.
+EXPECTED = {"not a picture", "not a clip", "caption without a file", "unused caption", "hidden", "not chosen"}
+# Reasons that concern the dataset's own pictures, so the user is warned.
+NOTEWORTHY: frozenset[Reason] = frozenset(get_args(Reason)) - EXPECTED
 
-
-# A rate that is measured in a container that rounds times differs so much from the whole one that it is.
+# Relative. Rates measured in containers that round times are off by up to this much.
 SAME_TIME = 5e-4
 
 
@@ -60,15 +47,15 @@ class Sample:
         dataset_id: the dataset it comes from.
         name: path below the dataset's folder, with `/`, spelled as on the disk.
         path: where the file is.
-        content: sha256 of the file's bytes in hex.
+        content: SHA-256 of the file's bytes in hex.
         original_size: width and height in pixels as shown, after any rotation.
-        geometry: what is trained of it.
-        captions: alternatives, of which one is drawn per use; empty for partners.
+        geometry: training size and crop.
+        captions: one of them is drawn per use; empty for partners.
         partner: the paired picture of a conditioning dataset, or None.
-        frames: how many are trained, from the first one on.
+        frames: how many are trained, starting with the first.
         frame_rate: frames per second at which they are taken; None for pictures.
-        clip: what is known of the clip; None for pictures.
-        is_i2v: frame 0 is the condition that the others are trained to follow.
+        clip: facts of the clip; None for pictures.
+        is_i2v: frame 0 is the condition for the others.
     """
 
     dataset_id: str
@@ -86,11 +73,11 @@ class Sample:
 
     @property
     def first_frame(self) -> Sample:
-        """Its frame 0 as a clip of one frame, without a condition of its own."""
+        """Its frame 0 as a clip of one frame, without a condition."""
         return replace(self, frames=1, is_i2v=False)
 
     def fitted(self, size: Size) -> Sample:
-        """The same, resized and cropped in the middle to another size, as training does it."""
+        """The sample resized and centre-cropped to another size."""
         if size == self.geometry.size:
             return self
         resized = cover(self.original_size, size)
@@ -99,7 +86,10 @@ class Sample:
 
     @property
     def read_as(self) -> tuple[str, ...]:
-        """How its frames are read where that is not what the file says or leaves to BT.601."""
+        """How its frames are read if not as the file says: a corrected speed, BT.709 for untagged colours.
+
+        Empty for BT.601, the default of untagged colours.
+        """
         if self.clip is None or self.frame_rate is None:
             return ()
         slowed = self.clip.slowed(self.frame_rate) if self.frames > 1 else 1.0
@@ -114,7 +104,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A file that is not trained on: `reason` to count by, `detail` to read after the file's name."""
+    """A file that is not trained on: `reason` is the category, `detail` reads as text after the file's name."""
 
     dataset_id: str
     name: str
@@ -124,10 +114,10 @@ class Rejected:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One line of the plan: a file, and what becomes of it.
+    """One line of the plan: a file and how it is used.
 
-    `use` is empty for a file that is trained, with its geometry beside; else it says why not. `note` says what was
-    assumed about it.
+    `use` is empty for a trained file, whose geometry is given; else it says why the file is left out. `note` says what
+    was assumed about it.
     """
 
     dataset_id: str
@@ -141,7 +131,7 @@ class LedgerEntry:
 
     @property
     def trained_size(self) -> str:
-        """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; the bucket is in brackets unless it says just that."""
+        """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; the bucket is in brackets unless it is the same text."""
         if self.geometry is None:
             return ""
         width, height = self.geometry.size

@@ -1,15 +1,15 @@
 """The order of samples: a pure function of the seed and the epoch.
 
-Nothing is drawn from a running generator, so a run that stops and goes on, on any number of restarts, sees what an
-uninterrupted one sees. Its whole state is (epoch, index).
+No generator keeps running, so a run that is interrupted and resumed any number of times sees the same batches as an
+uninterrupted one. `loader.BatchLoader` knows the position: epoch and index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
 from simpletuner.config.option import Size
 from simpletuner.data.chance import fraction, generator
@@ -27,11 +27,11 @@ class PlannedBatch:
 
     Attributes:
         epoch: counted from 1.
-        index: place in the epoch, counted from 0.
-        dataset_id, bucket, size: what the samples have in common; size is width and height in pixels.
+        index: position in the epoch, counted from 0.
+        dataset_id, bucket, size: shared by the samples; size is width and height in pixels.
         samples: in this order.
-        captions: the one of each sample's alternatives that was drawn for this use.
-        slots: positions of the samples in the batch of all processes; what is drawn for a sample follows from them.
+        captions: the caption of each sample drawn for this use.
+        slots: positions of the samples in the global batch; what is drawn for a sample depends on them.
     """
 
     epoch: int
@@ -45,16 +45,16 @@ class PlannedBatch:
 
 
 class Sampler:
-    """Batches of one shape, from every dataset until each sample was seen `repeats` + 1 times.
+    """Batches of one shape each; an epoch ends once each sample of every dataset was seen `repeats` + 1 times.
 
     Args:
         datasets: those to train on.
         seed: of the run.
         sampling: auto-weighting draws the next batch's dataset by remaining size x probability, uniform by
             probability alone.
-        accumulation: micro-batches per optimizer step, for datasets that take part in some steps only.
-        world: the processes that train together. All get batches of one shape at the same time: a batch is cut out
-            of one `world.size` times as large.
+        accumulation: micro-batches per optimizer step, for datasets that take part only in some steps.
+        world: the processes that train together. All get batches of the same shape at the same time: each gets its
+            share of a global batch `world.size` times as large.
     """
 
     def __init__(
@@ -71,40 +71,14 @@ class Sampler:
         self.sampling = sampling
         self.accumulation = accumulation
         self.world = world
-        self.epoch = 1
-        self.index = 0
         self._batches: dict[int, list[PlannedBatch]] = {}
         self._lengths: dict[int, int] = {}
 
-    def __iter__(self) -> Iterator[PlannedBatch]:
-        return self
-
-    def __next__(self) -> PlannedBatch:
-        """The next batch, rolling over into the next epoch without end."""
-        batches = self.batches(self.epoch)
-        if self.index >= len(batches):
-            self.epoch, self.index = self.epoch + 1, 0
-            batches = self.batches(self.epoch)
-        self.index += 1
-        return batches[self.index - 1]
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Epoch, counted from 1, and how many of its batches were handed out."""
-        return self.epoch, self.index
-
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state."""
-        return {"epoch": self.epoch, "index": self.index}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the last batch that was handed out."""
-        self.epoch, self.index = state["epoch"], state["index"]
-
     def batches_per_epoch(self, epoch: int) -> int:
-        """How many batches this process gets in an epoch; 0 when no dataset takes part in it."""
+        """Number of batches this process gets in an epoch; 0 if no dataset takes part in it."""
         if epoch not in self._lengths:
             active = self._active(epoch)
+            # Planning an epoch takes a while; without step windows the number of its batches follows from the sizes.
             if any(_has_step_window(dataset) for dataset in active):
                 self._lengths[epoch] = len(self._plan(epoch))
             else:
@@ -112,7 +86,7 @@ class Sampler:
         return self._lengths[epoch]
 
     def batches(self, epoch: int) -> list[PlannedBatch]:
-        """All batches of an epoch in their order.
+        """All batches of an epoch, in order.
 
         Raises:
             UserError: no dataset takes part in it.
@@ -121,7 +95,7 @@ class Sampler:
             planned = self._plan(epoch)
             if not planned:
                 raise UserError(f"no dataset takes part in epoch {epoch}: see start_epoch, end_epoch and their steps.")
-            self._batches = {epoch: planned}  # only one epoch is kept: others are as quickly made again
+            self._batches = {epoch: planned}  # keep one epoch: others are quick to plan again
         return self._batches[epoch]
 
     def _plan(self, epoch: int) -> list[PlannedBatch]:
@@ -148,7 +122,7 @@ class Sampler:
         ]
 
     def _group_count(self, dataset: Dataset, epoch: int) -> int:
-        """How many groups `_groups` will give; crops that move within their bucket do not change it."""
+        """Number of groups from `_groups`; only random aspects, which change buckets, make it depend on the epoch."""
         if dataset.config.crop_aspect == "random":
             dataset = dataset.at_epoch(epoch)
         size = dataset.batch_size * self.world.size
@@ -160,7 +134,7 @@ class Sampler:
         return [queue.dataset.config.probability * queue.remaining for queue in queues]
 
     def _groups(self, dataset: Dataset, epoch: int) -> list[list[Sample]]:
-        """The dataset's samples of an epoch in groups of one bucket, each enough for one batch of every process."""
+        """The dataset's samples of an epoch in groups of one bucket, each a global batch."""
         size = dataset.batch_size * self.world.size
         groups = []
         for label, samples in dataset.buckets().items():
@@ -184,14 +158,14 @@ class Sampler:
 
 @dataclass
 class _Queue:
-    """The groups of a dataset that are still to come in an epoch, the next one last."""
+    """The remaining groups of a dataset in an epoch, the next one last."""
 
     dataset: Dataset
     groups: list[list[Sample]]
 
     @property
     def remaining(self) -> int:
-        """Samples still to come."""
+        """Number of remaining samples."""
         return len(self.groups) * len(self.groups[0])
 
     def takes_part(self, step: int) -> bool:
@@ -205,10 +179,9 @@ def _has_step_window(dataset: Dataset) -> bool:
 
 
 def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) -> list[Sample]:
-    """Every sample so many times, in shuffled passes, and filled up to whole batches.
+    """Every sample `times` times, in shuffled passes, filled up to whole batches.
 
-    A batch that reaches over from one pass into the next, and the last one, hold no sample twice unless the bucket
-    is smaller than a batch.
+    No batch holds a sample twice, even across two passes, unless the bucket is smaller than a batch.
     """
     order: list[Sample] = []
     for _ in range(times):
@@ -219,7 +192,7 @@ def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) ->
 
 
 def _next_pass(samples: Sequence[Sample], order: Sequence[Sample], batch: int, random: Random) -> list[Sample]:
-    """A shuffled pass that begins with samples that are not in the unfinished batch yet."""
+    """A shuffled pass that starts with samples that are not in the unfinished batch."""
     fresh = random.sample(samples, len(samples))
     begun = len(order) % batch
     present = {sample.name for sample in order[len(order) - begun :]} if begun else set()

@@ -1,7 +1,7 @@
-"""What travels through the training corridor: `Batch` in, `NoisyBatch` through, a loss out.
+"""The data of a training step: a `Batch` from the caches, and the `NoisyBatch` that the model sees.
 
-Latents keep one layout everywhere, `B C F H W` with F = 1 for pictures; an adapter turns them into the layout its
-transformer wants and turns the prediction back.
+Latents have one layout everywhere, `B C F H W` with F = 1 for pictures; an adapter converts to and from the layout of
+its transformer.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import Tensor
 
 from simpletuner.diffusion.seeds import Place
 
-# The cached embeddings of one caption, by name, without a batch dimension and without padding.
+# The cached embeddings of one caption by name, without batch dimension or padding.
 TextEmbeds = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, as it comes from the caches.
+    """One micro-batch, as read from the caches.
 
     Attributes:
         latents: clean latents z as the model sees them (scaled, normalised), float32, `B C F H W`.
         embeds: text embeddings, one entry per sample; lengths may differ.
         names: `dataset/relative path` per sample, for messages.
-        dataset_id: the dataset all samples come from.
+        dataset_id: the dataset of all samples.
         condition: latents of the paired source pictures in the same layout, or None.
         loss_mask: weight of each latent position in the loss, `B 1 F H W`, or None.
-        features: what techniques have cached of each sample, by the name of the kind; of any shape and dtype.
+        features: features that techniques cached per sample, by kind; of any shape and dtype.
     """
 
     latents: Tensor
@@ -42,11 +42,10 @@ class Batch:
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
-
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked host memory, so that uploads need not wait."""
+        """The same batch in page-locked host memory, so that uploads do not block."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
@@ -65,15 +64,15 @@ class NoisyBatch:
     """A batch at one noise level per sample.
 
     Attributes:
-        batch: where it came from.
+        batch: the clean batch.
         noise: standard normal, float32, `B C F H W`.
-        sigmas: share of noise in (0, 1], float32, `B`.
+        sigmas: noise levels in (0, 1], float32, `B`.
         noisy_latents: `(1 - sigma) z + sigma noise`, float32, `B C F H W`.
         timesteps: `1000 sigma`, float32, `B`.
         target: `noise - z`, float32, `B C F H W`.
-        protected: positions that techniques which leave out tokens must not leave out: bool, on any device, of a
-            shape that broadcasts to `B 1 F H W`, or None.
-        place: where in the run this is, for techniques that draw random numbers; None outside of a run.
+        protected: positions that techniques must not drop: bool, on any device, of a shape that broadcasts to
+            `B 1 F H W`, or None.
+        place: position in the run, for techniques that draw random numbers; None outside of a run.
     """
 
     batch: Batch
@@ -86,11 +85,11 @@ class NoisyBatch:
     place: Place | None = None
 
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
-        """The same batch, noise and target at other noise levels; a first frame that is given stays as it is.
+        """The same batch, noise and target at other noise levels; a conditioning first frame is kept.
 
         Args:
-            sigmas: what the model is told, `B`.
-            latents: what it sees there, `B C F H W`.
+            sigmas: the noise levels the model is told, `B`.
+            latents: the latents it sees, `B C F H W`.
         """
         if self.batch.condition is not None and latents.shape[2] > 1:
             latents = torch.cat([self.noisy_latents[:, :, :1], latents[:, :, 1:]], dim=2)
@@ -98,7 +97,7 @@ class NoisyBatch:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, without waiting for what the device has under way: only locked pages copy like that."""
+    """The tensor on a device, without synchronising with it: only copies from page-locked memory are asynchronous."""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,8 +1,8 @@
-"""Flow matching: how noise levels are drawn, and how a batch becomes noisy.
+"""Flow matching: drawing noise levels, and adding noise to a batch.
 
 All families train on `x_s = (1 - s) z + s noise` with the target `noise - z` and the timestep `1000 s`, s in (0, 1],
-1 = pure noise. Everything here is float32 or better; a bf16 sigma would be off by up to 0.4 %.
-Random numbers are drawn on the CPU and then moved, so that a seed means the same on every device.
+where 1 is pure noise. Everything here is float32 or better; a bf16 sigma would be off by up to 0.4 %.
+Random numbers are drawn on the CPU and then moved, so that a seed gives the same numbers on every device.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
 from simpletuner.diffusion.seeds import Place
 
-# Below this a float32 mix no longer contains the noise.
+# Below this, the noise vanishes in the rounding of the float32 mix.
 SMALLEST_SIGMA = 1e-6
 
 
 def sample_sigmas(place: Place, flow: FlowConfig, shift: float) -> Tensor:
     """Noise levels of one micro-batch.
 
-    Uniform numbers go through the inverse CDF of the chosen law (logit-normal, uniform or beta), then through
+    Uniform numbers go through the inverse CDF of the chosen distribution (logit-normal, uniform or beta), then through
     `shift_sigmas`. Segmented sampling gives each sample of the group (the micro-batch of all processes) its own slice
-    of equal probability, in shuffled order, so that every group covers the schedule; each sample alone still follows
-    the law exactly.
+    of equal probability, in shuffled order, so that every group covers the schedule; a single sample still follows the
+    distribution exactly.
 
     Args:
         shift: factor k of the schedule, see `choose_shift`.
@@ -46,7 +46,7 @@ def sample_sigmas(place: Place, flow: FlowConfig, shift: float) -> Tensor:
 
 
 def law_quantiles(shares: Tensor, flow: FlowConfig) -> Tensor:
-    """The sigmas below which the given shares of the chosen law lie; float64, shape of `shares`.
+    """Quantiles of the chosen distribution: its inverse CDF at `shares`; float64, same shape.
 
     Logit-normal is sigmoid(flow_sigmoid_scale * standard normal), as in Esser et al., arXiv 2403.03206, section 3.1.
     """
@@ -59,18 +59,18 @@ def law_quantiles(shares: Tensor, flow: FlowConfig) -> Tensor:
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
-    """`k s / (1 + (k - 1) s)`: k > 1 moves the schedule towards noise, 1 changes nothing, 0 and 1 stay put."""
+    """`k s / (1 + (k - 1) s)`: k > 1 moves the schedule towards noise, k = 1 changes nothing; 0 and 1 are fixed points."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def choose_shift(
     flow: FlowConfig, tokens: int, auto_shift: Callable[[int], float], *, shift_is_explicit: bool
 ) -> float:
-    """The shift of a batch of that many tokens a sample.
+    """The shift for samples of `tokens` tokens.
 
     Args:
-        auto_shift: the family's own law, for `flow_schedule_auto_shift`.
-        shift_is_explicit: the user set `flow_schedule_shift`; it then wins over `flow_schedule_auto_shift`.
+        auto_shift: the family's shift by token count, for `flow_schedule_auto_shift`.
+        shift_is_explicit: the user set `flow_schedule_shift`, which then overrides `flow_schedule_auto_shift`.
     """
     if flow.flow_schedule_auto_shift and not shift_is_explicit:
         return auto_shift(tokens)
@@ -78,12 +78,12 @@ def choose_shift(
 
 
 def sampling_shift(config: RunConfig) -> float | None:
-    """The shift to sample with instead of the checkpoint's own: the one that the user trains with on purpose."""
+    """The shift for sampling if it replaces the checkpoint's own: the one that the user set explicitly for training."""
     return config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None
 
 
 def sample_noise(latents: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """Standard normal noise like `latents`, float32, drawn on the CPU by one generator per sample and moved."""
+    """Standard normal noise like `latents`, float32, drawn on the CPU with one generator per sample, then moved."""
     shape = latents.shape[1:]
     return upload(torch.stack([torch.randn(shape, generator=each) for each in generators]), latents.device)
 
@@ -101,20 +101,20 @@ def make_noisy(
 
     `noise_offset` shifts the mean of the noise itself, per sample and channel: input and target both contain the
     shifted noise (N. Guttenberg, "Diffusion with Offset Noise", 2023). `input_perturbation` adds fresh noise of that
-    strength to the noise in the input and leaves the target as it was (Ning et al., arXiv 2301.11706).
+    strength to the noise in the input and leaves the target unchanged (Ning et al., arXiv 2301.11706).
 
     Args:
         sigmas: `B`, in (0, 1], on any device.
         noise: standard normal, shape of `batch.latents`.
-        place: where in the run this is; needed when one of the two strengths is not 0, and by techniques that draw
-            random numbers.
+        place: position in the run; required if one of the two strengths is not 0, and by techniques that draw random
+            numbers.
     """
     latents = batch.latents.float()
     noise = upload(noise.float(), latents.device)
     in_input = noise
     if noise_offset or input_perturbation:
         if place is None:
-            raise ValueError("noise_offset and input_perturbation draw random numbers: say where in the run this is")
+            raise ValueError("noise_offset and input_perturbation draw random numbers: pass the place in the run")
         generators = place.generators("perturbation")
         if noise_offset:
             in_input = noise = noise + noise_offset * sample_noise(latents[..., :1, :1, :1], generators)
@@ -129,18 +129,18 @@ def make_noisy(
         noisy_latents=(1 - share) * latents + share * in_input,
         timesteps=1000 * sigmas,
         target=noise - latents,
-        # Where a mask says that the loss counts, half or more.
+        # What the loss weighs by half or more, techniques must not drop.
         protected=None if batch.loss_mask is None else batch.loss_mask >= 0.5,
         place=place,
     )
 
 
-TINY = 1e-300
-BISECTIONS = 60  # halvings of [0, 1]: to the end of double precision
+TINY = 1e-300  # in place of a zero denominator in Lentz's method
+BISECTIONS = 60  # of [0, 1], to the limit of double precision
 
 
 def beta_quantile(share: float, alpha: float, beta: float) -> float:
-    """The x in [0, 1] below which `share` of a Beta(alpha, beta) lies, by bisection."""
+    """Quantile of Beta(alpha, beta): the x with `beta_cdf(x) = share`, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -158,7 +158,7 @@ def beta_cdf(x: float, alpha: float, beta: float) -> float:
     """
     if x <= 0 or x >= 1:
         return 0.0 if x <= 0 else 1.0
-    # The fraction converges quickly on this side of the mean only.
+    # The fraction converges quickly only on this side of the mean.
     if x > (alpha + 1) / (alpha + beta + 2):
         return 1 - beta_cdf(1 - x, beta, alpha)
     log_front = alpha * math.log(x) + beta * math.log1p(-x)
@@ -167,7 +167,7 @@ def beta_cdf(x: float, alpha: float, beta: float) -> float:
 
 
 def _continued_fraction(x: float, a: float, b: float, limit: int = 1000, tolerance: float = 1e-15) -> float:
-    """1 + d1/(1 + d2/(1 + ...)) of DLMF 8.17.22, evaluated from the front by Lentz's method."""
+    """1 + d1/(1 + d2/(1 + ...)) of DLMF 8.17.22, evaluated forwards by Lentz's method."""
     value = numerators = 1.0
     denominators = 0.0
     for n in range(1, limit):
@@ -185,10 +185,10 @@ def _continued_fraction(x: float, a: float, b: float, limit: int = 1000, toleran
 
 
 def hold_first_frame(noisy: NoisyBatch) -> NoisyBatch:
-    """Put the condition in place of frame 0, leave that frame out of the loss and protect it.
+    """Replace frame 0 by the condition, exclude it from the loss and protect it.
 
-    The loss stays a mean over what is left: the weight of the other frames is F / (F - 1), times the batch's own mask.
-    A clip of one frame has nothing to continue with and is trained as it is; so is a batch without a condition.
+    The loss stays a mean over the other frames: their weight is F / (F - 1), times the batch's own mask. A clip of one
+    frame and a batch without a condition are returned unchanged.
     """
     condition, frames = noisy.batch.condition, noisy.noisy_latents.shape[2]
     if condition is None or frames == 1:
@@ -197,7 +197,7 @@ def hold_first_frame(noisy: NoisyBatch) -> NoisyBatch:
     mask = _later_frames(noisy_latents)
     if noisy.batch.loss_mask is not None:
         mask = mask * noisy.batch.loss_mask
-    # The other frames continue this one: whoever leaves out tokens must leave it whole.
+    # The other frames continue this one, so techniques that drop tokens must keep all of it.
     protected = (torch.arange(frames) == 0).view(1, 1, -1, 1, 1)
     if noisy.protected is not None:
         protected = protected.to(noisy.protected.device) | noisy.protected

@@ -20,11 +20,10 @@ def per_sample(loss: Tensor) -> Tensor:
 
 
 def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:
-    """The loss of each number that is predicted.
+    """The loss of each predicted number.
 
-    Where the batch has a mask, the loss of each position is multiplied by its weight, and the mean stays one over all
-    positions: black contributes nothing, a mask of ones changes nothing, and a sample that is black all over
-    gives 0, not NaN.
+    If the batch has a mask, the loss of each position is multiplied by its weight, and the mean is still taken over
+    all positions: black contributes nothing, a mask of ones changes nothing, and an all-black mask gives 0, not NaN.
 
     Args:
         prediction: of `noisy.target`, any float dtype, `B C F H W`.
@@ -48,7 +47,7 @@ def _distance(error: Tensor, sigmas: Tensor, config: LossConfig) -> Tensor:
     if config.loss_type == "l2":
         return error.square()
     scale = huber_scales(sigmas, config).view(-1, 1, 1, 1, 1)
-    # d^2 / (sqrt(d^2 + c^2) + c) is the same as sqrt(d^2 + c^2) - c without cancellation for small d.
+    # d^2 / (sqrt(d^2 + c^2) + c) equals sqrt(d^2 + c^2) - c, without cancellation for small d.
     rise = error.square() / ((error.square() + scale.square()).sqrt() + scale)
     return 2 * scale * rise if config.loss_type == "huber" else 2 * rise
 
@@ -56,8 +55,8 @@ def _distance(error: Tensor, sigmas: Tensor, config: LossConfig) -> Tensor:
 def huber_scales(sigmas: Tensor, config: LossConfig) -> Tensor:
     """The scale c of each sample; float32, `B`.
 
-    The schedules of arXiv 2403.16728 for flow matching, with `huber_c` = c0: exponential is exp(s log c0), that is 1
-    at no noise and c0 at pure noise. snr is (1 - c0) / (1 + r)^2 + c0 with the noise-to-signal ratio r, which is
+    The schedules of arXiv 2403.16728 for flow matching, with c0 = `huber_c`: exponential is exp(s log c0), which is 1
+    without noise and c0 at pure noise. snr is (1 - c0) / (1 + r)^2 + c0 with the noise-to-signal ratio r, which is
     s / (1 - s) here, so that 1 / (1 + r) = 1 - s.
     """
     c = config.huber_c

@@ -128,7 +128,7 @@ def build_validation(session: Session, state: TrainState) -> ValidationRunner:
 
 def epochs_before(loader: BatchLoader, schedule: ScheduleConfig) -> int:
     """Epochs that were complete before the last step: it may have completed one."""
-    batches = loader.sampler.index
+    batches = loader.index
     completed = batches >= loader.sampler.batches_per_epoch(loader.epoch)
     begun_earlier = batches < schedule.gradient_accumulation_steps
     return loader.epochs_done - (completed or begun_earlier)

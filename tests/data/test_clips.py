@@ -18,7 +18,7 @@ from PIL import Image
 
 from simpletuner.data import av_reader, clips, decord_reader
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, moments_of, probe_clip, read_clip, shown_at
+from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, moments_of, probe_clip, shown_at
 from simpletuner.data.files import MediaError
 from tests.clips import (
     BROKEN,
@@ -28,6 +28,7 @@ from tests.clips import (
     WHOLE,
     WIDTH,
     filmed,
+    read_clip,
     time_in,
     write_clip,
     write_plain,

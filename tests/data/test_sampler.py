@@ -3,13 +3,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.schema import CachingConfig
 from simpletuner.data.buckets import BucketRules, Grid
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.errors import UserError
@@ -74,21 +76,30 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     assert Sampler(datasets, seed=4).batches(1) != expected[0]
 
 
+def planned_by(datasets: list[Dataset]) -> BatchLoader:
+    """A loader that hands out the planned batches themselves."""
+    sampler = Sampler(datasets, seed=3)
+    return BatchLoader(sampler, lambda planned: cast(Any, planned), CachingConfig(), lambda epoch: None, pin=False)
+
+
 def test_a_restart_anywhere_goes_on_exactly() -> None:
     datasets = [make_dataset({"1.0": 9, "1.5": 7}, 0, "a"), make_dataset({"0.67": 5}, 2, "b")]
-    whole = Sampler(datasets, seed=3)
+    whole = planned_by(datasets)
     expected = [next(whole) for _ in range(40)]
-    sampler = Sampler(datasets, seed=3)
-    seen = []
+    loader = planned_by(datasets)
+    seen: list[Any] = []
     for number in range(40):
         if number % 7 == 3:
-            state = json.loads(json.dumps(sampler.state_dict()))
-            sampler = Sampler(datasets, seed=3)
-            sampler.load_state_dict(state)
-        seen.append(next(sampler))
+            state = json.loads(json.dumps(loader.state_dict()))
+            loader.close()
+            loader = planned_by(datasets)
+            loader.load_state_dict(state)
+        seen.append(next(loader))
     assert seen == expected
-    assert sampler.position == whole.position
+    assert loader.state_dict() == whole.state_dict()
     assert {batch.epoch for batch in seen} == {1, 2, 3, 4, 5}
+    whole.close()
+    loader.close()
 
 
 def test_captions_are_drawn_per_use() -> None:
@@ -195,8 +206,9 @@ def test_counting_the_batches_of_a_long_run_is_quick() -> None:
 
 
 def test_an_epoch_begins_with_its_own_first_batch() -> None:
-    sampler = Sampler([make_dataset({"1.0": 12})], seed=0)
-    count = sampler.batches_per_epoch(1)
-    drawn = [next(sampler) for _ in range(2 * count)]
+    loader = planned_by([make_dataset({"1.0": 12})])
+    count = loader.sampler.batches_per_epoch(1)
+    drawn: list[Any] = [next(loader) for _ in range(2 * count)]
+    loader.close()
     assert [batch.epoch for batch in drawn] == [1] * count + [2] * count
-    assert drawn == [*Sampler(sampler.datasets, seed=0).batches(1), *Sampler(sampler.datasets, seed=0).batches(2)]
+    assert drawn == [*loader.sampler.batches(1), *loader.sampler.batches(2)]

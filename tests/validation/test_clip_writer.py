@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletuner.data.clips import probe_clip, read_clip
+from simpletuner.data.clips import probe_clip
 from simpletuner.validation import clip_writer
 from simpletuner.validation.clip_writer import write_mp4
-from tests.clips import filmed, time_in
+from tests.clips import filmed, read_clip, time_in
 
 
 def film(count: int, rate: float, size: tuple[int, int] = (96, 64)) -> list[Image.Image]:
