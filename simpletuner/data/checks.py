@@ -288,7 +288,7 @@ def _too_few(dataset: Dataset, context: DataContext, needed: int, enough: int) -
         f"no samples detected in dataset {dataset.id} for a whole step: {count} samples x (repeats {repeats} + 1) "
         f"= {count * (repeats + 1)}, and one step takes {needed} (train_batch_size {dataset.batch_size} x "
         f"{context.num_processes} processes x gradient_accumulation_steps {context.gradient_accumulation_steps}). "
-        f"repeats {enough} would do."
+        f"repeats {enough} would work."
     )
 
 

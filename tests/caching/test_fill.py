@@ -171,7 +171,7 @@ def test_a_picture_changed_after_the_plan_is_not_stored_under_its_old_hash(
 
     monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", change_one)
     assert workspace.run("cache", "fill") == 2
-    assert "p1.png was changed after the plan" in capsys.readouterr().err
+    assert "p1.png has changed since the plan" in capsys.readouterr().err
     monkeypatch.undo()
     assert workspace.run("cache", "fill") == 0
     assert workspace.run("cache", "verify") == 0

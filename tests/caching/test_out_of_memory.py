@@ -146,12 +146,12 @@ def test_memory_that_decoding_lacks_is_named(
 
     monkeypatch.setattr(fill.media, "decode", fail)
     assert workspace.train() == 2
-    assert "too little memory to decode it; lower max_workers" in capsys.readouterr().err
+    assert "not enough memory to decode it; lower max_workers" in capsys.readouterr().err
 
 
 def test_the_last_word_names_the_item() -> None:
     def never(items: Sequence[str]) -> list[str]:
         raise MemoryError
 
-    with pytest.raises(UserError, match=r"^a does not fit into memory, not even alone. Buy more. \(MemoryError\)$"):
+    with pytest.raises(UserError, match=r"^a does not fit into memory, even alone. Buy more. \(MemoryError\)$"):
         ShrinkingEncoder(never, lambda: False, str, "Buy more.")(["a", "b", "c"])

@@ -129,7 +129,7 @@ def test_damaged_pictures_are_kept_and_told(workspace: Workspace, capsys: Captur
 def test_a_dataset_smaller_than_a_step_says_which_repeats_would_do(workspace: Workspace, capsys: Capture) -> None:
     problem = complaint(workspace, capsys, "plan", "train_batch_size=5", "gradient_accumulation_steps=5")
     assert "no samples detected in dataset pictures" in problem
-    assert "repeats 3 would do" in problem
+    assert "repeats 3 would work" in problem
     change_dataset(workspace, repeats=3)
     warnings(workspace, capsys, "train_batch_size=5", "gradient_accumulation_steps=5")
     change_dataset(workspace, repeats=None)

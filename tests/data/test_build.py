@@ -121,7 +121,7 @@ def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: D
         ({"crop_style": "face"}, "crop_style", "face detector"),
         ({"crop": True, "crop_aspect": "random"}, "crop_aspect_buckets", "needs a list"),
         ({"crop": True, "crop_aspect": "closest", "resolution": 1024, "crop_aspect_buckets": [9]},
-         "crop_aspect_buckets", "ends at 2048"),
+         "crop_aspect_buckets", "is 2048 a side"),
         ({"resolution": 4096}, "resolution", "2048"),
         ({"resolution": 1024, "resolution_type": "area"}, "resolution", "megapixels"),
         ({"aspect_bucket_alignment": "8"}, "aspect_bucket_alignment", "16 pixels"),
@@ -216,7 +216,7 @@ def test_too_few_samples_say_which_repeats_would_do(
     _, problems = build(context, folder(photos, **entry), **changes)
     (problem,) = fatal(problems)
     assert "no samples detected in dataset set0" in problem.message
-    assert problem.message.endswith(f"repeats {repeats} would do.")
+    assert problem.message.endswith(f"repeats {repeats} would work.")
     _, problems = build(context, folder(photos, **{**entry, "repeats": repeats}), **changes)
     assert not fatal(problems)
 

@@ -191,9 +191,9 @@ def test_clips_outside_the_lengths_are_counted_with_what_would_do(context: DataC
     assert dataset.counts() == {"too short": 2, "too long": 1}
     uses = {entry.name: entry.use for entry in dataset.ledger()}
     assert uses["film_016.mp4"] == (
-        "has 16 frames at 24 a second, fewer than video.min_frames 17; num_frames and min_frames 13 would do"
+        "has 16 frames at 24 a second, fewer than video.min_frames 17; num_frames and min_frames 13 would work"
     )
-    assert uses["film_040.mp4"].endswith("more than video.max_frames 30; max_frames 40 would do")
+    assert uses["film_040.mp4"].endswith("more than video.max_frames 30; max_frames 40 would work")
     (problem,) = problems
     assert "3 files are left out: 2 too short (film_010.mp4, film_016.mp4); 1 too long" in problem.message
 
@@ -202,7 +202,7 @@ def test_when_no_clip_is_long_enough_the_error_says_what_would_do(context: DataC
     _, problems = build(context, films(tmp_path / "films", [10]))
     (problem,) = (problem for problem in problems if problem.fatal)
     assert "no samples detected in dataset films" in problem.message
-    assert "num_frames and min_frames 9 would do" in problem.message
+    assert "num_frames and min_frames 9 would work" in problem.message
 
 
 def test_buckets_of_size_and_length(context: DataContext, tmp_path: Path) -> None:

@@ -206,5 +206,5 @@ def test_noise_offset_shifts_each_channel_in_input_and_target_alike() -> None:
 
 
 def test_extra_noise_without_a_place_is_refused() -> None:
-    with pytest.raises(ValueError, match="where in the run"):
+    with pytest.raises(ValueError, match="place in the run"):
         make_noisy(batch(), torch.tensor([0.5, 0.5]), torch.zeros(2, 4, 1, 6, 5), noise_offset=0.1)
