@@ -1,4 +1,4 @@
-"""Settings typed after `simpletuner train`: `key=value`, `--key=value`, `--key value` and bare `--flag`."""
+"""Settings on the command line of `simpletuner train`: `key=value`, `--key=value`, `--key value` and bare `--flag`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simpletuner.config.schema import option_names
 from simpletuner.errors import Problem
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
-# Words that choose the config and are no settings themselves, by the name they are kept under.
+# Arguments that choose the config and are not settings themselves, by the name they are stored under.
 SELECTORS = {
     "env": "env",
     "example": "example",
@@ -23,29 +23,29 @@ SELECTORS = {
 
 @dataclass
 class Arguments:
-    """The command line, taken apart.
+    """The parsed command line.
 
     Attributes:
-        settings: keys and values in the order in which they were typed; a bare flag has the value True.
-        selectors: `env`, `example` and their like.
+        settings: keys and values in the order given; a bare flag has the value True.
+        selectors: `env`, `example` and the like.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
     selectors: dict[str, str] = field(default_factory=dict)
 
     def extended(self, extra: str, problems: list[Problem]) -> Arguments:
-        """These arguments with those of a config.env behind them."""
+        """These arguments followed by those of a config.env."""
         more = parse_arguments([], problems, extra)
         return Arguments([*self.settings, *more.settings], self.selectors)
 
     def layer(self) -> Layer:
-        """The settings as the strongest layer of the configuration; `null` unsets a key, as in JSON."""
+        """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""
         values = [(key, None if value == "null" else value) for key, value in self.settings]
         return Layer("command line", values, last_wins=True)
 
 
 def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str | None = None) -> Arguments:
-    """Take apart what was typed, then what TRAINER_EXTRA_ARGS (or `extra` in its place) adds, split at white space."""
+    """Parse the command line, followed by TRAINER_EXTRA_ARGS (or `extra` instead), split at white space."""
     arguments = Arguments()
     more = os.environ.get(EXTRA_ARGUMENTS, "") if extra is None else extra
     everything = [*tokens, *more.split()]
@@ -74,16 +74,16 @@ def _keep(arguments: Arguments, key: str, value: object, problems: list[Problem]
     if name not in SELECTORS:
         arguments.settings.append((key, value))
     elif value is True:
-        problems.append(Problem(key, "needs a name after it."))
+        problems.append(Problem(key, "needs a value after it."))
     else:
         arguments.selectors[SELECTORS[name]] = str(value)
 
 
 def _is_value(token: str, key: str) -> bool:
-    """Whether a token belongs to the `--key` before it: not another option, and no setting of its own.
+    """Whether a token is the value of the `--key` before it, and not another option or setting.
 
-    A negative number is a value; so is text with an equals sign in it, unless a known key stands before the sign or
-    `key` is a flag, which needs no value.
+    A negative number is a value. So is text with an equals sign, unless a known key precedes the sign or `key` is a
+    flag, which needs no value.
     """
     if token.startswith("--"):
         return False

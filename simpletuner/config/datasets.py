@@ -1,6 +1,6 @@
 """The dataset file: a JSON list of objects, one per dataset or text cache, as typed values.
 
-A key that is unknown, misspelt or of the wrong type is a problem with its dataset's name; all are found in one pass.
+A key that is unknown, misspelt or of the wrong type becomes a problem with its dataset's name; all are found at once.
 """
 
 from __future__ import annotations
@@ -31,28 +31,25 @@ from simpletuner.config.option import (
     parse_flag,
     parse_number,
 )
-from simpletuner.config.schema import LARGEST_SIZE, Alignment, DatasetDefaults
+from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import hide_secrets
 
-CaptionStrategy = Literal[
-    "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
-]  # fmt: skip
-# An epoch lists every pass of every sample; a run over more passes has more epochs.
+# An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
 ConditioningType = Literal["mask", "segmentation", "reference_strict", "reference_loose", "controlnet"]
 
 
 class ParquetConfig(Group):
-    """Where a parquet table keeps file names, captions and sizes."""
+    """Columns of a parquet table with file names, captions and sizes."""
 
     path: PathText = option(..., "The parquet file.")
     filename_column: Text = option("filename", "Column of file names.")
     caption_column: Text = option("caption", "Column of captions.")
-    fallback_caption_column: Text | None = option(None, "Used where the caption is empty.")
+    fallback_caption_column: Text | None = option(None, "Used if the caption is empty.")
     width_column: Text | None = option(None, "Column of widths.")
     height_column: Text | None = option(None, "Column of heights.")
-    identifier_includes_extension: Flag = option(True, "false: the names lack their extension, `.png` is assumed.")
+    identifier_includes_extension: Flag = option(True, "false: the names lack an extension, `.png` is assumed.")
 
 
 class VideoConfig(Group):
@@ -66,22 +63,22 @@ class VideoConfig(Group):
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = option("aspect_ratio", "How clips are grouped.")
     frame_interval: Integer | None = option(None, "Round lengths down to a multiple.", ge=1)
     color_matrix: Literal["bt601", "bt709"] | None = option(
-        None, "How colours are read of clips that do not say it; unset: bt709 from 1280 or 720 pixels on."
+        None, "Colour matrix of untagged clips; unset: bt709 from 1280 columns or 720 rows, else bt601."
     )
 
 
 class CaptionShuffle(Group):
-    """Captions whose parts are put in other orders."""
+    """Shuffle the parts of captions."""
 
     enable: Flag = option(False, "Whether to shuffle at all.")
     count: Integer = option(1, "Shuffled alternatives per caption.", ge=1, le=1000)
-    seed: Integer = option(0, "Another seed, other orders.")
+    seed: Integer = option(0, "Seed of the orders.")
     split_on: Literal["comma", "space", "period"] = option("comma", "What separates the parts.")
-    position_start: Integer = option(0, "Parts before this one stay where they are.", ge=0)
-    include_original: Flag = option(True, "Keep the caption as it was written as an alternative.")
+    position_start: Integer = option(0, "Parts before this one keep their position.", ge=0)
+    include_original: Flag = option(True, "Keep the original caption as an alternative.")
 
 
-WEIGHT_TOLERANCE = 1e-3
+WEIGHT_TOLERANCE = 1e-3  # people write thirds as 0.333
 
 
 def parse_ratios(value: object) -> list[tuple[float, float]]:
@@ -153,7 +150,7 @@ class DatasetConfig(Group):
         None, "Extra passes: a sample is seen repeats + 1 times an epoch.", ge=0, le=MOST_REPEATS
     )
     probability: Number = option(1.0, "Weight among the datasets.", ge=0)
-    train_batch_size: Integer | None = option(None, "Own batch size.", ge=1)
+    train_batch_size: Integer | None = option(None, "Batch size of this dataset.", ge=1)
     max_num_samples: Integer | None = option(None, "Use a fixed subset of this size.", ge=1)
     start_epoch: Integer = option(1, "First epoch in which the dataset takes part.", ge=1)
     start_step: Integer = option(0, "First step in which it takes part.", ge=0)
@@ -163,10 +160,10 @@ class DatasetConfig(Group):
     image_embeds: Text | None = option(None, "Id of an image_embeds entry.")
     conditioning_image_embeds: Text | None = option(None, "Id of a conditioning_image_embeds entry.")
     write_batch_size: Integer = option(128, "Accepted; never changes content.", ge=1)
-    vae_cache_clear_each_epoch: Flag | None = option(None, "Encode anew each epoch.")
+    vae_cache_clear_each_epoch: Flag | None = option(None, "Redraw random crops and encode them each epoch.")
     vae_cache_disable: Flag = option(False, "Encode every time and write nothing.")
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
-    preserve_data_backend_cache: Flag | None = option(None, "Do not scan again for added files.")
+    preserve_data_backend_cache: Flag | None = option(None, "Do not look for added files.")
     compress_cache: Flag | None = option(None, "Compress cache entries.")
     scan_for_errors: Flag = option(False, "Check every cache entry at start.")
     delete_problematic_images: Flag | None = option(None, "Move undecodable files to quarantine.")
@@ -174,10 +171,10 @@ class DatasetConfig(Group):
     caption_shuffle: CaptionShuffle | None = option(None, "Shuffle the parts of captions.")
     caption_filter_list: Json | None = option(None, "Texts or expressions removed from captions.")
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
-    disable_validation: Flag = option(False, "None of its samples in validation.")
+    disable_validation: Flag = option(False, "Use none of its samples in validation.")
     hash_filenames: Json | None = option(None, "Accepted for old files; ignored.")
     ignore_epochs: Json | None = option(None, "Accepted for old files; ignored with a warning.")
-    conditioning_type: ConditioningType | None = option(None, "What the pictures of a conditioning entry are.")
+    conditioning_type: ConditioningType | None = option(None, "The role of a conditioning entry's pictures.")
     conditioning_data: TextList | None = option(None, "Ids of conditioning entries, paired one to one by path.")
     source_dataset_id: Text | None = option(None, "The dataset a conditioning entry belongs to.")
     conditioning: Json | None = option(None, "Generate a conditioning dataset.")
@@ -215,7 +212,7 @@ class DatasetConfig(Group):
 
     @property
     def holds_clips(self) -> bool:
-        """Whether its files are clips: those of a video dataset, and of an eval one that has rules for clips."""
+        """Whether its files are clips: a video dataset, or an eval one with rules for clips."""
         return self.dataset_type == "video" or (self.dataset_type == "eval" and self.video != VideoConfig())
 
     @property
@@ -224,9 +221,9 @@ class DatasetConfig(Group):
         return self.dataset_type in ("image", "video") and not self.is_conditioning
 
     def with_defaults(self, defaults: DatasetDefaults, **more: Any) -> DatasetConfig:
-        """This entry with every `None` that has a run-wide default replaced by it.
+        """This entry with every `None` replaced by its run-wide default, if there is one.
 
-        `more` are defaults that are not in `DatasetDefaults`: the batch size, compression, quarantine switches.
+        `more` are defaults that are not in `DatasetDefaults`: batch size, compression, quarantine switches.
         """
         run_wide = {**{name: getattr(defaults, name) for name in type(defaults).model_fields}, **more}
         missing = {
@@ -248,7 +245,7 @@ def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str
 
     Args:
         path: the file.
-        problems: receives everything that is wrong.
+        problems: receives all errors.
         placeholders: values for `{model_family}` and `{output_dir}` in paths.
     """
     if not path.is_file():
@@ -272,7 +269,7 @@ def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str
 
 
 def check_references(datasets: Sequence[DatasetConfig], problems: list[Problem]) -> None:
-    """Ids are unique and every reference leads somewhere."""
+    """Ids are unique, and every reference names an existing entry."""
     counts = Counter(dataset.id for dataset in datasets)
     for name, count in counts.items():
         if count > 1:
@@ -325,10 +322,10 @@ def _read_entry(
     config = build_group(DatasetConfig, keys, problems, prefix=f"{where}.")
     if len(config.id.encode()) > LONGEST_ID:
         problems.append(
-            Problem(f"{path.name}[{index}].id", f"is longer than {LONGEST_ID} bytes; folders are named so.")
+            Problem(f"{path.name}[{index}].id", f"is longer than {LONGEST_ID} bytes; folders are named after it.")
         )
     if UNSAFE_ID.search(config.id) or config.id in (".", ".."):
-        problems.append(Problem(f"{where}.id", f"{config.id!r} cannot name a folder: take letters, digits, _ and -."))
+        problems.append(Problem(f"{where}.id", f"{config.id!r} cannot name a folder: use letters, digits, _ and -."))
     return config if config.id else config.model_copy(update={"id": where})
 
 
@@ -336,7 +333,7 @@ def _is_disabled(keys: dict[str, Any]) -> bool:
     try:
         return bool(parse_flag(keys.get("disabled", False)))
     except ValueError:
-        return False  # reported with the other wrong values
+        return False  # reported with the other invalid values
 
 
 def _canonical_keys(entry: dict[str, Any], group: Any, where: str, problems: list[Problem]) -> dict[str, Any]:

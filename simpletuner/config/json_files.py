@@ -1,4 +1,4 @@
-"""JSON as people write it: a comma too many is forgiven, everything else is reported with its place."""
+"""JSON as people write it: trailing commas are accepted, everything else is reported with its position."""
 
 from __future__ import annotations
 
@@ -17,26 +17,22 @@ Pairs = list[tuple[str, Any]]
 
 
 class UnusableJsonError(ValueError):
-    """JSON by its grammar, but with a value that nothing here could work with."""
+    """Valid JSON with a value that cannot be used."""
 
 
 def read_json(path: Path, problems: list[Problem]) -> Any:
     """The JSON value in a file, or None with the problem (file, line, column) added to the list.
 
-    A comma before a closing bracket is accepted with a warning: published examples contain one. A key that an object
-    gives twice with different values is a problem, and the last value is returned so that the rest can be checked.
+    A comma before a closing bracket is accepted with a warning, since published examples contain one. A key that occurs
+    twice in an object with different values is a problem; the last value is returned so that the rest can be checked.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        problems.append(Problem(str(path), f"is not UTF-8 text (byte {error.start})."))
+    text = read_text(path, problems)
+    if text is None:
         return None
-    except OSError as error:
-        problems.append(Problem(str(path), f"cannot be read: {error.strerror}."))
-        return None
-    mended = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
-    if mended != text:
-        line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if mended[i] != old))
+    # A blank in place of the comma keeps lines and columns of error messages right.
+    repaired = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
+    if repaired != text:
+        line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if repaired[i] != old))
         message = f"has a comma before a closing bracket (line {line}); it was ignored."
         problems.append(Problem(str(path), message, fatal=False))
 
@@ -44,12 +40,12 @@ def read_json(path: Path, problems: list[Problem]) -> Any:
         result: dict[str, Any] = {}
         for key, value in pairs:
             if key in result and not same_value(result[key], value):
-                problems.append(Problem(str(path), f"says {key!r} twice: {result[key]!r} and {value!r}."))
+                problems.append(Problem(str(path), f"contains {key!r} twice: {result[key]!r} and {value!r}."))
             result[key] = value
         return result
 
     try:
-        return parse_json(mended, keep_last)
+        return parse_json(repaired, keep_last)
     except json.JSONDecodeError as error:
         message = f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         problems.append(Problem(str(path), message))
@@ -58,21 +54,32 @@ def read_json(path: Path, problems: list[Problem]) -> Any:
     return None
 
 
+def read_text(path: Path, problems: list[Problem]) -> str | None:
+    """A UTF-8 file as text, or None with the problem added to the list."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        problems.append(Problem(str(path), f"is not UTF-8 text (byte {error.start})."))
+    except OSError as error:
+        problems.append(Problem(str(path), f"cannot be read: {error.strerror}."))
+    return None
+
+
 def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
     """The value of a JSON text.
 
     Raises:
         json.JSONDecodeError: it is not JSON.
-        UnusableJsonError: numbers of thousands of digits, hundreds of nested brackets, or characters that are none.
+        UnusableJsonError: numbers with thousands of digits, very deep nesting, or invalid characters.
     """
     try:
         value = json.loads(text, object_pairs_hook=object_of)
     except json.JSONDecodeError:
         raise
     except RecursionError:
-        raise UnusableJsonError("holds too many brackets inside brackets") from None
+        raise UnusableJsonError("is nested too deeply") from None
     except ValueError:
-        raise UnusableJsonError("holds a number with thousands of digits") from None
+        raise UnusableJsonError("contains a number with thousands of digits") from None
     _check_usable(value)
     return value
 
@@ -91,7 +98,7 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def json_kind(value: Any) -> str:
-    """What a value is called in JSON, with its article."""
+    """The name of a value's JSON type, with its article."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
@@ -99,15 +106,15 @@ def json_kind(value: Any) -> str:
 
 
 def _check_usable(value: Any) -> None:
-    """Refuse what would surprise later: a NUL or half a character in a text, bottomless nesting."""
+    """Refuse what would fail later: NUL characters or lone surrogates in a text, and deep nesting."""
     waiting = [(value, 1)]
     while waiting:
         inner, depth = waiting.pop()
         if depth > DEEPEST_NESTING:
-            raise UnusableJsonError("holds too many brackets inside brackets")
+            raise UnusableJsonError("is nested too deeply")
         if isinstance(inner, dict):
             waiting += [(part, depth + 1) for pair in inner.items() for part in pair]
         elif isinstance(inner, list):
             waiting += [(part, depth + 1) for part in inner]
         elif isinstance(inner, str) and ("\0" in inner or any("\ud800" <= letter <= "\udfff" for letter in inner)):
-            raise UnusableJsonError(f"holds a character that is none, in {inner!a:.80}")
+            raise UnusableJsonError(f"contains an invalid character, in {inner!a:.80}")

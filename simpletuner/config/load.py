@@ -1,7 +1,7 @@
 """From layers of raw keys and values to a checked `RunConfig`.
 
-A layer is one source of settings: family defaults, config.env, config.json, the command line. `resolve` lays them
-over each other, remembers which one decided each key, and collects every problem before it complains.
+A layer is one source of settings: family defaults, config.env, config.json, the command line. `resolve` merges them,
+records which one each value comes from, and collects all problems.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings from one source, still as they were written.
+    """Raw settings from one source.
 
-    `label` is how the plan names the source; `last_wins` is for the command line, where a repeated key is not
-    a mistake in a file but a correction.
+    `label` names the source in the plan; `last_wins` is for the command line, where a repeated key is a correction and
+    not a mistake.
     """
 
     label: str
@@ -51,7 +51,7 @@ class FamilyOptions:
     groups: Mapping[type[Group], Group]
 
     def of(self, group: type[GroupType]) -> GroupType:
-        """The values of one family's group."""
+        """The group of one family."""
         return cast(GroupType, self.groups[group])
 
 
@@ -90,7 +90,7 @@ class RunConfig:
         return self.origins.get(key, "default") not in NOT_THE_USERS
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
-        """The config with some keys set anew; they are remembered to come from `origin`."""
+        """The config with some keys replaced, and `origin` recorded as their source."""
         updates = {}
         for attribute, group in schema.GROUPS.items():
             own = {name: value for name, value in values.items() if name in group.model_fields}
@@ -105,7 +105,7 @@ class RunConfig:
 
 
 def read_json_layer(path: Path, problems: list[Problem]) -> Layer | None:
-    """config.json as a layer, None when it cannot be read; `{"_metadata": ..., "config": {...}}` is unwrapped."""
+    """config.json as a layer, or None if it cannot be read; `{"_metadata": ..., "config": {...}}` is unwrapped."""
     known = len(problems)
     content = read_json(path, problems)
     if isinstance(content, dict) and "_metadata" in content and isinstance(content.get("config"), dict):
@@ -118,14 +118,14 @@ def read_json_layer(path: Path, problems: list[Problem]) -> Layer | None:
 
 
 def with_family(layers: Sequence[Layer], defaults: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[Layer]:
-    """The user's layers between what a family proposes and what it insists on."""
+    """The user's layers, between the defaults of a family and the values it fixes."""
     return [Layer(FAMILY_DEFAULT, list(defaults.items())), *layers, Layer(FAMILY_FIXED, list(fixed.items()))]
 
 
 def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
-    """Lay the layers over each other (the last is the strongest) and build the config.
+    """Merge the layers, later ones overriding earlier ones, and build the config.
 
-    Problems are added to the list. With a fatal one among them the config is only good for finding more of them.
+    Problems are added to the list. If one is fatal, the config is only good for finding more of them.
     """
     options = schema.all_options()
     values: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
     for layer in layers:
         for name, value in canonical(layer, problems).items():
             if layer.label == FAMILY_FIXED and name in values and not same_value(values[name], value):
-                message = f"{values[name]!r} is ignored: the model has its own, {value!r}. ({origins[name]})"
+                message = f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})"
                 problems.append(Problem(name, message, fatal=False))
             values[name], origins[name] = value, layer.label
             if value is None:
@@ -147,14 +147,14 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
 
 
 def _pick(group: type[GroupType], values: Mapping[str, Any], problems: list[Problem]) -> GroupType:
-    """The group of its own among all values."""
+    """Build a group from its keys among all values."""
     return build_group(group, {name: values[name] for name in group.model_fields if name in values}, problems)
 
 
 def build_group(
     group: type[GroupType], values: Mapping[str, Any], problems: list[Problem], prefix: str = ""
 ) -> GroupType:
-    """The group of these values. A wrong one is reported and left out, so that everything else can be checked too."""
+    """Build a group from its values. Invalid ones are reported and replaced, so that the rest can be checked too."""
     try:
         return group.model_validate(values)
     except ValidationError as error:
@@ -163,7 +163,7 @@ def build_group(
 
 
 def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
-    """The values of a layer by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset."""
+    """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset."""
     names = schema.option_names()
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -190,7 +190,7 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _forget(name: str, first: Layer, values: dict[str, Any], origins: dict[str, str]) -> None:
-    """An unset key falls back to what its family says, whatever weaker layers of the user said."""
+    """Reset an unset key to its family's default, whatever weaker layers of the user say."""
     del values[name], origins[name]
     family = dict(first.values) if first.label == FAMILY_DEFAULT else {}
     if name in family:
@@ -198,7 +198,7 @@ def _forget(name: str, first: Layer, values: dict[str, Any], origins: dict[str, 
 
 
 def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
-    """The problem of a value, with the file or variable that the value comes from."""
+    """The problem with the source of its value, such as a file, appended."""
     origin = origins.get(re.split(r"[.\[]", problem.where)[0])
     return replace(problem, message=f"{problem.message} ({origin})") if origin else problem
 
@@ -207,8 +207,7 @@ def expand_environment(value: Any, where: str, problems: list[Problem], *, secre
     """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a problem.
 
     Args:
-        secret: what stands in the variables is hidden wherever text leaves the process. A variable with a telling name
-            always is.
+        secret: hide the variables' values in all output. Variables whose names look like secrets are always hidden.
     """
     if isinstance(value, dict):
         return {key: expand_environment(inner, where, problems, secret=secret) for key, inner in value.items()}
@@ -229,6 +228,6 @@ def expand_environment(value: Any, where: str, problems: list[Problem], *, secre
 
 
 def raise_if_fatal(problems: Sequence[Problem]) -> None:
-    """Stop with all problems in one message, if any of them forbids the run."""
+    """Raise all problems in one message if any of them is fatal."""
     if any(problem.fatal for problem in problems):
         raise ConfigError(problems)

@@ -1,4 +1,4 @@
-"""Find the configuration of a run: by name, as a packaged example, or in the usual places."""
+"""Find the configuration of a run: by name, as a packaged example, or in the default places."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.arguments import EXTRA_ARGUMENTS
+from simpletuner.config.json_files import read_text
 from simpletuner.config.load import Layer, read_json_layer
 from simpletuner.config.schema import option_names
 from simpletuner.errors import ConfigError, Problem, did_you_mean
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-# Paths in packaged examples are written as if they lay here, and are led into the package.
+# Paths in packaged examples start with this and are redirected into the package.
 EXAMPLES_ALIAS = "config/examples/"
 BACKENDS = ("json", "toml", "env")
 DATASET_FILE = "multidatabackend.json"
-# Settings of the launch that may come from the environment, under the keys they stand for.
+# Launch settings that may come from environment variables, and their keys.
 LAUNCH_VARIABLES = {
     "TRAINING_NUM_PROCESSES": "num_processes",
     "TRAINING_NUM_MACHINES": "num_machines",
@@ -37,9 +38,9 @@ ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 @dataclass(frozen=True)
 class Located:
-    """The layers that were found (weakest first), and the folder beside whose files they lie.
+    """The layers found (weakest first), and the folder of the config file.
 
-    `extra_arguments` is what a config.env there adds to the command line.
+    `extra_arguments` is what a config.env in that folder adds to the command line.
     """
 
     layers: list[Layer]
@@ -56,23 +57,23 @@ def example_file(name: str, problems: Sequence[Problem] = ()) -> Path:
     """config.json of a packaged example.
 
     Raises:
-        ConfigError: there is none of that name; `problems` are what was found before.
+        ConfigError: there is no such example; includes the `problems` found before.
     """
     names = example_names()
     if name not in names:
-        message = f"{name!r} is not a packaged example. There are: {', '.join(names)}.{did_you_mean(name, names)}"
+        message = f"{name!r} is not a packaged example. Available: {', '.join(names)}.{did_you_mean(name, names)}"
         raise ConfigError([*problems, Problem("example", message)])
     return EXAMPLES / name / "config.json"
 
 
 def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
-    """The configuration that was asked for.
+    """The requested configuration.
 
-    In this order: `example=`; `env=`, `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json here, then in config/.
-    Launch variables of the environment and a config.env beside the file are read as weaker layers.
+    In this order: `example=`; `env=`, `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json in the working directory,
+    then in config/. Launch variables of the environment and a config.env beside the file are weaker layers.
 
     Raises:
-        ConfigError: it does not exist (the message lists every path that was tried) or cannot be read.
+        ConfigError: it does not exist (the message lists every path tried) or cannot be read.
     """
     if "example" in selectors and "env" in selectors:
         problems.append(Problem("example", "and env both choose a configuration; give one of them."))
@@ -90,21 +91,21 @@ def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
         layers.append(read_env_layer(settings, problems))
     layers.append(read_config_file(path, problems))
     extra = read_env_file(settings, []).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
-    # train.sh has read the file already and put the variable into the environment.
+    # train.sh has already read the file and exported the variable; do not apply it twice.
     return Located(layers, path.parent, "" if EXTRA_ARGUMENTS in os.environ else extra)
 
 
 def launch_layer() -> Layer:
-    """The launch variables of the environment, each a key of its own name."""
+    """The launch variables of the environment, by the keys they set."""
     given = {name: os.environ[name] for name in LAUNCH_VARIABLES if os.environ.get(name)}
     return Layer("environment", [(LAUNCH_VARIABLES[name], value) for name, value in given.items()])
 
 
 def read_config_file(path: Path, problems: list[Problem]) -> Layer:
-    """A config file as a layer, by its ending; paths below config/examples/ are led into the package.
+    """A config file as a layer, by its extension; paths below config/examples/ are redirected into the package.
 
     Raises:
-        ConfigError: it cannot be read; nothing else can be said about the run then.
+        ConfigError: it cannot be read; nothing else about the run can be checked then.
     """
     known = sum(problem.fatal for problem in problems)
     if path.suffix == ".env":
@@ -131,7 +132,7 @@ def _read_toml_layer(path: Path, problems: list[Problem]) -> Layer | None:
 
 
 def read_env_layer(path: Path, problems: list[Problem]) -> Layer:
-    """The settings among the variables of a config.env; the others are for the shell."""
+    """The variables of a config.env that are settings; the others are for the shell."""
     known = option_names()
     variables = read_env_file(path, problems)
     named = [(LAUNCH_VARIABLES.get(name, name.lower()), value) for name, value in variables.items()]
@@ -139,12 +140,12 @@ def read_env_layer(path: Path, problems: list[Problem]) -> Layer:
 
 
 def read_env_file(path: Path, problems: list[Problem]) -> dict[str, str]:
-    """Variables by their names, from `KEY=VALUE` lines as a shell reads them; `export` and `+=` are understood.
+    """Variables by name, from `KEY=VALUE` lines as a shell reads them; `export` and `+=` are supported.
 
-    Variables are expanded, those of earlier lines and of the environment; commands are never run.
+    Variables from earlier lines and from the environment are expanded; commands are never run.
     """
     values: dict[str, str] = {}
-    for number, line in enumerate(_lines(path, problems), start=1):
+    for number, line in enumerate((read_text(path, problems) or "").splitlines(), start=1):
         key, equals, value = re.sub(r"^export\s+", "", line.strip()).partition("=")
         if key.startswith("#") or not key:
             continue
@@ -156,7 +157,7 @@ def read_env_file(path: Path, problems: list[Problem]) -> dict[str, str]:
         try:
             text = expand_shell(value, {**os.environ, **values})
         except ValueError as error:
-            # What is for the shell alone is no concern of a run.
+            # Variables that only the shell uses cannot harm a run.
             fatal = name.lower() in option_names() or name in (*LAUNCH_VARIABLES, EXTRA_ARGUMENTS)
             problems.append(Problem(str(path), f"line {number} cannot be read: {error}.", fatal=fatal))
             continue
@@ -168,7 +169,7 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
     """The value of an assignment as a shell reads it: quotes, escapes, comments and `$NAME`.
 
     Raises:
-        ValueError: a quote is not closed, a variable is not set, or a command would have to be run.
+        ValueError: an unclosed quote, an unset variable, or a command substitution.
     """
     result, quoted = "", False
     for match in SHELL_WORD.finditer(text.strip()):
@@ -176,7 +177,7 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
         if kind == "quote":
             quoted = not quoted
         elif kind == "command":
-            raise ValueError(f"{found!r} would run a command; write its result")
+            raise ValueError(f"{found!r} would run a command; write its result instead")
         elif kind == "name":
             result += _variable(found.strip("${}"), variables)
         elif quoted:
@@ -199,16 +200,6 @@ def _variable(name: str, variables: Mapping[str, str]) -> str:
     return variables[name]
 
 
-def _lines(path: Path, problems: list[Problem]) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        problems.append(Problem(str(path), f"is not UTF-8 text (byte {error.start})."))
-    except OSError as error:
-        problems.append(Problem(str(path), f"cannot be read: {error.strerror}."))
-    return []
-
-
 def dataset_file(configured: str | None, folder: Path, problems: list[Problem]) -> Path:
     """The dataset file: `data_backend_config`, else multidatabackend.json beside the config, with a warning."""
     if configured is not None:
@@ -219,7 +210,7 @@ def dataset_file(configured: str | None, folder: Path, problems: list[Problem]) 
 
 
 def resolve_alias(value: Any) -> Any:
-    """Lead a path below config/examples/ into the package, unless such a file exists where the user is."""
+    """Redirect a path below config/examples/ into the package, unless it exists in the working directory."""
     if isinstance(value, str) and value.startswith(EXAMPLES_ALIAS) and not os.path.lexists(value):
         return str(EXAMPLES / value.removeprefix(EXAMPLES_ALIAS))
     return value

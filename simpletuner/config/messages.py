@@ -1,4 +1,4 @@
-"""From what pydantic noticed to what a person can act on."""
+"""Translate pydantic's validation errors into problems that a user can act on."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def problems_of(error: ValidationError, model: type[BaseModel], prefix: str = ""
 
 
 def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: type[BaseModel]) -> dict[str, Any]:
-    """The values without the wrong ones, so that the model can be built and everything else be checked.
+    """The values without invalid ones, so that the model can be built and the rest be checked.
 
-    A misspelt word becomes the nearest one that is allowed, a required key that is missing or wrong gets the first
-    allowed word or an empty text; every other wrong key falls back to its default.
+    A misspelt word becomes the nearest allowed one, a required key that is missing or invalid gets the first allowed
+    word or an empty text; any other invalid key falls back to its default.
     """
     result = dict(values)
     for details in error.errors():
@@ -48,10 +48,10 @@ def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: typ
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """That a key is unknown, with the nearest one that could be meant.
+    """The message for an unknown key, with the nearest known one.
 
-    Long names look alike for the words that they share (`deepspeed_config`, `tread_config`), so the guess has to share
-    the beginning, too, unless all but a letter or two are the same.
+    Long names look alike because of shared words (`deepspeed_config`, `tread_config`), so the guess must also start
+    alike, unless all but a letter or two are the same.
     """
     guess = nearest(key, known)
     meant = guess is not None and (guess[:2] == key[:2] or nearest(key, [guess], cutoff=0.85) is not None)
@@ -98,7 +98,7 @@ def _allowed(details: ErrorDetails) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    """The value as it would be written in Python, long ones cut."""
+    """The `repr` of a value, cut if it is long."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
@@ -109,7 +109,7 @@ def _help(model: type[BaseModel], path: str) -> str:
 
 
 def _known_keys(model: type[BaseModel], path: str) -> list[str]:
-    """The keys that are known where `path` ends."""
+    """The known keys of the object that `path` leads to."""
     keys = _fields(model)
     for part in path.split(".")[:-1]:
         inner = next(filter(_is_structure, _types_in(keys[part.partition("[")[0]])))
@@ -118,7 +118,7 @@ def _known_keys(model: type[BaseModel], path: str) -> list[str]:
 
 
 def _fields(structure: Any) -> dict[str, Any]:
-    """Keys of a group or of a dataclass as they are written, with their types."""
+    """Keys of a group or a dataclass, as written in a config, with their types."""
     if issubclass(structure, BaseModel):
         return {field.alias or name: field.annotation for name, field in structure.model_fields.items()}
     hints = get_type_hints(structure, include_extras=True)
@@ -134,7 +134,7 @@ def _is_structure(kind: Any) -> bool:
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:
-    """An annotation and everything that it is made of: `list[Route]`, then `Route`."""
+    """An annotation and its parts: `list[Route]`, then `Route`."""
     yield annotation
     for inner in get_args(annotation):
         yield from _types_in(inner)

@@ -1,12 +1,10 @@
-"""Every optimizer that a config can name, and what is wrong with the chosen one. Free of torch.
+"""Every optimizer that a config can name, and the checks of the chosen one. Free of torch.
 
-The table says where each class is, which numbers it takes and with what defaults; the functions below read it.
+The table gives each optimizer's class, its settings and their defaults; the functions below read it.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -17,13 +15,15 @@ from simpletuner.config.option import (
     SCHEDULE_FREE,
     TORCHAO,
     Package,
+    check_installed,
     parse_flag,
+    parse_number,
 )
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, OptimizerConfig, OptimizerName, PrecisionConfig
 from simpletuner.errors import Problem, did_you_mean
 
-# True or false, a whole number, or a number; the default's type decides how the text of the user is read.
+# The type of the default decides how the user's text is parsed.
 OptimizerValue = bool | int | float
 
 
@@ -34,13 +34,13 @@ class OptimizerSpec:
     Attributes:
         factory: `module:Class`.
         settings: numbers that `optimizer_config` may set, with our defaults; `beta1`, `beta2`, `beta3` become `betas`.
-        is_adam: takes the `adam_*` keys where they are set.
-        keeps_bf16: trains bf16 weights without losing small updates (compensated sums).
-        constants: further arguments that nobody may set.
+        is_adam: uses the `adam_*` keys if they are set.
+        keeps_bf16: trains bf16 weights without losing small updates (Kahan summation).
+        constants: further arguments that users cannot set.
         schedule_free: replaces the learning rate schedule after the warm-up.
-        package: what must be installed for it, if anything.
-        moments: tensors as large as the trained weights that it keeps, a compensated sum not counted.
-        moment_bytes: of one number in them; None is as many as the weight has.
+        package: an optional package that it needs, if any.
+        moments: number of state tensors as large as the trained weights, without that of the Kahan summation.
+        moment_bytes: bytes per number in them; None: as in the weight.
     """
 
     factory: str
@@ -107,12 +107,12 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "optimi-stableadamw": _optimi("StableAdamW", OPTIMI),
     "optimi-lion": _optimi("Lion", LION, is_adam=False, moments=1),
     "optimi-radam": _optimi("RAdam", OPTIMI | {"decouple_wd": False}),
-    # Its slow weights are averaged without compensation and replace the fast ones, so bf16 would lose updates.
+    # Its slow weights are averaged without Kahan summation and replace the fast ones, so bf16 would lose updates.
     "optimi-ranger": OptimizerSpec(
         "optimi:Ranger", OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}, is_adam=True, moments=3
     ),
-    # Three averages (gradient, its change, its square) have three betas. The only optimi one that does not
-    # compensate unless told to.
+    # Three averages (gradient, its change, its square) with three betas. The only optimi one whose Kahan summation is
+    # off by default.
     "optimi-adan": OptimizerSpec(
         "optimi:Adan",
         OPTIMI | {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99},
@@ -129,7 +129,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "ao-adamw4bit": OptimizerSpec("torchao.optim:AdamW4bit", ADAMW, is_adam=True, package=TORCHAO, moment_bytes=0.5),
     "adamw_schedulefree": _schedule_free(ADAMW),
     "adamw_schedulefree+aggressive": _schedule_free(ADAMW | {"weight_decay": 1e-3, "eps": 1e-6}),
-    # The weights it trains are float32 in any case, where compensated sums change nothing.
+    # It always trains float32 weights, where Kahan summation changes nothing.
     "adamw_schedulefree+no_kahan": _schedule_free(ADAMW),
     "soap": OptimizerSpec(
         "pytorch_optimizer:SOAP",
@@ -155,7 +155,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "bnb-lion8bit": _bitsandbytes("Lion8bit", LION),
     "bnb-lion": _bitsandbytes("Lion", LION),
     "bnb-adagrad8bit": _bitsandbytes("Adagrad8bit", {"lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10}),
-    # Without momentum it has no state to keep in 8 bits, and refuses.
+    # Without momentum it has no state to keep in 8 bits, and raises an error.
     "bnb-sgd8bit": _bitsandbytes("SGD8bit", SGD | {"momentum": 0.9}),
 }
 
@@ -169,41 +169,41 @@ PRODIGY_LOWEST_RATE = 0.1
 
 
 def optimizer_name(config: OptimizerConfig, mixed_precision: str) -> OptimizerName:
-    """The optimizer that is meant: adamw_bf16 under mixed_precision bf16 and adamw else, unless one is named."""
+    """The chosen optimizer; by default adamw_bf16 with mixed_precision bf16, else adamw."""
     if config.optimizer is not None:
         return config.optimizer
     return "adamw_bf16" if mixed_precision == "bf16" else "adamw"
 
 
 def keeps_bf16_weights(name: OptimizerName) -> bool:
-    """Whether trained weights may be bf16; with any other optimizer they must be float32.
+    """Whether trained weights may be bf16; with other optimizers they must be float32.
 
-    A bf16 number has 8 significant bits, so that a plain update of less than about 1/500 of a weight is rounded away.
+    A bf16 number has 8 significant bits, so a plain update of less than about 1/500 of a weight is rounded away.
     """
     return OPTIMIZERS[name].keeps_bf16
 
 
 def learning_rate(config: OptimizerConfig, model_type: str) -> float:
-    """The peak rate: the configured one, or the usual one for a LoRA or a whole model."""
+    """The peak learning rate: the configured one, or the default for a LoRA or a full fine-tune."""
     return config.learning_rate or DEFAULT_LEARNING_RATES[model_type]
 
 
 def trained_precision(config: OptimizerConfig, precision: PrecisionConfig) -> str:
-    """What trained weights are stored in: bf16 where the optimizer compensates for its rounding, else fp32."""
+    """The dtype of trained weights: bf16 if the optimizer compensates for its rounding, else fp32."""
     name = optimizer_name(config, precision.mixed_precision)
     return "bf16" if transformer_dtype(precision) == "bf16" and keeps_bf16_weights(name) else "fp32"
 
 
 def is_schedule_free(name: OptimizerName | None) -> bool:
-    """Whether the optimizer takes the place of the learning rate schedule."""
+    """Whether the optimizer replaces the learning rate schedule."""
     return name is not None and OPTIMIZERS[name].schedule_free
 
 
 def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[str, OptimizerValue]:
-    """The numbers of the optimizer: its defaults, then adam_* keys, then the pair of betas, then optimizer_config.
+    """The optimizer's settings: its defaults, overridden by adam_* keys, the pair of betas, then optimizer_config.
 
     Raises:
-        KeyError, ValueError: what `check_optimizer` complains about.
+        KeyError, ValueError: what `check_optimizer` reports.
     """
     spec = OPTIMIZERS[optimizer_name(config, mixed_precision)]
     settings = dict(spec.settings)
@@ -215,7 +215,7 @@ def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[st
 
 
 def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[Problem]:
-    """Everything that is wrong with the optimizer keys, a package that is not installed included."""
+    """Report all errors in the optimizer keys, and a missing package."""
     name = optimizer_name(config, mixed_precision)
     spec = OPTIMIZERS[name]
     if name == "adamw_bf16" and mixed_precision != "bf16":
@@ -223,15 +223,12 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
         yield Problem("optimizer", message)
     yield from _check_overrides(config, spec)
     yield from _check_numbers(config, name, spec)
-    package = spec.package
-    if package is not None and importlib.util.find_spec(package.module) is None:
-        install = f"pip install 'simpletuner[{package.extra}]'"
-        message = f"{name!r} needs the package {package.name}, which is not installed: {install}"
-        yield Problem("optimizer", message)
+    if spec.package is not None:
+        yield from check_installed(spec.package, "optimizer", name)
 
 
 def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> Iterator[Problem]:
-    """Betas only as a pair; keys that the optimizer does not have, and schedules that it replaces, are noted."""
+    """Betas come as a pair; warn of keys that the optimizer lacks and of schedules that it replaces."""
     if (config.optimizer_beta1 is None) != (config.optimizer_beta2 is None):
         yield Problem("optimizer_beta1", "and optimizer_beta2 must be given together.")
     keys = list(_given(config, {key: key for key in ADAM_KEYS})) if not spec.is_adam else []
@@ -240,7 +237,7 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> I
     for key in keys:
         yield Problem(key, f"has no effect on the optimizer {name!r}.", fatal=False)
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
-        message = "prodigy finds the rate by itself and multiplies it by this one, which should be 1."
+        message = "prodigy finds the rate itself and multiplies it by this one, which should be 1."
         yield Problem("learning_rate", message, fatal=False)
     if spec.schedule_free and not config.lr_scheduler.startswith("constant"):
         message = f"{config.lr_scheduler!r} is ignored: {name} keeps the rate constant after the warm-up."
@@ -248,13 +245,13 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> I
 
 
 def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:
-    """Values of the keys that are set, under the optimizer's names for them."""
+    """Values of the keys that are set, by the optimizer's names for them."""
     values = config.model_dump(include=set(keys))
     return {setting: values[key] for key, setting in keys.items() if values[key] is not None}
 
 
 def _overrides(config: OptimizerConfig) -> Iterator[tuple[str, str]]:
-    """Names and texts of `optimizer_config`."""
+    """Names and values in `optimizer_config`, as text."""
     for part in (config.optimizer_config or "").split(","):
         key, equals, text = (piece.strip() for piece in part.partition("="))
         if key or equals:
@@ -265,7 +262,7 @@ def _check_overrides(config: OptimizerConfig, spec: OptimizerSpec) -> Iterator[P
     for key, text in _overrides(config):
         if key not in spec.settings:
             allowed = ", ".join(spec.settings)
-            message = f"unknown setting {key!r}; this optimizer has {allowed}.{did_you_mean(key, spec.settings)}"
+            message = f"unknown setting {key!r}; this optimizer takes {allowed}.{did_you_mean(key, spec.settings)}"
             yield Problem("optimizer_config", message)
             continue
         try:
@@ -278,11 +275,11 @@ def _parse_setting(key: str, text: str, default: OptimizerValue) -> OptimizerVal
     """The text as a value of the default's type.
 
     Raises:
-        ValueError: with what is wrong, ready to follow the value.
+        ValueError: worded to follow the value.
     """
     if isinstance(default, bool):
         return bool(parse_flag(text))
-    number = _parse_number(text)
+    number = parse_number(text)
     if key in BETAS and not 0 <= number < 1:
         raise ValueError("must be at least 0 and below 1")
     if number < 0:
@@ -291,14 +288,4 @@ def _parse_setting(key: str, text: str, default: OptimizerValue) -> OptimizerVal
         if not number.is_integer():
             raise ValueError("is not a whole number")
         return int(number)
-    return number
-
-
-def _parse_number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise ValueError("is not a number") from None
-    if not math.isfinite(number):
-        raise ValueError("is not a number")
     return number

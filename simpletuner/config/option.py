@@ -1,15 +1,17 @@
 """The vocabulary of the option schema.
 
 One call of `option()` declares a key once: its type (from the annotation beside it), default, limits, help and
-section. The command line, `--help`, the wizard, the reference page and the loader all read this one declaration.
+section. The command line, `--help`, the wizard, the reference page and the loader all read this declaration.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -19,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from simpletuner.config.json_files import UnusableJsonError, parse_json
+from simpletuner.errors import Problem
 
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
@@ -27,7 +30,7 @@ Planned = Literal["switch", "detail"]
 
 
 def parse_flag(value: object) -> object:
-    """True or False from a boolean, 0, 1 or one of the usual words in any letter case."""
+    """True or False from a boolean, 0, 1 or one of the usual words, in any letter case."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     word = value.strip().lower() if isinstance(value, str) else None
@@ -44,7 +47,7 @@ def parse_integer(value: object) -> object:
         try:
             return _within_64_bits(int(value))
         except ValueError:
-            pass  # "1e3" and "20.0" are whole numbers, too
+            pass  # "1e3" and "20.0" are whole numbers too
     number = parse_number(value, "is not a whole number")
     if not number.is_integer():
         raise ValueError("is not a whole number")
@@ -52,7 +55,7 @@ def parse_integer(value: object) -> object:
 
 
 def _within_64_bits(number: int) -> int:
-    """The number itself; PydanticCustomError, unlike ValueError, is not mistaken for text that is no number."""
+    """The number itself; raises PydanticCustomError, since `parse_integer` takes a ValueError for "not an integer"."""
     if not -(2**63) <= number < 2**63:
         raise PydanticCustomError("too_large", "is too large for a 64-bit number")
     return number
@@ -72,29 +75,29 @@ def parse_number(value: object, complaint: str = "is not a number") -> float:
 
 
 def parse_text(value: object) -> object:
-    """Text; numbers are taken as they are written."""
+    """Text; numbers are converted as written."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError("is not text")
     return str(value)
 
 
 def parse_path(value: object) -> object:
-    """Text that can be a path: whoever looks for it later finds it or does not, without a surprise."""
+    """Text that is a valid path: looking it up later finds it or not, but raises no other error."""
     text = parse_text(value)
     try:
         Path(str(text)).expanduser().stat()
     except RuntimeError:
-        raise ValueError("begins with the home folder of a user who is not known here") from None
+        raise ValueError("starts with the home folder of an unknown user") from None
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise ValueError(f"cannot be looked at: {error.strerror}") from None
+            raise ValueError(f"cannot be accessed: {error.strerror}") from None
     except ValueError:
-        raise ValueError("holds a character that no path can have") from None
+        raise ValueError("contains a character that no path can have") from None
     return text
 
 
 def parse_json_text(value: object) -> object:
-    """A list or object, given as such or as JSON text (the only way to write one on the command line)."""
+    """A list or object, given as such or as JSON text (the only way on the command line)."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(value)
@@ -106,7 +109,7 @@ def parse_json_text(value: object) -> object:
 
 
 def parse_list(value: object) -> object:
-    """A list; one bare value stands for a list of one, JSON text and commas are understood."""
+    """A list, given as such, as JSON text, as comma-separated text or as a single value."""
     value = parse_json_text(value)
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
@@ -114,7 +117,7 @@ def parse_list(value: object) -> object:
 
 
 def parse_texts(value: object) -> object:
-    """A list of texts that may hold commas: one bare text stands for a list of one, JSON text is understood."""
+    """A list of texts that may contain commas, given as such, as JSON text or as a single text."""
     value = parse_json_text(value)
     return value if isinstance(value, list) else [value]
 
@@ -134,17 +137,17 @@ SIZE = re.compile(r"([0-9]{1,6})(?:\.0*)?(?:x([0-9]{1,6})(?:\.0*)?)?")
 
 
 def parse_sizes(value: object) -> object:
-    """(width, height) of each entry of a comma list of `N` and `WxH`."""
+    """(width, height) of each entry of a comma-separated list of `N` and `WxH`."""
     if isinstance(value, tuple):
         return value
     parts = [part.strip().lower() for part in str(parse_text(value)).split(",") if part.strip()]
     wrong = [part for part in parts if not SIZE.fullmatch(part)]
     if wrong and len(parts) > 1:
-        raise ValueError(f"holds {', '.join(map(repr, wrong))}, which is not a size such as 1024 or 1280x768")
+        raise ValueError(f"contains {', '.join(map(repr, wrong))}, which is not a size such as 1024 or 1280x768")
     if wrong:
         raise ValueError("is not a size such as 1024 or 1280x768")
     if not parts:
-        raise ValueError("names no size")
+        raise ValueError("contains no size")
     found = (SIZE.fullmatch(part) for part in parts)
     return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match)
 
@@ -158,7 +161,7 @@ Sizes = Annotated[tuple[Size, ...], BeforeValidator(parse_sizes), PlainSerialize
 
 
 class Group(BaseModel):
-    """Base of all config groups: immutable, and a key that is not declared is an error."""
+    """Base of all config groups: immutable, and undeclared keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -182,13 +185,13 @@ def option(
     Args:
         default: the global default; `...` makes the key required.
         help: one or two sentences for `--help`, the wizard and the reference page.
-        aliases: other spellings that mean the same key.
+        aliases: other spellings of the key.
         ge, gt, le, lt: limits of a number.
-        planned: the key is known but what it controls is not built. A "switch" is refused when it switches
-            something on, a "detail" is noted with a warning: it changes nothing while its switch is off.
-        off: values (beside the default) with which a planned switch switches nothing on.
-        default_note: how the reference page words a default that depends on something else.
-        form: how the reference page words the type, where the parsed value has another than what people write.
+        planned: the key is known, but its feature is not implemented. A "switch" is refused if it switches something
+            on; a "detail" gives a warning, since it has no effect while its switch is off.
+        off: values (besides the default) of a planned switch that switch nothing on.
+        default_note: the default in the reference page, if it depends on something else.
+        form: the type in the reference page, if people write another one than the parsed value has.
     """
     extra: Any = {"aliases": aliases, "planned": planned, "off": off, "default_note": default_note, "form": form}
     return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)
@@ -196,7 +199,7 @@ def option(
 
 @dataclass(frozen=True)
 class Option:
-    """One declared key, as its readers see it."""
+    """One declared key."""
 
     name: str
     section: str
@@ -213,12 +216,12 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words of a key that takes one of a few, else an empty tuple."""
+        """The allowed words of a choice, else an empty tuple."""
         return tuple(str(word) for word in _literal_args(self.annotation))
 
     @property
     def type_name(self) -> str:
-        """The type in the words of the reference page."""
+        """The type as the reference page shows it."""
         if self.form:
             return self.form
         if self.choices:
@@ -231,7 +234,7 @@ class Option:
 
     @property
     def may_hold_secret(self) -> bool:
-        """Whether what its `{env:...}` stands for is hidden: texts that are for services and for what is published."""
+        """Whether values from `{env:...}` are hidden: true of texts for tracking and publishing services."""
         return self.section in ("Tracking", "Publishing") and self.type_name in ("text", "list", "JSON")
 
     @property
@@ -245,7 +248,7 @@ class Option:
 
 
 def describe(name: str, section: str, field: FieldInfo) -> Option:
-    """Read an `Option` out of the field that `option()` declared."""
+    """The `Option` of a field that `option()` declared."""
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     limits: dict[str, float] = {}
     for constraint in field.metadata:
@@ -286,6 +289,13 @@ class Package:
     module: str
     name: str
     extra: str
+
+
+def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]:
+    """Report a value of a key whose package is not installed."""
+    if importlib.util.find_spec(package.module) is None:
+        install = f"pip install 'simpletuner[{package.extra}]'"
+        yield Problem(key, f"{value!r} needs the package {package.name}, which is not installed: {install}")
 
 
 BITSANDBYTES = Package("bitsandbytes", "bitsandbytes", "cuda")

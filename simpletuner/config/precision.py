@@ -1,17 +1,16 @@
-"""What the precision keys mean: dtypes by name, and ways to store weights in fewer bits.
+"""The meaning of the precision keys: dtypes by name, and how weights are quantised.
 
-The dtype and storage of an encoder are part of the identity of what it encodes. No torch here: `memory.precision` does
-what these tables say.
+The dtype and quantisation of an encoder are part of the identity of what it encodes. Free of torch: `memory.precision`
+applies these tables.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from simpletuner.config.option import BITSANDBYTES, TORCHAO, Package
+from simpletuner.config.option import BITSANDBYTES, TORCHAO, Package, check_installed
 from simpletuner.config.schema import PLAIN_PRECISIONS, CachingConfig, PrecisionConfig
 from simpletuner.errors import Problem
 
@@ -24,13 +23,13 @@ class Quantisation:
     """One way to store the weights of linear layers.
 
     Attributes:
-        name: with its library, as it enters cache keys: `int8-quanto`, also where `int8` was written.
-        library: whose arithmetic it is.
-        kind: what the library calls it.
-        bits: of one weight, the scales of its row or group apart.
-        shared: bytes of the scales of a group, where a scale is not for a whole row.
-        group: weights that share them.
-        package: what must be installed for it beside the base install, if anything.
+        name: with its library, as in cache keys: `int8-quanto`, even if the user wrote `int8`.
+        library: the library that computes it.
+        kind: the library's own name for it.
+        bits: per weight, without the scales of its row or group.
+        shared: bytes for the scales of a group; 0 if each row has one scale.
+        group: number of weights that share them.
+        package: an optional package that it needs, if any.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Quantisation:
 
     @property
     def bytes_per_weight(self) -> float:
-        """With the scales of groups, without those of rows."""
+        """Including the scales of groups; those of rows are negligible."""
         return self.bits / 8 + self.shared / self.group
 
 
@@ -61,7 +60,7 @@ QUANTISATIONS = {
         Quantisation("nf4-bnb", "bnb", "nf4", 4, BITSANDBYTES, shared=4, group=64),
     )
 }
-# Names that are known and that nothing here can do, with what comes nearest.
+# Known but unsupported names, with the reason and the nearest supported one.
 UNSUPPORTED = {
     "int4-torchao": ("torchao's int4 weights have no gradient for their inputs", "int4-quanto"),
     "int8-sdnq": ("SDNQ is not supported", "int8-quanto"),
@@ -72,38 +71,37 @@ UNSUPPORTED = {
 
 
 def quantisation(name: str) -> Quantisation | None:
-    """What a value of a precision key quantises to; None for plain dtypes. A bare name means optimum-quanto."""
+    """The quantisation that a precision key selects; None for plain dtypes. A bare name means optimum-quanto."""
     if name in PLAIN_PRECISIONS:
         return None
     return QUANTISATIONS[name if "-" in name else f"{name}-quanto"]
 
 
 def check_quantisations(config: PrecisionConfig) -> Iterator[Problem]:
-    """Names that cannot be had at all."""
+    """Report unsupported names."""
     for key, name in config.model_dump(include=set(PRECISION_KEYS)).items():
         if name in UNSUPPORTED:
             reason, instead = UNSUPPORTED[name]
-            yield Problem(key, f"{name!r} cannot be used: {reason}; {instead} is the nearest that can.")
+            yield Problem(key, f"{name!r} cannot be used: {reason}; the nearest supported value is {instead}.")
 
 
 def check_packages(config: PrecisionConfig) -> Iterator[Problem]:
-    """Names whose package is not installed."""
+    """Report names whose package is not installed."""
     for key, name in config.model_dump(include=set(PRECISION_KEYS)).items():
-        package = None if name in PLAIN_PRECISIONS or name in UNSUPPORTED else _package_of(name)
-        if package is not None and importlib.util.find_spec(package.module) is None:
-            install = f"pip install 'simpletuner[{package.extra}]'"
-            yield Problem(key, f"{name!r} needs the package {package.name}, which is not installed: {install}")
+        found = None if name in UNSUPPORTED else quantisation(name)
+        if found is not None and found.package is not None:
+            yield from check_installed(found.package, key, name)
 
 
 def text_encoder_dtype(precision: PrecisionConfig) -> str:
-    """bf16 or fp32. A float32 run encodes in float32; float16 overflows in Qwen2.5-VL, so bf16 stands in for it."""
+    """bf16 or fp32. A float32 run encodes in float32; float16 overflows in Qwen2.5-VL, so bf16 is used instead."""
     if precision.text_encoder_1_precision in ("bf16", "fp32"):
         return precision.text_encoder_1_precision
     return "fp32" if precision.mixed_precision == "no" else "bf16"
 
 
 def text_encoder_storage(precision: PrecisionConfig, encoders: int) -> str:
-    """How the weights of a family's text encoders are stored, for cache keys: "no_change" where none is quantised.
+    """How the weights of a family's text encoders are stored, for cache keys: "no_change" if none is quantised.
 
     Args:
         encoders: how many the family has, 1 or 2.
@@ -119,18 +117,13 @@ def vae_dtype(precision: PrecisionConfig, caching: CachingConfig) -> str:
 
 
 def transformer_dtype(precision: PrecisionConfig) -> str:
-    """bf16, fp16 or fp32: the dtype of the computation and of all weights that are not quantised.
+    """bf16, fp16 or fp32: the compute dtype, and that of all weights that are not quantised.
 
-    `base_model_precision` bf16 or fp32 is a plain dtype and wins over `mixed_precision`; so does
-    `base_model_default_dtype` where the model is quantised.
+    `base_model_precision` bf16 or fp32 is a plain dtype and overrides `mixed_precision`; so does
+    `base_model_default_dtype` if the model is quantised.
     """
     if precision.base_model_precision in ("bf16", "fp32"):
         return precision.base_model_precision
     if precision.base_model_default_dtype is not None and precision.base_model_precision not in PLAIN_PRECISIONS:
         return precision.base_model_default_dtype
     return "fp32" if precision.mixed_precision == "no" else precision.mixed_precision
-
-
-def _package_of(name: str) -> Package | None:
-    found = quantisation(name)
-    return found.package if found else None

@@ -1,4 +1,4 @@
-"""docs/OPTIONS.md out of the option schema, and the environment variables that the page lists."""
+"""Generates docs/OPTIONS.md from the option schema and a table of environment variables."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ INTRODUCTION = """\
 Every key of `config.json`, generated from the option schema by `scripts/docs`; do not edit this page by hand.
 
 A key may be written with or without `--`, with `-` or `_`. On the command line `key=value`, `--key=value`,
-`--key value` and a bare `--flag` (true) are the same. What is stronger wins: command line, config.json, config.env,
-default of the model family, default on this page. `null` and `""` mean unset. `{env:NAME}` in a text stands for the
+`--key value` and a bare `--flag` (true) are equivalent. Priority, highest first: command line, config.json, config.env,
+default of the model family, default on this page. `null` and `""` mean unset. `{env:NAME}` in a text is replaced by the
 environment variable NAME.
 
 A `config.env` beside the config is read as a shell reads it: quotes, escapes, `export`, `+=` and `$NAME`. Commands
-(`$(...)`) are never run, and what cannot be read is named.
+(`$(...)`) are never run, and lines that cannot be read are reported.
 
 Tokens, keys, passwords and webhook addresses are hidden in messages, logs, reports, trackers and headers of weight
-files: what stands under such a name (`auth_token`, `*_KEY`, ...), in a variable of such a name, or comes from
-`{env:NAME}` in a key of the sections Tracking and Publishing. `debug.log`, in the working directory, holds all settings
-and the plan, with the same care.
+files: values of keys and variables with such names (`auth_token`, `*_KEY`, ...), and values from `{env:NAME}` in keys
+of the sections Tracking and Publishing. `debug.log`, in the working directory, contains all settings and the plan, with
+the same values hidden.
 
-A key of another trainer is answered with the nearest way here; with a value that switches nothing on
-(`"controlnet": false`) it is named and ignored.
+For a key of another trainer, the message names the alternative here; if its value switches nothing on
+(`"controlnet": false`), the key is reported and ignored.
 
-⏳ marks keys whose subject is not available yet: they are known and checked, and refused when they switch it on.
+⏳ marks keys whose feature is not available yet: they are known and checked, and refused if they switch it on.
 """
 VARIABLES_TITLE = "Environment configuration variables"
 FAMILIES_TITLE = "Defaults of the model families"
@@ -102,7 +102,7 @@ def _variable_meaning(variable: Variable) -> str:
 
 
 def _value(value: Any) -> str:
-    """A default as one writes it in JSON; unset stays empty."""
+    """A default as written in JSON; empty if unset."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -121,9 +121,9 @@ def _anchor(title: str) -> str:
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable, or several names for the same thing.
+    """One environment variable, or several with the same meaning.
 
-    `reader` names the package that reads it where that is not simpletuner itself.
+    `reader` names the package that reads it, if not simpletuner itself.
     """
 
     names: tuple[str, ...]
@@ -136,30 +136,30 @@ VARIABLES = (
     Variable(
         ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV"),
         "Name of the configuration: `config/NAME/config.json`, like `env=NAME` on the command line.",
-        "`default`, which names none",
+        "`default`: no named configuration",
     ),
-    Variable(("CONFIG_PATH",), "The configuration file itself, with or without its ending."),
+    Variable(("CONFIG_PATH",), "The configuration file itself, with or without its extension."),
     Variable(("CONFIG_BACKEND", "CONFIG_TYPE"), "Look only for `json`, `toml` or `env` files.", "all, in that order"),
-    Variable(("SIMPLETUNER_CONFIG_DIR",), "One more folder in which `env=NAME` is looked for."),
+    Variable(("SIMPLETUNER_CONFIG_DIR",), "Another folder in which to look for `env=NAME`."),
     Variable(
         ("TRAINER_EXTRA_ARGS",),
         "Settings appended to the command line, split at white space. The last of two values for a key wins, with a "
         "warning.",
     ),
-    Variable(("MIXED_PRECISION",), "Stands for `mixed_precision` where neither file nor command line sets it.", "bf16"),
+    Variable(("MIXED_PRECISION",), "Sets `mixed_precision` if neither file nor command line does.", "bf16"),
     Variable(
         ("TRAINING_NUM_PROCESSES", "TRAINING_NUM_MACHINES"),
-        "Stand for `num_processes` and `num_machines` in the same way.",
+        "Set `num_processes` and `num_machines` in the same way.",
         "1",
     ),
     Variable(("WORLD_SIZE",), "Set by launchers of several processes; more than 1 is refused.", "1"),
-    Variable(("TRAINING_DYNAMO_BACKEND",), "Stands for `dynamo_backend` in the same way."),
+    Variable(("TRAINING_DYNAMO_BACKEND",), "Sets `dynamo_backend` in the same way."),
     Variable(("CC", "CXX"), "The C compiler that compiled blocks need.", "`cc`, `gcc`, `clang`, `g++`", "torch"),
     Variable(("ACCELERATE_EXTRA_ARGS",), "Has no effect yet, and a warning says so.", ""),
     Variable(("SIMPLETUNER_LOG_LEVEL",), "DEBUG, INFO, WARNING or ERROR on the terminal.", "INFO"),
-    Variable(("OMP_NUM_THREADS",), "Compute threads on a CPU, where `torch_num_threads` is larger.", "the cores"),
+    Variable(("OMP_NUM_THREADS",), "Compute threads on a CPU, if `torch_num_threads` is larger.", "all cores"),
     Variable(
-        ("SIMPLETUNER_ALLOW_MODIFYING_BSZ",), "1 allows another `train_batch_size` when a run is continued.", "0"
+        ("SIMPLETUNER_ALLOW_MODIFYING_BSZ",), "1 allows another `train_batch_size` when a run is resumed.", "0"
     ),
     Variable(
         ("SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE",),
@@ -170,8 +170,8 @@ VARIABLES = (
              "train.sh"),
     Variable(("HF_ENDPOINT",), "Another address for the hub, such as a mirror.", "", "huggingface_hub"),
     Variable(("HF_HOME",), "Folder for models and logins of the hub.", "`~/.cache/huggingface`", "huggingface_hub"),
-    Variable(("HF_TOKEN",), "Login of the hub; `hf auth login` stores one for good.", "", "huggingface_hub"),
-    Variable(("WANDB_API_KEY",), "Login of wandb; `wandb login` stores one for good.", "", "wandb"),
+    Variable(("HF_TOKEN",), "Login of the hub; `hf auth login` stores one permanently.", "", "huggingface_hub"),
+    Variable(("WANDB_API_KEY",), "Login of wandb; `wandb login` stores one permanently.", "", "wandb"),
     Variable(("WANDB_MODE",), "`offline` writes wandb files without sending them, and needs no login.", "online",
              "wandb"),
 )  # fmt: skip

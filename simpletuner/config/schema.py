@@ -1,9 +1,8 @@
-"""Every key of config.json, declared once, in the groups that the rooms of the house receive.
+"""Every key of config.json, declared once, grouped by the component that uses it.
 
-A class is a section of the reference page and the config group of one component; nothing else in the project
-knows a key by its name as text. What belongs to a model family lives with it: options of its own
-(`models/*/options.py`), which the registry adds to this schema, and defaults that are laid over these
-(`models/*/spec.py`).
+A class is a section of the reference page and the config group of one component. What belongs to a model family lives
+with it: its own options (`models/*/options.py`), which the registry adds to this schema, and defaults that override
+these (`models/*/spec.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ from simpletuner.config.option import (
 )
 from simpletuner.config.tread import Route, Routes
 
-# Words that look like numbers may be written as numbers.
+CaptionStrategy = Literal[
+    "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
+]  # fmt: skip
+# Choices that look like numbers may be written as numbers.
 Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
 FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]
 
@@ -44,9 +46,9 @@ Precision = Literal[
     "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
 ]  # fmt: skip
 DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
-# Steps of a run, years of any machine: more is a slip of the keyboard.
+# Steps of a run: years on any machine, so more is a typo.
 MOST_STEPS = 1_000_000_000
-# Pixels of an edge, far beyond what any model takes: more is a slip of the keyboard.
+# Pixels of an edge: far beyond any model, so more is a typo.
 LARGEST_SIZE = 100_000
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 
@@ -66,7 +68,7 @@ class ModelConfig(Group):
     """Model"""
 
     model_type: Literal["lora", "full"] = option(
-        ..., "What is trained: a LoRA beside the frozen model, or every weight of the transformer."
+        ..., "What is trained: a LoRA on the frozen model, or every weight of the transformer."
     )
     model_family: Text = option(..., "The model family. `_` for `-` and any letter case are accepted.")
     model_flavour: Text | None = option(
@@ -74,7 +76,7 @@ class ModelConfig(Group):
     )
     pretrained_model_name_or_path: PathText | None = option(
         None,
-        "Hub id or folder of a diffusers checkpoint; wins over the flavour.",
+        "Hub id or folder of a diffusers checkpoint; overrides the flavour.",
         default_note="of the flavour",
     )
     pretrained_vae_model_name_or_path: PathText | None = option(
@@ -83,16 +85,16 @@ class ModelConfig(Group):
     pretrained_transformer_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the transformer from.", default_note="the model path"
     )
-    pretrained_transformer_subfolder: Text = option("transformer", "Folder of the transformer inside that path.")
+    pretrained_transformer_subfolder: Text = option("transformer", "Folder of the transformer within that path.")
     revision: Text | None = option(None, "Branch, tag or commit of the hub repository.")
     variant: Text | None = option(None, "Weight file variant, such as fp16.")
-    trust_remote_code: Flag = option(False, "Handed on to the loading functions.")
+    trust_remote_code: Flag = option(False, "Passed on to the loading functions.")
 
 
 class RunOptions(Group):
     """Run and paths"""
 
-    output_dir: PathText = option("simpletuner-results", "Everything a run writes goes here; created when missing.")
+    output_dir: PathText = option("simpletuner-results", "Everything a run writes goes here; created if missing.")
     logging_dir: PathText = option("logs", "Folder for tracker files.")
     cache_dir: PathText | None = option(None, "Folder for all caches.", default_note="`<output_dir>/cache`")
     cache_dir_text: PathText | None = option(None, "Folder for text embeds.", default_note="`<cache_dir>/text`")
@@ -102,19 +104,19 @@ class RunOptions(Group):
     )
     seed: Integer | None = option(
         None,
-        "Data order, noise and initial weights repeat with the same seed. 0 takes it from the clock, -1 or unset "
+        "The same seed gives the same data order, noise and initial weights. 0 takes it from the clock, -1 or unset "
         "draws one; both are logged.",
         ge=-1,
     )
     seed_for_each_device: Flag = option(
         True,
-        "true: every sample of a step draws noise of its own, as in one process with a larger batch. false: every "
-        "process draws what the first one draws. Without effect in one process.",
+        "true: every sample of a step draws its own noise, as in one process with a larger batch. false: every "
+        "process draws the same as the first. No effect with one process.",
     )
     resume_from_checkpoint: PathText = option(
         "latest",
-        "`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts afresh; none "
-        "starts at step 0 and never writes over an existing checkpoint.",
+        "`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts a new run; none "
+        "starts at step 0 and never overwrites an existing checkpoint.",
     )
     i_know_what_i_am_doing: Flag = option(False, "Turns the safety errors that name this key into warnings.")
 
@@ -125,7 +127,7 @@ class TrackingConfig(Group):
     report_to: Text = option(
         "none",
         "wandb, tensorboard, comet_ml, swanlab, simpletuner (the local files, always written), all, none, or a "
-        "comma list.",
+        "comma-separated list.",
     )
     tracker_project_name: Text = option("simpletuner", "Project name for trackers.")
     tracker_run_name: Text = option("simpletuner-testing", "Run name for trackers.")
@@ -139,10 +141,10 @@ class PublishConfig(Group):
         None, "Repository name on the hub.", planned="detail", default_note="the project name"
     )
     push_checkpoints_to_hub: Flag = option(False, "Upload each checkpoint too.", planned="switch")
-    push_to_hub_background: Flag = option(False, "Upload without holding up training.", planned="detail")
+    push_to_hub_background: Flag = option(False, "Upload without blocking training.", planned="detail")
     model_card_private: Flag = option(True, "Create the repository as private.", planned="detail")
     model_card_safe_for_work: Flag = option(False, "Safe-for-work flag of the model card.", planned="detail")
-    model_card_note: Text | None = option(None, "A note on top of the model card.", planned="detail")
+    model_card_note: Text | None = option(None, "A note at the top of the model card.", planned="detail")
     modelspec_comment: Texts | None = option(
         None,
         "Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, "
@@ -160,12 +162,14 @@ class ScheduleConfig(Group):
     )
     max_train_steps: Integer | None = option(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0, le=MOST_STEPS)
     num_train_epochs: Integer | None = option(
-        None, "Passes over the data, when max_train_steps does not decide.", ge=0,
+        None, "Passes over the data, if max_train_steps does not decide.", ge=0,
         default_note="1 without max_train_steps",
     )  # fmt: skip
-    ignore_final_epochs: Flag | None = option(None, "Go on past the computed number of epochs until max_train_steps.")
+    ignore_final_epochs: Flag | None = option(
+        None, "Continue past the computed number of epochs until max_train_steps."
+    )
     strict_epoch_limit: Flag | None = option(
-        None, "The opposite of ignore_final_epochs, and stronger when both are given."
+        None, "The opposite of ignore_final_epochs, and stronger if both are given."
     )
 
 
@@ -175,15 +179,15 @@ class CheckpointConfig(Group):
     checkpoint_step_interval: Integer = option(
         500, "Save when global_step is a multiple.", aliases=("checkpointing_steps",), ge=1
     )
-    checkpoint_epoch_interval: Integer | None = option(None, "Save also after every n-th epoch.", ge=1)
+    checkpoint_epoch_interval: Integer | None = option(None, "Also save after every n-th epoch.", ge=1)
     checkpoints_total_limit: Integer = option(
         5,
-        "After a save the oldest checkpoints beyond this number are removed; 0 keeps all.",
+        "After a save, the oldest checkpoints beyond this number are removed; 0 keeps all.",
         aliases=("save_total_limit",),
         ge=0,
     )
-    checkpointing_rolling_steps: Integer = option(0, "Extra frequent saves, pruned on their own; 0 is off.", ge=0)
-    checkpoints_rolling_total_limit: Integer = option(1, "How many rolling checkpoints stay.", ge=1)
+    checkpointing_rolling_steps: Integer = option(0, "Additional frequent saves, pruned separately; 0 is off.", ge=0)
+    checkpoints_rolling_total_limit: Integer = option(1, "How many rolling checkpoints are kept.", ge=1)
     checkpointing_use_tempdir: Flag = option(False, "Accepted for old configs; writes are always atomic.")
 
 
@@ -192,7 +196,7 @@ class OptimizerConfig(Group):
 
     optimizer: OptimizerName | None = option(
         None,
-        "adamw_bf16 and the optimi ones keep bf16 weights with compensated sums. Some names need a package; the "
+        "adamw_bf16 and the optimi ones train bf16 weights with Kahan summation. Some names need a package; the "
         "error names it.",
         default_note="adamw_bf16 with mixed_precision bf16, else adamw",
     )
@@ -207,22 +211,22 @@ class OptimizerConfig(Group):
         None, "Peak learning rate.", gt=0, default_note="1e-4 for lora, 5e-5 for full"
     )
     lr_scale: Flag = option(False, "Multiply the rate by processes x accumulation x batch.")
-    lr_scale_sqrt: Flag = option(False, "Multiply by the square root of that number instead.")
+    lr_scale_sqrt: Flag = option(False, "Multiply by the square root of that product instead.")
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_warmup", "cosine_with_restarts",
         "polynomial", "sine",
     ] = option(
         "constant_with_warmup",
-        "After the warm-up: constant; a straight line, half a cosine, cosines or a power curve down to lr_end; sine "
-        "swings between learning_rate and lr_end.",
+        "After the warm-up: constant; linear, cosine, restarted cosine or polynomial decay to lr_end; or a sine "
+        "between learning_rate and lr_end.",
     )  # fmt: skip
     lr_warmup_steps: Integer = option(0, "A linear ramp from 0, for every scheduler.", ge=0)
-    lr_end: Number = option(4e-7, "Where schedulers that decay end.", ge=0)
+    lr_end: Number = option(4e-7, "Final learning rate of schedulers that decay.", ge=0)
     lr_power: Number = option(0.8, "Power of the polynomial scheduler.", gt=0)
     lr_num_cycles: Integer = option(1, "Cycles of cosine_with_restarts and sine.", ge=1)
-    max_grad_norm: Number = option(2.0, "Limit for gradients; 0 is no clipping at all.", ge=0)
+    max_grad_norm: Number = option(2.0, "Gradient clipping threshold; 0 disables clipping.", ge=0)
     grad_clip_method: Literal["value", "norm"] = option(
-        "value", "value: every gradient entry into ±max_grad_norm; norm: the norm of all gradients together."
+        "value", "value: clip every gradient entry to ±max_grad_norm; norm: clip the norm of all gradients together."
     )
 
 
@@ -234,30 +238,30 @@ class PrecisionConfig(Group):
     )
     base_model_precision: Precision = option(
         "no_change",
-        "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others store its linear "
-        "layers in fewer bits, for LoRA only. Names without a library mean optimum-quanto.",
+        "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
+        "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
     )
     text_encoder_1_precision: Precision = option(
-        "no_change", "Precision of the first text encoder, by the same names; part of the cache identity."
+        "no_change", "Precision of the first text encoder, same values; part of the cache identity."
     )
     text_encoder_2_precision: Precision = option(
         "no_change", "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."
     )
     base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
         None,
-        "Dtype of what a quantised model leaves unquantised, and of its computation.",
+        "Compute dtype of a quantised model, and dtype of its unquantised weights.",
         default_note="as mixed_precision: bf16",
     )
     quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
         "cpu",
-        "Where weights are quantised; the result is the same. accelerator takes one block at a time there, pipeline "
-        "a single layer.",
+        "Where weights are quantised; the result is the same. accelerator moves one block at a time there, pipeline "
+        "one layer.",
     )
     gradient_checkpointing: Flag = option(
-        True, "Recompute block activations in the backward pass; gradients equal the ones without it."
+        True, "Recompute block activations in the backward pass; gradients stay the same."
     )
     gradient_checkpointing_interval: Integer | None = option(
-        None, "Checkpoint only every n-th block.", ge=1, default_note="all blocks"
+        None, "Recompute only every n-th block.", ge=1, default_note="all blocks"
     )
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
@@ -270,12 +274,12 @@ class PrecisionConfig(Group):
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Every n-th block is checkpointed; None: no block is."""
+        """Every n-th block is recomputed in the backward pass; None: no block is."""
         return (self.gradient_checkpointing_interval or 1) if self.gradient_checkpointing else None
 
     @property
     def checkpoints_all(self) -> bool:
-        """Whether no block keeps what it saves until the backward pass."""
+        """Whether no block keeps its activations until the backward pass."""
         return self.checkpoint_interval == 1
 
 
@@ -283,22 +287,22 @@ class SpeedConfig(Group):
     """Speed"""
 
     speed: Literal["auto", "reference"] = option(
-        "auto", "auto: everything that is faster and trains the same (docs/SPEED.md). reference: diffusers' own code."
+        "auto", "auto: everything that is faster with the same results (docs/SPEED.md). reference: diffusers' own code."
     )
     speed_plain_math: Flag | None = option(
         None,
-        "Blocks of Kandinsky with less arithmetic and the same result, bit for bit.",
+        "Blocks of Kandinsky with less arithmetic and bit-identical results.",
         default_note="as `speed` says",
     )
     speed_keep_attention: Flag | None = option(
         None,
-        "With gradient_checkpointing: keep the self-attention's result, tokens x width x 2 bytes per block, instead of "
-        "computing it again.",
+        "With gradient_checkpointing: keep the result of self-attention, tokens x width x 2 bytes per block, instead "
+        "of recomputing it.",
         default_note="as `speed` says",
     )
     speed_bf16_modulation: Flag | None = option(
         None,
-        "Store frozen float32 modulation weights of Kandinsky as bf16 where that loses nothing.",
+        "Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless.",
         default_note="as `speed` says",
     )
 
@@ -316,13 +320,13 @@ class LaunchConfig(Group):
     dynamo_mode: Text | None = option(
         None, "Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."
     )
-    dynamo_fullgraph: Flag = option(False, "Stop where a compiled function would have to be cut.")
-    dynamo_dynamic: Flag = option(False, "Every size may change, not only the number of tokens.")
+    dynamo_fullgraph: Flag = option(False, "Fail on graph breaks.")
+    dynamo_dynamic: Flag = option(False, "Compile for dynamic shapes: every size may change, not only the token count.")
     dynamo_use_regional_compilation: Flag = option(True, "Only the repeated blocks are compiled; false has no effect.")
     fsdp_enable: Flag = option(False, "Sharded training (FSDP2).", planned="switch")
     fsdp_version: FsdpVersion = option("2", "FSDP version; 1 is deprecated.", planned="detail")
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = option(
-        "SHARDED_STATE_DICT", "Form of sharded checkpoints.", planned="detail"
+        "SHARDED_STATE_DICT", "Format of checkpoints.", planned="detail"
     )
     fsdp_reshard_after_forward: Flag = option(True, "Reshard after the forward pass.", planned="detail")
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = option(
@@ -331,7 +335,7 @@ class LaunchConfig(Group):
     fsdp_transformer_layer_cls_to_wrap: TextList | None = option(
         None, "Class names to wrap.", planned="detail", default_note="the family's blocks"
     )
-    fsdp_cpu_ram_efficient_loading: Flag = option(False, "Load on one process only.", planned="detail")
+    fsdp_cpu_ram_efficient_loading: Flag = option(False, "Load the weights in one process only.", planned="detail")
 
 
 class EmaConfig(Group):
@@ -345,10 +349,10 @@ class EmaConfig(Group):
     ema_decay: Number = option(
         0.995, "Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1.", ge=0, le=0.9999
     )
-    ema_warmup_steps: Integer = option(0, "Before this step the average is a copy.", ge=0)
-    ema_device: Literal["cpu", "accelerator"] = option("cpu", "Where the average lives.")
+    ema_warmup_steps: Integer = option(0, "Before this step, the average is a copy of the weights.", ge=0)
+    ema_device: Literal["cpu", "accelerator"] = option("cpu", "Where the average is kept.")
     ema_cpu_only: Flag = option(False, "Keep and update the average on the CPU only.")
-    ema_foreach_disable: Flag = option(False, "Plain loops instead of fused updates; same result.")
+    ema_foreach_disable: Flag = option(False, "Plain loops instead of fused updates; the result is the same.")
 
 
 class LoraConfig(Group):
@@ -359,7 +363,7 @@ class LoraConfig(Group):
     lora_dropout: Number = option(0.0, "Dropout before the update.", ge=0, lt=1)
     lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = option(
         "default",
-        "default and gaussian leave the model as it is at step 0; the others change the base, which must be fp32.",
+        "default and gaussian leave the model unchanged at step 0; the others change the base, which must be fp32.",
         aliases=("lora_initialisation_style",),
     )
     lora_type: Literal["standard", "lycoris"] = option(
@@ -371,16 +375,16 @@ class LoraConfig(Group):
         "Which layers get a LoRA: a JSON list of names, a file with one, or `all-linear`.",
         default_note="the family's attention projections",
     )
-    use_dora: Flag = option(False, "Split weights into size and direction (DoRA).")
+    use_dora: Flag = option(False, "Decompose weights into magnitude and direction (DoRA).")
     lora_format: Literal["diffusers", "comfyui"] = option(
         "diffusers",
-        "Key names in the saved files: diffusers', or ComfyUI's (Kandinsky 5 only). `init_lora` reads either.",
+        "Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads both.",
     )
     init_lora: PathText | None = option(None, "File or folder of a LoRA to start from.")
     init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
 
 
-SLOTS = 2  # of the ring that streamed blocks go through, in groups of blocks
+SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes while the next is copied
 
 
 class OffloadConfig(Group):
@@ -388,42 +392,42 @@ class OffloadConfig(Group):
 
     offload: Literal["manual", "auto"] = option(
         "manual",
-        "auto chooses, by the plan's estimate, what is unset of offloading, checkpointing and speed_keep_attention, "
-        "so that the run fits the device and wastes none of it.",
+        "auto sets whatever is unset of offloading, gradient checkpointing and speed_keep_attention by the plan's "
+        "estimate, so that the run fits the device and uses all of it.",
     )
     plan_device_memory_gb: Number | None = option(
         None,
-        "Plan for a GPU with so many GB (as cards are labelled) instead of the one at hand: `simpletuner plan "
-        "--device-memory 24`.",
+        "Plan for a GPU with this many GB (as cards are labelled) instead of the one in this machine: `simpletuner "
+        "plan --device-memory 24`.",
         aliases=("device_memory",),
         gt=0,
-        default_note="the device at hand",
+        default_note="the device of this machine",
     )
     enable_group_offload: Flag = option(
-        False, "Frozen weights of the transformer live in host memory and come block by block; the same numbers."
+        False, "Keep frozen weights of the transformer in host memory and stream them block by block; same results."
     )
     group_offload_type: Literal["block_level", "leaf_level"] = option(
-        "block_level", "What comes at a time; leaf_level comes by blocks, too."
+        "block_level", "What is streamed at a time; leaf_level also streams blocks."
     )
     group_offload_blocks_per_group: Integer = option(
-        1, "Blocks that come together; two groups are on the device at a time.", ge=1
+        1, "Blocks streamed together; two groups are on the device at a time.", ge=1
     )
     group_offload_resident_blocks: Integer = option(
-        0, "So many blocks, evenly spaced, stay on the device: where copies are slower than the compute.", ge=0
+        0, "This many blocks, evenly spaced, stay on the device, in case copies are slower than the compute.", ge=0
     )
-    group_offload_use_stream: Flag = option(False, "Copies run beside the compute (CUDA).")
+    group_offload_use_stream: Flag = option(False, "Overlap copies with the compute (CUDA).")
     group_offload_to_disk_path: PathText | None = option(
-        None, "Folder for the offloaded weights, in place of host memory; every step reads them twice."
+        None, "Keep offloaded weights in this folder instead of in host memory; every step reads them twice."
     )
-    group_offload_text_encoder: Flag = option(False, "The same for the layers of text encoders, while caching.")
+    group_offload_text_encoder: Flag = option(False, "Stream the layers of text encoders, while caching.")
     group_offload_vae: Flag = option(
-        False, "The same for the blocks of the VAE, while caching and in previews; saves little, since VAEs are small."
+        False, "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small."
     )
     offload_block_inputs: Flag = option(
-        False, "What gradient checkpointing keeps of each block waits in host memory (CUDA)."
+        False, "Keep the block inputs that gradient checkpointing saves in host memory (CUDA)."
     )
     enable_model_cpu_offload: Flag = option(
-        False, "Previews bring one component at a time to the device: the transformer leaves while the VAE decodes."
+        False, "Previews load one component at a time onto the device: the transformer leaves while the VAE decodes."
     )
 
 
@@ -431,28 +435,28 @@ class CachingConfig(Group):
     """Caching"""
 
     offload_during_startup: Flag = option(
-        False, "Accepted; text encoders and VAE are never on the device together while caching, set or not."
+        False, "Accepted; text encoders and VAE are never on the device together while caching anyway."
     )
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
     )
     vae_batch_size: Integer = option(
-        1, "Encoded at a time, fewer where memory does not suffice; above 1 it changes rounding only.", ge=1
+        1, "Samples encoded at a time, fewer if memory runs out; above 1 only the rounding changes.", ge=1
     )
-    vae_enable_slicing: Flag = option(False, "Encode and decode a batch one by one.")
+    vae_enable_slicing: Flag = option(False, "Encode and decode the samples of a batch one by one.")
     vae_enable_tiling: Flag = option(
         False, "Encode and decode in tiles; edges may differ slightly, so it is part of the cache identity."
     )
     vae_enable_patch_conv: Flag = option(
-        False, "3D convolutions of the HunyuanVideo VAE run in slices of time (Kandinsky 5 Video)."
+        False, "Run 3D convolutions of the HunyuanVideo VAE in slices of time (Kandinsky 5 Video)."
     )
     vae_enable_temporal_roll: Flag = option(False, "Convolutions carried over time (video VAEs).", planned="switch")
-    keep_vae_loaded: Flag = option(False, "The VAE stays on the device between validations.")
+    keep_vae_loaded: Flag = option(False, "Keep the VAE on the device between validations.")
     vae_cache_ondemand: Flag = option(False, "Encode when first used.", planned="switch")
     vae_cache_disable: Flag = option(False, "Encode every time and write nothing.", planned="switch")
-    compress_disk_cache: Flag = option(True, "Compress cache entries; either kind is read under either setting.")
+    compress_disk_cache: Flag = option(True, "Compress cache entries; both kinds can be read with either setting.")
     text_encoder_batch_size: Integer = option(
-        1, "Captions encoded at a time, fewer where memory does not suffice; changes rounding only.", ge=1
+        1, "Captions encoded at a time, fewer if memory runs out; changes only the rounding.", ge=1
     )
     image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
     read_batch_size: Integer = option(25, "Accepted; reading needs no batches.", ge=1)
@@ -460,11 +464,11 @@ class CachingConfig(Group):
     max_workers: Integer = option(32, "Decode threads, at most the machine's cores.", ge=1)
     torch_num_threads: Integer = option(8, "Compute threads on a CPU, at most the machine's cores.", ge=1)
     dataloader_prefetch: Flag = option(False, "Read several batches ahead instead of one.")
-    dataloader_prefetch_qlen: Integer = option(10, "How many.", ge=1)
+    dataloader_prefetch_qlen: Integer = option(10, "How many batches to read ahead.", ge=1)
     delete_problematic_images: Flag = option(
         False, "Move files that cannot be decoded to `<output_dir>/quarantine`; nothing is ever deleted."
     )
-    delete_unwanted_images: Flag = option(False, "Move files outside the size or aspect limits there, too.")
+    delete_unwanted_images: Flag = option(False, "Also move files outside the size or aspect limits there.")
 
 
 class FlowConfig(Group):
@@ -472,20 +476,20 @@ class FlowConfig(Group):
 
     flow_schedule_shift: Number | None = option(
         None,
-        "Training sigmas become s·k / (1 + (k-1)·s); given explicitly it also sets the preview scheduler.",
+        "Training sigmas become s·k / (1 + (k-1)·s); if set, also applies to the preview scheduler.",
         gt=0,
         default_note="of the family",
     )
     flow_schedule_auto_shift: Flag = option(
         False, "Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."
     )
-    flow_sigmoid_scale: Number = option(1.0, "Scale of the normal under the logit-normal.", gt=0)
+    flow_sigmoid_scale: Number = option(1.0, "Standard deviation of the normal behind the logit-normal.", gt=0)
     flow_use_uniform_schedule: Flag = option(False, "Uniform sigmas instead of logit-normal.")
     flow_use_beta_schedule: Flag = option(False, "Beta-distributed sigmas instead of logit-normal.")
     flow_beta_schedule_alpha: Number = option(2.0, "First parameter of the beta distribution.", gt=0)
     flow_beta_schedule_beta: Number = option(2.0, "Second parameter of the beta distribution.", gt=0)
     disable_segmented_timestep_sampling: Flag = option(
-        False, "Independent draws; by default a batch draws from equal slices of the schedule."
+        False, "Draw sigmas independently; by default a batch draws from equal slices of the schedule."
     )
 
 
@@ -493,7 +497,7 @@ class TextConfig(Group):
     """Text"""
 
     caption_dropout_probability: Number = option(
-        0.1, "Chance that a sample is trained with the empty caption.", ge=0, le=1
+        0.1, "Probability that a sample is trained with the empty caption.", ge=0, le=1
     )
     tokenizer_max_length: Integer | None = option(
         None, "Longer captions are cut, with a warning.", ge=1, default_note="of the family"
@@ -505,13 +509,11 @@ class LossConfig(Group):
 
     loss_type: Literal["l2", "huber", "smooth_l1"] = option("l2", "Distance between prediction and target.")
     huber_schedule: Literal["snr", "exponential", "constant"] = option("snr", "How huber_c depends on the timestep.")
-    huber_c: Number = option(0.1, "Where huber and smooth_l1 turn from square to straight.", gt=0)
-    snr_gamma: Number | None = option(None, "Means nothing for flow models; accepted with a warning.", ge=0)
+    huber_c: Number = option(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0)
+    snr_gamma: Number | None = option(None, "Does not apply to flow models; accepted with a warning.", ge=0)
     input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
     noise_offset: Number = option(0.0, "Offset of the noise mean per sample and channel.", ge=0)
-    masked_loss_probability: Number = option(
-        1.0, "Share of batches in which masks count.", ge=0, le=1, planned="detail"
-    )
+    masked_loss_probability: Number = option(1.0, "Share of batches that use masks.", ge=0, le=1, planned="detail")
 
 
 class TreadConfig(Group):
@@ -525,7 +527,7 @@ class TreadConfig(Group):
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """The windows of blocks that some tokens pass by; none without `tread_config`."""
+        """The ranges of blocks that some tokens skip; none without `tread_config`."""
         return () if self.tread_config is None else tuple(self.tread_config.routes)
 
 
@@ -533,29 +535,29 @@ class CrepaConfig(Group):
     """CREPA"""
 
     crepa_enabled: Flag = option(False, "Align features per frame with a picture encoder.", planned="switch")
-    crepa_block_index: Integer | None = option(None, "Block Index.", ge=0, planned="detail")
+    crepa_block_index: Integer | None = option(None, "Block whose features are aligned.", ge=0, planned="detail")
     crepa_lambda: Number = option(0.5, "Weight.", ge=0, planned="detail")
-    crepa_adjacent_distance: Integer = option(1, "Adjacent Distance.", ge=0, planned="detail")
-    crepa_adjacent_tau: Number = option(1.0, "Temporal Decay.", gt=0, planned="detail")
+    crepa_adjacent_distance: Integer = option(1, "Distance of neighbouring frames.", ge=0, planned="detail")
+    crepa_adjacent_tau: Number = option(1.0, "Temporal decay of their weight.", gt=0, planned="detail")
     crepa_encoder: Text = option("dinov2_vitg14", "Vision encoder.", aliases=("crepa_model",), planned="detail")
     crepa_encoder_image_size: Integer = option(518, "Its picture size.", ge=64, planned="detail")
-    crepa_drop_vae_encoder: Flag = option(False, "Drop VAE Encoder.", planned="detail")
+    crepa_drop_vae_encoder: Flag = option(False, "Unload the VAE's encoder.", planned="detail")
     crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option(
-        "constant", "Course of the weight.", planned="detail"
+        "constant", "Schedule of the weight.", planned="detail"
     )
-    crepa_warmup_steps: Integer = option(0, "Ramp of the weight.", ge=0, planned="detail")
-    crepa_decay_steps: Integer = option(0, "Decay of the weight; 0 is the whole run.", ge=0, planned="detail")
-    crepa_lambda_end: Number = option(0.0, "Weight at the end.", planned="detail")
-    crepa_power: Number = option(1.0, "Power of the polynomial course.", planned="detail")
-    crepa_cutoff_step: Integer = option(0, "Weight 0 from here; 0 is off.", ge=0, planned="detail")
+    crepa_warmup_steps: Integer = option(0, "Warm-up steps of the weight.", ge=0, planned="detail")
+    crepa_decay_steps: Integer = option(0, "Decay steps of the weight; 0 is the whole run.", ge=0, planned="detail")
+    crepa_lambda_end: Number = option(0.0, "Final weight.", planned="detail")
+    crepa_power: Number = option(1.0, "Power of the polynomial schedule.", planned="detail")
+    crepa_cutoff_step: Integer = option(0, "The weight is 0 from this step on; 0 is off.", ge=0, planned="detail")
     crepa_similarity_threshold: Number | None = option(None, "Switch off at this similarity.", planned="detail")
     crepa_similarity_ema_decay: Number = option(0.99, "Averaging of the similarity.", ge=0, le=1, planned="detail")
     crepa_threshold_mode: Literal["permanent", "recoverable"] = option(
-        "permanent", "Off for good, or until it falls.", planned="detail"
+        "permanent", "Off permanently, or until the similarity falls again.", planned="detail"
     )
-    crepa_cumulative_neighbors: Flag = option(False, "Every distance up to the set one.", planned="detail")
+    crepa_cumulative_neighbors: Flag = option(False, "Use all distances up to the configured one.", planned="detail")
     crepa_normalize_by_frames: Flag = option(True, "Divide by the number of frames.", planned="detail")
-    crepa_normalize_neighbour_sum: Flag = option(False, "Divide by the weights' sum.", planned="detail")
+    crepa_normalize_neighbour_sum: Flag = option(False, "Divide by the sum of the weights.", planned="detail")
     crepa_spatial_align: Flag = option(True, "Resize the token grid instead of pooling.", planned="detail")
     crepa_encoder_frames_batch_size: Integer = option(-1, "Frames per encoder pass; -1 is all.", planned="detail")
     crepa_feature_source: Literal["encoder", "backbone"] = option("encoder", "Where the target comes from.",
@@ -568,10 +570,10 @@ class ScheduledSamplingConfig(Group):
     """Scheduled sampling"""
 
     scheduled_sampling_max_step_offset: Integer = option(
-        0, "The input comes from up to that many sampling steps of the model itself; 0 is off.", ge=0,
+        0, "Train on inputs from up to this many sampling steps of the model itself; 0 is off.", ge=0,
         planned="switch",
     )  # fmt: skip
-    scheduled_sampling_probability: Number = option(0.0, "Chance per sample.", ge=0, le=1, planned="detail")
+    scheduled_sampling_probability: Number = option(0.0, "Probability per sample.", ge=0, le=1, planned="detail")
     scheduled_sampling_prob_start: Number = option(0.0, "Start of a ramp.", ge=0, le=1, planned="detail")
     scheduled_sampling_prob_end: Number = option(0.5, "End of a ramp.", ge=0, le=1, planned="detail")
     scheduled_sampling_ramp_steps: Integer = option(0, "Length of the ramp.", ge=0, planned="detail")
@@ -598,21 +600,24 @@ class ValidationConfig(Group):
     validation_step_interval: Integer = option(
         100, "Render when global_step is a multiple.", aliases=("validation_steps",), ge=1
     )
-    validation_epoch_interval: Integer | None = option(None, "Render also after every n-th epoch.", ge=1)
+    validation_epoch_interval: Integer | None = option(None, "Also render after every n-th epoch.", ge=1)
     validation_prompt: Text | None = option(None, "The primary prompt; its files are named `validation`.")
-    user_prompt_library: PathText | None = option(None, "JSON file of nickname to prompt.")
-    validation_prompt_library: Flag = option(False, "Render a built-in list of prompts, too.")
+    user_prompt_library: PathText | None = option(None, "JSON file that maps nicknames to prompts.")
+    validation_prompt_library: Flag = option(False, "Also render a built-in list of prompts.")
     validation_negative_prompt: Text | None = option(
         None, "What guidance steers away from.", default_note="of the family"
     )
-    validation_seed: Integer | None = option(None, "Same seed, same picture.", default_note="`seed`")
-    validation_randomize: Flag = option(False, "A new seed for every validation.")
+    validation_seed: Integer | None = option(None, "Seed of previews.", default_note="`seed`")
+    validation_randomize: Flag = option(False, "Use a new seed for every validation.")
     validation_seed_source: Literal["cpu", "gpu"] = option("cpu", "Which generator draws the noise.")
     validation_guidance: Number | None = option(None, "Guidance scale.", ge=1, default_note="of the family")
     validation_guidance_rescale: Number = option(0.0, "Rescaling of guidance.", ge=0, le=1, planned="switch", off=(0,))
     validation_num_inference_steps: Integer | None = option(None, "Sampling steps.", ge=1, default_note="of the family")
     validation_resolution: Sizes | None = option(
-        None, "N, WxH or a comma list; rendered at exactly this size.", default_note="of the family", form="text"
+        None,
+        "N, WxH or a comma-separated list; rendered at exactly this size.",
+        default_note="of the family",
+        form="text",
     )
     validation_num_video_frames: Integer | None = option(
         None, "Frames of a preview clip, 4k+1.", ge=1, default_note="of the family"
@@ -620,45 +625,43 @@ class ValidationConfig(Group):
     framerate: Integer | None = option(
         None, "Frames per second of clips.", aliases=("frame_rate",), ge=1, default_note="of the family"
     )
-    validation_using_datasets: Flag = option(False, "Start previews from pictures of a dataset.")
+    validation_using_datasets: Flag = option(False, "Use pictures of a dataset as conditions of previews.")
     eval_dataset_id: TextList | None = option(None, "The dataset (or list) those pictures come from.")
     validation_preview: Flag = option(False, "Webhook events while rendering; off without a webhook.", planned="detail")
-    validation_preview_steps: Integer = option(1, "How often.", ge=1, planned="detail")
+    validation_preview_steps: Integer = option(1, "Steps between these events.", ge=1, planned="detail")
     disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
     validation_disable: Flag = option(False, "No validation at all.")
-    validation_disable_unconditional: Flag = option(False, "No sample of the empty prompt.")
+    validation_disable_unconditional: Flag = option(False, "Do not render the empty prompt.")
     validation_on_startup: Flag = option(False, "Render when a run starts or resumes.")
-    validate_after_step: Integer = option(0, "Not before this step.", ge=0)
+    validate_after_step: Integer = option(0, "No validation before this step.", ge=0)
     num_validation_images: Integer = option(1, "Samples per prompt.", ge=1)
     num_eval_images: Integer = option(4, "Pictures taken from a dataset per validation.", ge=1)
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png", "File format of previews.")
     validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
         None,
-        "Sampler of previews; only those for flow models.",
+        "Sampler of previews; only flow-matching ones.",
         planned="switch",
         off=("euler",),
         default_note="the pipeline's",
     )
-    validation_torch_compile: Flag = option(
-        False, "Previews run the compiled blocks, too, where training compiles them."
-    )
+    validation_torch_compile: Flag = option(False, "Use compiled blocks in previews too, if training compiles them.")
 
 
 class EvaluationConfig(Group):
     """Evaluation"""
 
     eval_steps_interval: Integer | None = option(
-        None, "Loss on `num_eval_images` samples of each eval dataset when global_step is a multiple.", ge=1
+        None, "Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple.", ge=1
     )
     eval_epoch_interval: Number | None = option(None, "The same, in epochs; 0.5 is twice an epoch.", gt=0)
-    eval_timesteps: Integer = option(28, "Evenly spaced timesteps of the evaluation.", ge=1)
-    eval_dataset_pooling: Flag = option(False, "Also the mean over datasets.")
+    eval_timesteps: Integer = option(28, "Number of evenly spaced timesteps in the evaluation.", ge=1)
+    eval_dataset_pooling: Flag = option(False, "Also report the mean over datasets.")
     eval_loss_disable: Flag = option(False, "No evaluation loss.")
     evaluation_type: Literal["none", "clip"] = option("none", "Scoring of previews.", planned="switch")
 
     @property
     def measures_loss(self) -> bool:
-        """Whether there is an interval, and nothing that switches it off."""
+        """Whether an interval is set and evaluation is not disabled."""
         return not self.eval_loss_disable and (self.eval_steps_interval or self.eval_epoch_interval) is not None
 
 
@@ -680,29 +683,27 @@ class DatasetDefaults(Group):
     aspect_bucket_alignment: Alignment | None = option(
         None, "Pixel grid of bucket sizes.", default_note="of the family"
     )
-    caption_strategy: Literal[
-        "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
-    ] = option("filename", "Where captions come from.")  # fmt: skip
+    caption_strategy: CaptionStrategy = option("filename", "Where captions come from.")
     instance_prompt: Texts | None = option(None, "Text put before captions or used instead of them.")
     prepend_instance_prompt: Flag = option(False, "Put instance_prompt before each caption.")
     only_instance_prompt: Flag = option(False, "Use instance_prompt instead of captions.")
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
-    preserve_data_backend_cache: Flag = option(False, "Do not scan again for added files.")
+    preserve_data_backend_cache: Flag = option(False, "Do not look for added files.")
     ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
     metadata_update_interval: Integer = option(3600, "Accepted; the index is saved once, before training.", ge=60)
     disable_bucket_pruning: Flag = option(
-        False, "Keep a bucket too small for a batch; its batch is filled by repeating."
+        False, "Keep buckets that are too small for a batch, and fill the batch by repeating samples."
     )
-    allow_dataset_oversubscription: Flag = option(False, "Raise repeats where unset until a batch is full.")
-    override_dataset_config: Flag = option(False, "Accept a changed dataset without asking.")
+    allow_dataset_oversubscription: Flag = option(False, "If repeats is unset, raise it until a batch is full.")
+    override_dataset_config: Flag = option(False, "Accept a changed dataset without an error.")
     vae_cache_scan_behaviour: Literal["recreate", "sync"] = option(
-        "recreate", "Accepted; a latent that does not fit is made anew, under its own key."
+        "recreate", "Accepted; a latent that does not match is re-encoded, under its own key."
     )
     data_backend_sampling: Literal["auto-weighting", "uniform"] = option(
-        "auto-weighting", "Dataset choice by size x probability, or by probability alone."
+        "auto-weighting", "Choose datasets by size x probability, or by probability alone."
     )
     conditioning_multidataset_sampling: Literal["random", "combined"] = option(
-        "random", "One conditioning set per sample, or all of them."
+        "random", "Use one conditioning dataset per sample, or all of them."
     )
 
 
@@ -733,11 +734,11 @@ GROUPS: dict[str, type[Group]] = {
 }
 
 
-_families: dict[type[Group], None] = {}
+_families: dict[type[Group], None] = {}  # a set that keeps its order
 
 
 def declare_families(groups: Iterable[type[Group]]) -> None:
-    """Complete the schema with the groups of the model families; the registry does it when it is imported."""
+    """Add the groups of the model families to the schema; the registry does so when it is imported."""
     _families.update(dict.fromkeys(groups))
     all_options.cache_clear()
     option_names.cache_clear()
@@ -747,16 +748,16 @@ def family_groups() -> list[type[Group]]:
     """The groups that model families declare.
 
     Raises:
-        RuntimeError: the registry is not imported, so nobody could say what belongs to the schema.
+        RuntimeError: the registry has not been imported, so the schema is incomplete.
     """
     if not _families:
-        raise RuntimeError("the families' options are not declared; import simpletuner.models.registry before")
+        raise RuntimeError("the families' options are not declared; import simpletuner.models.registry first")
     return list(_families)
 
 
 @functools.cache
 def all_options() -> dict[str, Option]:
-    """Every key of config.json by its name, in the order of this page, those of the families last."""
+    """Every key of config.json by name, in the order of this module, those of the families last."""
     return {
         name: describe(name, group.__doc__ or "", field)
         for group in (*GROUPS.values(), *family_groups())
@@ -766,5 +767,5 @@ def all_options() -> dict[str, Option]:
 
 @functools.cache
 def option_names() -> dict[str, Option]:
-    """Every key of config.json by its name and by its aliases."""
+    """Every key of config.json by name and by alias."""
     return {name: option for option in all_options().values() for name in (option.name, *option.aliases)}

@@ -1,4 +1,4 @@
-"""What makes a step faster, decided from `speed` and the single switches. No torch here."""
+"""Resolve `speed` and the individual speed switches. Free of torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AttentionPackage:
     function: str
 
 
-# What says how blocks are compiled, where they are.
+# Keys that have an effect only if blocks are compiled.
 COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "validation_torch_compile")
 ATTENTION_PACKAGES = {
     "flash-attn-2": AttentionPackage("flash-attn", "flash_attn", "flash_attn_func"),
@@ -35,27 +35,27 @@ ATTENTION_PACKAGES = {
 
 
 def uses(switch: bool | None, config: SpeedConfig) -> bool:
-    """A single switch, or what `speed` says where it is unset."""
+    """An individual switch, or the value that `speed` implies if it is unset."""
     return config.speed == "auto" if switch is None else switch
 
 
 def plain_math(config: SpeedConfig) -> bool:
-    """Whether blocks run as plain arithmetic instead of their diffusers code."""
+    """Whether blocks run our plain arithmetic instead of diffusers' code."""
     return uses(config.speed_plain_math, config)
 
 
 def keeps_attention(config: SpeedConfig) -> bool:
-    """Whether checkpointing keeps the results of self-attentions."""
+    """Whether activation checkpointing keeps the results of self-attention."""
     return plain_math(config) and uses(config.speed_keep_attention, config)
 
 
 def bf16_modulation(config: SpeedConfig) -> bool:
-    """Whether frozen modulation weights are stored as bf16 where that loses nothing."""
+    """Whether frozen modulation weights are stored as bf16 if that is lossless."""
     return uses(config.speed_bf16_modulation, config)
 
 
 def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> str | None:
-    """The backend of torch.compile, None for none: unless the key is set, inductor on CUDA, with what it needs."""
+    """The torch.compile backend, or None; by default inductor on CUDA, if a compiler and triton are available."""
     if launch.dynamo_backend is not None:
         return None if launch.dynamo_backend == "no" else launch.dynamo_backend
     able = device == "cuda" and has_compiler() and importlib.util.find_spec("triton") is not None
@@ -63,7 +63,7 @@ def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> s
 
 
 def graph_key(launch: LaunchConfig) -> str | None:
-    """The key that asks for CUDA graphs, None where none are asked for. They work at fixed addresses alone."""
+    """The key that enables CUDA graphs, or None. A graph replays fixed addresses, so nothing it uses may move."""
     if launch.dynamo_backend == "no":
         return None
     if launch.dynamo_mode in GRAPH_MODES:
@@ -72,7 +72,7 @@ def graph_key(launch: LaunchConfig) -> str | None:
 
 
 def has_compiler() -> bool:
-    """Whether there is a C compiler, which inductor needs for a CPU and for the launchers of its GPU kernels."""
+    """Whether there is a C compiler, which inductor needs on a CPU and for the launchers of its GPU kernels."""
     named = (os.environ.get("CC", ""), os.environ.get("CXX", ""))
     return any(name and shutil.which(name) for name in (*named, "cc", "gcc", "clang", "g++"))
 
@@ -80,9 +80,9 @@ def has_compiler() -> bool:
 def check_speed(
     config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig, is_explicit: Callable[[str], bool]
 ) -> Iterator[Problem]:
-    """Switches that contradict each other, and packages that are missing."""
+    """Report contradicting switches and missing packages."""
     if config.speed_keep_attention and not plain_math(config):
-        message = "has no effect: it keeps the attention of the blocks that speed_plain_math makes."
+        message = "has no effect without speed_plain_math, whose blocks it applies to."
         yield Problem("speed_keep_attention", message, fatal=False)
     elif config.speed_keep_attention and not precision.gradient_checkpointing:
         yield Problem("speed_keep_attention", "has no effect: gradient_checkpointing is off.", fatal=False)
@@ -91,30 +91,30 @@ def check_speed(
 
 
 def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
-    """The attention kernel: there, able to train, and used."""
+    """Check that the attention kernel is installed, can train and is used."""
     package = ATTENTION_PACKAGES.get(mechanism)
     if package is not None and importlib.util.find_spec(package.module.partition(".")[0]) is None:
         message = f"{mechanism!r} needs the package {package.name}, which is not installed: pip install {package.name}"
         yield Problem("attention_mechanism", message)
     elif package is not None and not plain_math(config):
-        message = f"{mechanism!r} needs speed_plain_math: diffusers' own blocks keep torch's attention."
+        message = f"{mechanism!r} needs speed_plain_math: diffusers' own blocks use torch's attention."
         yield Problem("attention_mechanism", message)
     if mechanism == "sageattention":
         yield Problem("attention_mechanism", "'sageattention' has no backward pass and cannot train; use diffusers.")
     if mechanism == "flex":
-        message = "'flex' is for block-sparse attention; dense attention stays with torch's kernel, as with diffusers."
+        message = "'flex' is for block-sparse attention; dense attention uses torch's kernel, as with diffusers."
         yield Problem("attention_mechanism", message, fatal=False)
 
 
 def check_compile(config: SpeedConfig, launch: LaunchConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
-    """The keys of torch.compile."""
+    """Check the keys of torch.compile."""
     backend, mode = launch.dynamo_backend, launch.dynamo_mode
     if backend == "no" or (backend is None and config.speed == "reference"):
-        reason = "dynamo_backend is 'no'" if backend else "with speed 'reference' blocks compile only by dynamo_backend"
+        reason = "dynamo_backend is 'no'" if backend else "speed is 'reference' and dynamo_backend is not set"
         for key in filter(is_explicit, COMPILE_KEYS):
             yield Problem(key, f"has no effect: {reason}.", fatal=False)
     if backend == "inductor" and not has_compiler():
-        yield Problem("dynamo_backend", "'inductor' needs a C compiler, and there is none (cc, gcc, clang or CC).")
+        yield Problem("dynamo_backend", "'inductor' needs a C compiler, and none was found (cc, gcc, clang or CC).")
     if mode is not None and mode not in COMPILE_MODES:
         hint = did_you_mean(mode, COMPILE_MODES)
         yield Problem("dynamo_mode", f"{mode!r} is not one of {', '.join(COMPILE_MODES)}.{hint}")

@@ -1,4 +1,4 @@
-"""Token routes (TREAD) as they are written in `tread_config`, and as numbers of blocks. Free of torch."""
+"""Token routes (TREAD): the value of `tread_config`, and the blocks it refers to. Free of torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KEY = "tread_config"
 
 @dataclass(frozen=True)
 class Route:
-    """A window of blocks that some of the tokens pass by.
+    """A range of blocks that some of the tokens skip.
 
     Attributes:
-        ratio: share of the tokens that are left out, from 0 up to but not including 1.
-        first, last: the blocks at the edges of the window, both of them in it; negative numbers count from the end.
+        ratio: share of the tokens that skip the blocks, at least 0 and below 1.
+        first, last: the first and the last block of the range, inclusive; negative numbers count from the end.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -31,13 +31,13 @@ class Route:
     last: Annotated[Integer, Field(alias="end_layer_idx")]
 
     def among(self, blocks: int) -> Route:
-        """The same window with both edges counted from the start, of so many blocks."""
+        """The same range in a model of `blocks` blocks, both ends counted from the start."""
         first, last = (edge + blocks if edge < 0 else edge for edge in (self.first, self.last))
         return replace(self, first=first, last=last)
 
     @property
     def written(self) -> str:
-        """The edges as they are in the file."""
+        """The ends of the range as in the config."""
         return f"{self.first} to {self.last}"
 
 
@@ -51,27 +51,27 @@ Routes = Annotated[RouteGroup, BeforeValidator(parse_json_text)]
 
 
 def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-    """Whether windows lie within the blocks of a model, begin before they end and do not overlap.
+    """Check that ranges are within the model's blocks, start before they end and do not overlap.
 
     Args:
-        blocks: how many there are; None while the checkpoint is not on this machine. Edges that count from
-            different ends cannot be compared then.
+        blocks: number of blocks; None if the checkpoint is not on this machine. Ends that count from different ends
+            of the model cannot be compared then.
     """
-    inside: list[tuple[Route, Route]] = []  # as counted from the start, and as written
+    inside: list[tuple[Route, Route]] = []  # counted from the start, and as written
     for route in routes:
         if blocks is None:
             if (route.first < 0) == (route.last < 0) and route.first > route.last:
-                yield _problem(f"the route from {route.written} starts behind its end.")
+                yield _problem(f"the route from {route.written} starts after its end.")
             continue
         outside = [edge for edge in (route.first, route.last) if not -blocks <= edge < blocks]
         if outside:
-            message = f"the model has {blocks} blocks, so an edge is between {-blocks} and {blocks - 1}, not {{}}."
+            message = f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1}, not {{}}."
             yield from (_problem(message.format(edge)) for edge in dict.fromkeys(outside))
             continue
         counted = route.among(blocks)
         if counted.first > counted.last:
             ends = f"(block {counted.first} of {blocks} to block {counted.last})"
-            yield _problem(f"the route from {route.written} {ends} starts behind its end.")
+            yield _problem(f"the route from {route.written} {ends} starts after its end.")
             continue
         inside.append((counted, route))
     inside.sort(key=lambda pair: pair[0].first)
@@ -82,17 +82,17 @@ def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Proble
 
 
 def count_kept(ratio: float, units: int) -> int:
-    """How many of the units of a sample a route keeps: `(1 - ratio) * units`, rounded, at least 1."""
+    """How many of a sample's units a route keeps: `(1 - ratio) * units`, rounded, at least 1."""
     return max(1, round((1 - ratio) * units))
 
 
 def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int) -> tuple[int, ...]:
-    """How many tokens of a sample each block computes on, empty where every block has all of them.
+    """How many tokens of a sample each block processes; empty if every block processes all of them.
 
-    Protected tokens beyond a route's share are not counted. An edge that the model does not have is passed over.
+    Protected tokens beyond a route's share are not counted. Block indices that the model does not have are ignored.
 
     Args:
-        unit: how many tokens are kept or left out together.
+        unit: how many tokens are kept or dropped together.
     """
     counts = [tokens] * blocks
     for route in (each.among(blocks) for each in routes):

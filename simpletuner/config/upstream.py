@@ -1,4 +1,4 @@
-"""Keys that other trainers have and this one does not: what to do instead."""
+"""Keys of other trainers that do not exist here, and what to use instead."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 from simpletuner.config.option import FALSE_WORDS
 from simpletuner.errors import Problem
 
-# Values with which a key asks for nothing.
+# Values that switch a key off.
 OFF = frozenset({"", "none", "null", "0", "0.0", "[]", "{}"}) | FALSE_WORDS
 
-FLOW = "all families here are flow models; flow_* keys decide about their schedule"
-LAUNCHER = "this program starts without a launcher; num_processes and mixed_precision are keys of the config"
-DISTILL = "distillation is not part of this program"
-CONTROL = "control models are not part of this program; conditioning datasets give i2i flavours their sources"
+FLOW = "all families here are flow models; flow_* keys control their schedule"
+LAUNCHER = "this program needs no launcher; num_processes and mixed_precision are keys of the config"
+DISTILL = "distillation is not supported"
+CONTROL = "control models are not supported; conditioning datasets give i2i flavours their source pictures"
 
-# The nearest way, ready to follow "is not a key here:".
+# The alternative, worded to follow "is not a key here:".
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("controlnet", "control", "controlnet_model_name_or_path", "controlnet_custom_config"), CONTROL),
     **dict.fromkeys(("prediction_type", "rescale_betas_zero_snr", "timestep_bias_strategy", "noise_scheduler"), FLOW),
     **dict.fromkeys(("training_scheduler_timestep_spacing", "inference_scheduler_timestep_spacing"), FLOW),
     **dict.fromkeys(("diff2flow_enabled",), FLOW),
     **dict.fromkeys(("snr_weight", "use_soft_min_snr", "soft_min_snr_sigma_data", "min_snr_gamma"),
-                    "weighting by signal-to-noise ratio means nothing for flow models"),
+                    "weighting by signal-to-noise ratio does not apply to flow models"),
     **dict.fromkeys(("deepspeed_config", "deepspeed", "zero_stage"),
-                    "DeepSpeed is not supported; enable_group_offload or offload auto fit a large model"),
+                    "DeepSpeed is not supported; use enable_group_offload or offload auto for large models"),
     **dict.fromkeys(("accelerate_config", "accelerate_extra_args"), LAUNCHER),
     **dict.fromkeys(("distillation_method", "distillation_config", "twinflow_enabled", "lcm_enabled"), DISTILL),
     **dict.fromkeys(("train_text_encoder", "text_encoder_lr", "text_encoder_learning_rate"),
@@ -34,7 +34,7 @@ INSTEAD: Mapping[str, str] = {
                     "attention_mechanism chooses the kernel"),
     **dict.fromkeys(("enable_cpu_offload", "sequential_cpu_offload"), "enable_group_offload streams frozen weights"),
     **dict.fromkeys(("instance_data_dir", "train_data_dir", "dataset_name", "image_column", "caption_column"),
-                    "datasets stand in the file that data_backend_config names"),
+                    "datasets are defined in the file that data_backend_config names"),
     **dict.fromkeys(("network_dim", "rank"), "lora_rank is the rank of a LoRA"),
     **dict.fromkeys(("network_alpha",), "lora_alpha is the alpha of a LoRA"),
     **dict.fromkeys(("batch_size",), "train_batch_size is the number of samples per micro-step"),
@@ -42,10 +42,10 @@ INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("max_steps", "steps"), "max_train_steps is the number of optimizer steps"),
     **dict.fromkeys(("lr",), "learning_rate is the peak rate"),
     **dict.fromkeys(("freeu", "ip_adapter", "refiner_training", "segmoe", "musubi_blocks_to_swap", "ramtorch"),
-                    "it is not part of this program; for memory see enable_group_offload"),
+                    "it is not supported; to save memory see enable_group_offload"),
     **dict.fromkeys(("tlora", "twinflow", "self_flow", "flowdpo", "crepa_self_flow", "layer_freeze_strategy",
                      "offset_noise", "fused_qkv_projections", "fuse_qkv_projections", "vae_tiling"),
-                    "it is not part of this program"),
+                    "it is not supported"),
     **dict.fromkeys(("allow_tf32",), "disable_tf32 is the switch"),
     **dict.fromkeys(("hub_token",), "log in with `hf auth login` or set HF_TOKEN"),
     **dict.fromkeys(("wandb_api_key",), "log in with `wandb login` or set WANDB_API_KEY"),
@@ -53,9 +53,9 @@ INSTEAD: Mapping[str, str] = {
 
 
 def about(written: str, key: str, value: Any, source: str) -> Problem | None:
-    """What to say about a key of another trainer; None where it is not known as one.
+    """The problem for a key of another trainer; None for any other key.
 
-    A value that switches nothing on is no error: the run is the one that was asked for.
+    A value that switches nothing on is not an error, since the run is what the user wants.
     """
     if key not in INSTEAD:
         return None

@@ -59,7 +59,7 @@ def law_quantiles(shares: Tensor, flow: FlowConfig) -> Tensor:
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
-    """`k s / (1 + (k - 1) s)`: k > 1 moves the schedule towards noise, k = 1 changes nothing; 0 and 1 are fixed points."""
+    """`k s / (1 + (k - 1) s)`: k > 1 shifts the schedule towards noise, k = 1 is the identity; 0 and 1 are fixed."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 

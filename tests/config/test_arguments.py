@@ -61,7 +61,7 @@ def test_what_is_no_setting_is_told(token: str) -> None:
 def test_a_selector_needs_a_name() -> None:
     problems: list[Problem] = []
     parse_arguments(["--env"], problems)
-    assert [str(each) for each in problems] == ["--env: needs a name after it."]
+    assert [str(each) for each in problems] == ["--env: needs a value after it."]
 
 
 def test_more_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

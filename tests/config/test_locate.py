@@ -133,7 +133,7 @@ def test_a_packaged_example_by_its_two_names() -> None:
 def test_an_unknown_example_is_told_with_the_names() -> None:
     names = ", ".join(example_names())
     assert refusal(example="dmo") == (
-        f"example: 'dmo' is not a packaged example. There are: {names}. Did you mean 'demo'?"
+        f"example: 'dmo' is not a packaged example. Available: {names}. Did you mean 'demo'?"
     )
     assert "not a packaged example" in refusal(example="../examples/demo")
     assert "not a packaged example" in refusal(env="examples/")

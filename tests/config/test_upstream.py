@@ -35,8 +35,8 @@ def test_a_feature_that_is_off_is_no_error(value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("controlnet", True, "control models are not part of this program"),
-        ("--deepspeed-config", "zero2.json", "DeepSpeed is not supported; enable_group_offload"),
+        ("controlnet", True, "control models are not supported"),
+        ("--deepspeed-config", "zero2.json", "DeepSpeed is not supported; use enable_group_offload"),
         ("prediction_type", "v_prediction", "all families here are flow models"),
         ("rank", 8, "lora_rank is the rank of a LoRA"),
     ],

@@ -46,7 +46,7 @@ def test_what_cannot_be_had(
     workspace.write_config(**{key: name})
     problem = complaint(workspace, capsys)
     assert problem.startswith(f"{key}: '{name}' cannot be used: ")
-    assert problem.endswith(f"; {instead} is the nearest that can.")
+    assert problem.endswith(f"; the nearest supported value is {instead}.")
 
 
 @pytest.mark.parametrize(("name", "module", "extra"), PACKAGES)

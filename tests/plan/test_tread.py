@@ -55,10 +55,10 @@ def test_the_guides_route() -> None:
         ({"routes": [{**GOOD, "selection_ratio": None}]}, "routes[0].selection_ratio: None is not a number"),
         ({"routes": [{**GOOD, "end_layer_idx": 1.5}]}, "routes[0].end_layer_idx: 1.5 is not a whole number"),
         ({"routes": [{**GOOD, "end_layer_idx": 10**30}]}, "routes[0].end_layer_idx"),
-        ({"routes": [route(0, 32)]}, "the model has 32 blocks, so an edge is between -32 and 31, not 32."),
+        ({"routes": [route(0, 32)]}, "the model has 32 blocks, so an index is between -32 and 31, not 32."),
         ({"routes": [route(-33, 1)]}, "not -33"),
-        ({"routes": [route(5, 4)]}, "the route from 5 to 4 (block 5 of 32 to block 4) starts behind its end"),
-        ({"routes": [route(31, -2)]}, "the route from 31 to -2 (block 31 of 32 to block 30) starts behind its end"),
+        ({"routes": [route(5, 4)]}, "the route from 5 to 4 (block 5 of 32 to block 4) starts after its end"),
+        ({"routes": [route(31, -2)]}, "the route from 31 to -2 (block 31 of 32 to block 30) starts after its end"),
         ({"routes": [route(20, -1), route(0, -12)]}, "the routes from 0 to -12 and 20 to -1 overlap (block 20)"),
         ({"routes": [route(2, 9), route(4, 5)]}, "the routes from 2 to 9 and 4 to 5 overlap (blocks 4 and on)"),
     ],
@@ -70,7 +70,7 @@ def test_what_is_refused(value: Any, words: str) -> None:
 
 def test_without_the_checkpoint_only_what_can_be_known() -> None:
     assert told({"routes": [route(2, -2), route(100, 200)]}, None) == []
-    assert "starts behind" in told({"routes": [route(-2, -3)]}, None)[0]
+    assert "starts after" in told({"routes": [route(-2, -3)]}, None)[0]
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -96,5 +96,5 @@ def test_a_model_that_is_fetched_later_is_checked_then(
     workspace.write_config(tread_config={"routes": [route(0, 2)]}, i_know_what_i_am_doing=True)
     found = complaints(workspace, capsys, "train")
     assert there, "the plan had no objection"
-    assert found == ["tread_config: the model has 2 blocks, so an edge is between -2 and 1, not 2."]
+    assert found == ["tread_config: the model has 2 blocks, so an index is between -2 and 1, not 2."]
     assert not workspace.path("output/cache").exists()
