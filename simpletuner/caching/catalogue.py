@@ -205,13 +205,12 @@ class Catalogue:
         """All latents that training in an epoch reads: of the samples and of their conditions."""
         samples = (sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples)
         found = (entry for sample in samples for entry in (self.latent(sample), self.condition(sample)))
-        return list({(entry.key, entry.folder): entry for entry in found if entry is not None}.values())
+        return _distinct(entry for entry in found if entry is not None)
 
     def features_of(self, datasets: Iterable[Dataset], epoch: int, kinds: Iterable[FeatureKind]) -> list[FeatureEntry]:
         """All features that training in an epoch reads."""
         samples = [sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples]
-        found = (self.feature(kind, sample) for kind in kinds for sample in samples)
-        return list({(entry.key, entry.folder): entry for entry in found}.values())
+        return _distinct(self.feature(kind, sample) for kind in kinds for sample in samples)
 
     def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> list[TextEntry]:
         """All embeddings that training in an epoch reads.
@@ -220,13 +219,18 @@ class Catalogue:
             with_empty: include the empty caption, which caption dropout substitutes; once per source picture if the
                 prompt contains one.
         """
-        entries = {}
-        for dataset in datasets:
-            for sample in dataset.at_epoch(epoch).samples:
-                for caption in (*sample.captions, "") if with_empty else sample.captions:
-                    entry = self.text(sample.dataset_id, caption, sample.partner, sample.full_name)
-                    entries[(entry.key, entry.folder)] = entry
-        return list(entries.values())
+        empty = ("",) if with_empty else ()
+        return _distinct(
+            self.text(sample.dataset_id, caption, sample.partner, sample.full_name)
+            for dataset in datasets
+            for sample in dataset.at_epoch(epoch).samples
+            for caption in (*sample.captions, *empty)
+        )
+
+
+def _distinct(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
+    """Entries without duplicates: samples may share a picture or a caption."""
+    return list({(entry.key, entry.folder): entry for entry in entries}.values())
 
 
 def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:

@@ -73,8 +73,9 @@ def fill_texts(
     encode = ShrinkingEncoder(_text_batch(encoder), lambda: False, lambda entry: entry.source, TEXT_ADVICE)
     notes = []
     writes: list[Future[None]] = []
+    ordered, size = _long_ones_first(entries), config.text_encoder_batch_size
     with ThreadPoolExecutor(WRITERS) as writers:
-        for group in _chunks(_long_ones_first(entries), config.text_encoder_batch_size):
+        for group in (ordered[start : start + size] for start in range(0, len(ordered), size)):
             for entry, embeds in zip(group, encode(group), strict=True):
                 writes.append(writers.submit(_write, entry, embeds, encode.at_once(group)))
                 cut = encoder.truncated(entry.caption)
@@ -100,7 +101,9 @@ def fill_latents(
     if not entries:
         return {}
     encoder = load()
-    encode = ShrinkingEncoder(_latent_batch(encoder), encoder.use_less_memory, _described, _latent_advice(config))
+    encode = ShrinkingEncoder(
+        _latent_batch(encoder), encoder.use_less_memory, lambda decoded: _describe(decoded[0].sample), _advice(config)
+    )
     failures: dict[tuple[str, str], str] = {}
     writes: list[Future[None]] = []
     with _decoding_threads(config) as decoders, ThreadPoolExecutor(WRITERS) as writers:
@@ -163,11 +166,7 @@ def _latent_batch(encoder: LatentEncoder) -> Callable[[Sequence[Decoded]], list[
     return encode
 
 
-def _described(decoded: Decoded) -> str:
-    return _described_sample(decoded[0].sample)
-
-
-def _described_sample(sample: Sample) -> str:
+def _describe(sample: Sample) -> str:
     width, height = sample.geometry.size
     length = f"@{sample.frames}" if sample.frames > 1 else ""
     return f"{sample.full_name} ({width}x{height}{length})"
@@ -176,7 +175,7 @@ def _described_sample(sample: Sample) -> str:
 TEXT_ADVICE = "These need less memory: group_offload_text_encoder, tokenizer_max_length."
 
 
-def _latent_advice(config: CachingConfig) -> str:
+def _advice(config: CachingConfig) -> str:
     tiles = "" if config.vae_enable_tiling else ", vae_enable_tiling (tiles change latents slightly at their seams)"
     less = f"At the same size, these need less memory: group_offload_vae{tiles}."
     return f"A smaller resolution or fewer frames of a clip (video.num_frames) help. {less}"
@@ -224,7 +223,7 @@ def _batches(
             continue
         except MemoryError as error:
             less = "lower max_workers and image_processing_batch_size"
-            raise UserError(f"{_described_sample(entry.sample)}: not enough memory to decode it; {less}.") from error
+            raise UserError(f"{_describe(entry.sample)}: not enough memory to decode it; {less}.") from error
         if group and group[0][1].shape != array.shape:
             yield group
             group = []
@@ -332,10 +331,6 @@ def _long_ones_first(entries: Sequence[TextEntry]) -> list[TextEntry]:
         return -width, -height, -len(entry.caption)
 
     return sorted(entries, key=order)
-
-
-def _chunks(entries: Sequence[TextEntry], size: int) -> Iterator[Sequence[TextEntry]]:
-    return (entries[start : start + size] for start in range(0, len(entries), size))
 
 
 @contextmanager

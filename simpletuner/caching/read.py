@@ -57,22 +57,19 @@ class BatchReader:
         return self._batch([sample], [self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))])
 
     def _batch(self, samples: Sequence[Sample], embeds: list[TextEmbeds]) -> Batch:
-        conditions = [self.catalogue.condition(sample) for sample in samples]
+        # Either all samples of a dataset have a condition or none has.
+        found = [entry for sample in samples if (entry := self.catalogue.condition(sample)) is not None]
         return Batch(
             latents=torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples]),
             embeds=embeds,
             names=[sample.full_name for sample in samples],
             dataset_id=samples[0].dataset_id,
-            condition=self._stacked([entry for entry in conditions if entry is not None]),
+            condition=torch.stack([self._latents(entry) for entry in found]) if found else None,
         )
 
     def read_text(self, entry: TextEntry) -> TextEmbeds:
         """The embeddings of an entry."""
         return self._read(entry)
-
-    def _stacked(self, entries: Sequence[LatentEntry]) -> Tensor | None:
-        """`B C F H W`, or None for a batch without conditions; either all samples of a dataset have one or none has."""
-        return torch.stack([self._latents(entry) for entry in entries]) if entries else None
 
     def _latents(self, entry: LatentEntry) -> Tensor:
         return self._read(entry)["latents"]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.entry import (
-    Entry,
     entry_path,
     find_entry,
     list_keys,
@@ -53,7 +52,7 @@ class CacheStore:
             KeyError: there is no such entry.
             DamagedEntryError: it is not what was written.
         """
-        return safetensors.torch.load(self._verified(key).blob)
+        return safetensors.torch.load(read_entry(self._path(key), key).blob)
 
     def write(self, key: str, tensors: Mapping[str, Tensor], provenance: dict[str, str]) -> None:
         """Write an entry, or replace the one of that key.
@@ -87,14 +86,11 @@ class CacheStore:
             KeyError: there is no such entry.
             DamagedEntryError: it is not what was written.
         """
-        self._verified(key)
+        read_entry(self._path(key), key)
 
     def remove(self, key: str) -> None:
         """Delete an entry if it exists."""
         entry_path(self.folder, key).unlink(missing_ok=True)
-
-    def _verified(self, key: str) -> Entry:
-        return read_entry(self._path(key), key)
 
     def _path(self, key: str) -> Path:
         path = find_entry(self.folder, key)

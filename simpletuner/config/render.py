@@ -94,11 +94,8 @@ def _variable_table() -> Iterator[str]:
     yield "|---|---|---|"
     for variable in VARIABLES:
         names = ", ".join(f"`{name}`" for name in variable.names)
-        yield f"| {names} | {variable.default} | {_cell(_variable_meaning(variable))} |"
-
-
-def _variable_meaning(variable: Variable) -> str:
-    return f"{variable.meaning} (Read by {variable.reader}.)" if variable.reader else variable.meaning
+        reader = f" (Read by {variable.reader}.)" if variable.reader else ""
+        yield f"| {names} | {variable.default} | {_cell(variable.meaning + reader)} |"
 
 
 def _value(value: Any) -> str:

@@ -170,7 +170,8 @@ class _Builder:
         # A missing folder has been reported; without it nothing can be said about pairs.
         partners = [self.partners_of(link) for link in links if self.folder(link).is_there]
         captions = self.caption_source(entry, folder)
-        if rules is None or not self._can_place(entry, rules.aspects):
+        # closest and random without a list cannot place anything; that has been reported.
+        if rules is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not rules.aspects):
             return None
         dataset = Dataset(
             config=entry,
@@ -196,10 +197,6 @@ class _Builder:
         model_rate = self.context.spec.frame_rate
         if dataset.clips is not None and model_rate is not None:
             check_frame_rate(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate, self.problems)
-
-    def _can_place(self, entry: DatasetConfig, aspects: Sequence[object]) -> bool:
-        """closest and random without a list cannot place anything; that has been reported."""
-        return bool(aspects) or not entry.crop or entry.crop_aspect in ("square", "preserve")
 
     def _fill(self, dataset: Dataset, folder: Folder, captions: CaptionSource) -> Dataset:
         """Add a sample or a rejection for each undamaged file."""

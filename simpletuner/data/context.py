@@ -104,15 +104,8 @@ class DataContext:
             cache_dir_vae=str(self.latent_root / _folder_name(config.id)),
             vae_cache_clear_each_epoch=_has_random_crops(config) and config.dataset_type != "eval",
         )
-        update: dict[str, Any] = {
-            key: str(Path(value).expanduser())
-            for key, value in (
-                ("instance_data_dir", filled.instance_data_dir),
-                ("cache_dir", filled.cache_dir),
-                ("cache_dir_vae", filled.cache_dir_vae),
-            )
-            if value
-        }
+        folders = filled.model_dump(include={"instance_data_dir", "cache_dir", "cache_dir_vae"})
+        update: dict[str, Any] = {key: str(Path(value).expanduser()) for key, value in folders.items() if value}
         update |= {
             key: self.spec.defaults[key]
             for key in ("resolution", "aspect_bucket_alignment")
