@@ -278,7 +278,7 @@ def _decode(sample: Sample) -> np.ndarray:
         _check_same(sample, hashlib.sha256(data).hexdigest())
         return media.fit(media.decode(data), sample.geometry)[None]
     try:
-        return clips.surely(lambda: _frames(sample, clip))
+        return clips.retry_once(lambda: _frames(sample, clip))
     finally:  # afterwards, since readers open a clip by name: what was read must be what is hashed
         _check_same(sample, files.content_hash(sample.path))
 

@@ -19,7 +19,7 @@ from simpletuner.config import schema
 from simpletuner.config.json_files import json_kind, read_json, same_value
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
 from simpletuner.config.option import Group
-from simpletuner.config.upstream import about
+from simpletuner.config.upstream import foreign_key_problem
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
 
@@ -172,7 +172,7 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
         hide_secrets({key: raw})
         if key not in names:
             unknown = Problem(written, f"{unknown_key(key, list(names))} ({layer.label})")
-            problems.append(about(written, key, raw, layer.label) or unknown)
+            problems.append(foreign_key_problem(written, key, raw, layer.label) or unknown)
             continue
         name = names[key].name
         value = expand_environment(raw, name, problems, secret=names[key].may_hold_secret)

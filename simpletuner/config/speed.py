@@ -34,24 +34,24 @@ ATTENTION_PACKAGES = {
 }
 
 
-def uses(switch: bool | None, config: SpeedConfig) -> bool:
+def is_enabled(switch: bool | None, config: SpeedConfig) -> bool:
     """An individual switch, or the value that `speed` implies if it is unset."""
     return config.speed == "auto" if switch is None else switch
 
 
 def plain_math(config: SpeedConfig) -> bool:
     """Whether blocks run our plain arithmetic instead of diffusers' code."""
-    return uses(config.speed_plain_math, config)
+    return is_enabled(config.speed_plain_math, config)
 
 
 def keeps_attention(config: SpeedConfig) -> bool:
     """Whether activation checkpointing keeps the results of self-attention."""
-    return plain_math(config) and uses(config.speed_keep_attention, config)
+    return plain_math(config) and is_enabled(config.speed_keep_attention, config)
 
 
 def bf16_modulation(config: SpeedConfig) -> bool:
     """Whether frozen modulation weights are stored as bf16 if that is lossless."""
-    return uses(config.speed_bf16_modulation, config)
+    return is_enabled(config.speed_bf16_modulation, config)
 
 
 def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> str | None:

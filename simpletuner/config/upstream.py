@@ -52,7 +52,7 @@ INSTEAD: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def about(written: str, key: str, value: Any, source: str) -> Problem | None:
+def foreign_key_problem(written: str, key: str, value: Any, source: str) -> Problem | None:
     """The problem for a key of another trainer; None for any other key.
 
     A value that switches nothing on is not an error, since the run is what the user wants.

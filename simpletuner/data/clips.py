@@ -37,7 +37,7 @@ ColorMatrix = Literal["bt601", "bt709"]
 # Seconds. Containers round times to milliseconds or to 1/600 s, so a frame may appear to start this much late.
 TOLERANCE = 0.002
 # If the next frame starts within this time, it is taken instead of repeating the current one.
-RELUCTANCE = 3 * TOLERANCE
+REPEAT_TOLERANCE = 3 * TOLERANCE
 # Seconds that may be missing at the end before a clip counts as truncated: headers are not exact.
 MISSING_SECONDS = 0.25
 # Relative. NTSC video runs at 1000/1001 of its nominal rate, so 23.976 and 24 frames a second are the same rate.
@@ -100,7 +100,7 @@ def stays(moment: float, following: float, *, taken: bool) -> bool:
     Args:
         taken: it has been taken before; it is repeated only if the next one is not due soon.
     """
-    return moment + (RELUCTANCE if taken else TOLERANCE) < following
+    return moment + (REPEAT_TOLERANCE if taken else TOLERANCE) < following
 
 
 def shown_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:
@@ -127,7 +127,7 @@ def probe_clip(path: Path) -> ClipFacts:
     """
     from simpletuner.data import av_reader  # imported late, so that runs on pictures start without it
 
-    return surely(lambda: av_reader.probe(path))
+    return retry_once(lambda: av_reader.probe(path))
 
 
 def frames_of(path: Path, frames: int, rate: float, clip: ClipFacts) -> Iterator[NDArray[np.uint8]]:
@@ -154,7 +154,7 @@ def frames_of(path: Path, frames: int, rate: float, clip: ClipFacts) -> Iterator
         yield from av_reader.read(path, moments[done:], clip.matrix)
 
 
-def surely(attempt: Callable[[], T]) -> T:
+def retry_once(attempt: Callable[[], T]) -> T:
     """Call `attempt` again if it fails: a clip counts as damaged only if decoding it fails twice.
 
     The readers do not tell damaged data from a failing device.

@@ -53,7 +53,7 @@ def read(path: Path, most: int) -> bytes:
         DeviceError: the disk or network failed every time.
     """
     check_regular(path, most)
-    return steadily(path, path.read_bytes)
+    return with_retries(path, path.read_bytes)
 
 
 def content_hash(path: Path) -> str:
@@ -67,7 +67,7 @@ def content_hash(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    return steadily(path, hashed)
+    return with_retries(path, hashed)
 
 
 def check_regular(path: Path, most: int) -> tuple[int, int]:
@@ -76,7 +76,7 @@ def check_regular(path: Path, most: int) -> tuple[int, int]:
     Raises:
         UnreadableError, DeviceError: as in `read`.
     """
-    status = steadily(path, path.stat)
+    status = with_retries(path, path.stat)
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableError("is not a regular file but a folder, a pipe, a socket or a device")
     if status.st_size > most:
@@ -84,7 +84,7 @@ def check_regular(path: Path, most: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def steadily(path: Path, attempt: Callable[[], T]) -> T:
+def with_retries(path: Path, attempt: Callable[[], T]) -> T:
     """Call `attempt`, which reads `path`, and retry after device errors.
 
     Raises:

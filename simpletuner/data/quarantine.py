@@ -23,7 +23,7 @@ FOLDER_NAME = "quarantine"
 REASONS_NAME = "reasons.jsonl"
 
 
-def unwelcome(dataset: Dataset) -> list[Rejected]:
+def files_to_move(dataset: Dataset) -> list[Rejected]:
     """The files that the dataset's entry asks to quarantine."""
     reasons: set[Reason] = set()
     if dataset.config.delete_problematic_images:

@@ -20,7 +20,7 @@ from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_d
 from simpletuner.data.checks import check_amount
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import without_damaged
-from simpletuner.data.quarantine import quarantine, unwelcome
+from simpletuner.data.quarantine import files_to_move, quarantine
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.offload.attach import offload_layers
@@ -246,7 +246,7 @@ def complete_catalogue(plan: Plan) -> Catalogue:
 def quarantine_rejected(plan: Plan) -> None:
     """Move files that the plan found damaged (or outside the limits) away, where the user asked for it."""
     for dataset in plan.datasets:
-        files = unwelcome(dataset)
+        files = files_to_move(dataset)
         if files and dataset.config.instance_data_dir:
             quarantine(Path(dataset.config.instance_data_dir).expanduser(), files, plan.output_dir)
 

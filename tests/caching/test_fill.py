@@ -235,5 +235,5 @@ def test_a_change_that_leaves_size_and_time_is_seen_by_the_next_start(
     for entry in workspace.path("output/cache/vae").rglob("*.zst"):
         entry.unlink()
     assert workspace.run("cache", "fill") == 2
-    assert "p1.bmp was changed" in capsys.readouterr().err
+    assert "p1.bmp has changed" in capsys.readouterr().err
     assert workspace.run("cache", "fill") == 0

@@ -43,7 +43,11 @@ def found(**settings: Any) -> dict[str, list[str]]:
 )
 def test_switches_follow_speed_unless_set(settings: dict[str, Any], expected: tuple[bool, ...]) -> None:
     group = make(**settings).speed
-    switches = speed.plain_math(group), speed.keeps_attention(group), speed.uses(group.speed_bf16_modulation, group)
+    switches = (
+        speed.plain_math(group),
+        speed.keeps_attention(group),
+        speed.is_enabled(group.speed_bf16_modulation, group),
+    )
     assert switches == expected
 
 

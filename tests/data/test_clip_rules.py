@@ -95,9 +95,9 @@ def test_48_frames_become_45_with_a_warning(context: DataContext) -> None:
     ("video", "where", "words"),
     [
         ({"num_frames": 81, "min_frames": 49}, "min_frames", "49 is below num_frames 81"),
-        ({"min_frames": 49}, "min_frames", "49 is below num_frames 121, which 5 seconds have"),
+        ({"min_frames": 49}, "min_frames", "49 is below num_frames 121 (the default of 5 seconds)"),
         ({"num_frames": 81, "max_frames": 61}, "max_frames", "61 is below the 81"),
-        ({"num_frames": 61, "is_i2v": True}, "is_i2v", "those that do: i2v-lite-5s, i2v-pro-sft-5s"),
+        ({"num_frames": 61, "is_i2v": True}, "is_i2v", "these do: i2v-lite-5s, i2v-pro-sft-5s"),
     ],
 )
 def test_contradictions(context: DataContext, video: dict[str, Any], where: str, words: str) -> None:
@@ -158,7 +158,7 @@ def test_i2v_is_the_rule_on_i2v_flavours_and_leaves_frames_to_train(context: Dat
         assert rules is not None
         assert (rules.is_i2v, problems) == (expected, [])
     _, problems = rules_of(i2v, {"num_frames": 1})
-    assert "at least 5" in str(problems[0])
+    assert "the minimum is 5" in str(problems[0])
 
 
 def test_clips_become_samples(context: DataContext, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path
     uses = {entry.name: entry.use for entry in dataset.ledger()}
     assert sorted(uses) == sorted(path.name for path in root.iterdir())
     assert dataset.counts() == {"damaged": len(BROKEN), "not a clip": 2, "caption without a file": 1}
-    assert "dataset of their own" in uses["still.png"]
+    assert "separate dataset" in uses["still.png"]
     assert not [problem for problem in problems if problem.fatal]
 
 

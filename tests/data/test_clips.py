@@ -330,7 +330,7 @@ def test_a_clip_is_damaged_only_when_it_cannot_be_decoded_twice() -> None:
             raise result
         return result
 
-    assert clips.surely(attempt) == 1
+    assert clips.retry_once(attempt) == 1
     results[:] = [MediaError("one"), MediaError("two")]
     with pytest.raises(MediaError, match="two"):
-        clips.surely(attempt)
+        clips.retry_once(attempt)
