@@ -201,8 +201,9 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """fsync a file or a folder's entries, where supported: Windows cannot for folders, some network file systems
-    return EINVAL.
+    """fsync a file or the entries of a folder, if supported.
+
+    Windows cannot do it for folders; some network file systems return EINVAL.
     """
     if os.name != "posix":
         return

@@ -73,7 +73,7 @@ def fill_texts(
     encode = ShrinkingEncoder(_text_batch(encoder), lambda: False, lambda entry: entry.source, TEXT_ADVICE)
     notes = []
     writes: list[Future[None]] = []
-    ordered, size = _long_ones_first(entries), config.text_encoder_batch_size
+    ordered, size = _longest_first(entries), config.text_encoder_batch_size
     with ThreadPoolExecutor(WRITERS) as writers:
         for group in (ordered[start : start + size] for start in range(0, len(ordered), size)):
             for entry, embeds in zip(group, encode(group), strict=True):
@@ -319,7 +319,7 @@ def _settle(writes: list[Future[None]], *, wait: bool = False) -> list[Future[No
     return [write for write in writes if not write.done()]
 
 
-def _long_ones_first(entries: Sequence[TextEntry]) -> list[TextEntry]:
+def _longest_first(entries: Sequence[TextEntry]) -> list[TextEntry]:
     """Captions sorted by length, so that batches contain little padding.
 
     The longest come first, so that running out of memory shows up at once. Prompts with pictures of the same size stay

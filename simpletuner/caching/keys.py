@@ -170,7 +170,7 @@ def hash_file(path: Path) -> str:
 WHOLE_FILES = frozenset({".json", ".txt", ".model", ".jinja"})
 WEIGHT_FILES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack"})
 # Notes of the program that saved a config; they change nothing about the model.
-SAVED_BY = frozenset({"_name_or_path", "_diffusers_version", "transformers_version"})
+IGNORED_KEYS = frozenset({"_name_or_path", "_diffusers_version", "transformers_version"})
 
 # Checkpoints of tens of gigabytes are identified by slices: reading them whole would delay every start by minutes.
 SLICE_BYTES = 256
@@ -221,7 +221,7 @@ def _json_identity(path: Path) -> str:
     except ValueError:  # loading it will report the error
         return hashlib.sha256(content).hexdigest()
     if isinstance(value, dict):
-        value = {key: inner for key, inner in value.items() if key not in SAVED_BY}
+        value = {key: inner for key, inner in value.items() if key not in IGNORED_KEYS}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -27,7 +27,7 @@ GroupType = TypeVar("GroupType", bound=Group)
 FAMILY_DEFAULT = "family default"
 FAMILY_FIXED = "fixed by the family"
 CHOSEN = "chosen by offload auto"
-NOT_THE_USERS = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN)
+NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN)
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 
 
@@ -87,7 +87,7 @@ class RunConfig:
 
     def is_explicit(self, key: str) -> bool:
         """Whether the user set the key, in a file or on the command line."""
-        return self.origins.get(key, "default") not in NOT_THE_USERS
+        return self.origins.get(key, "default") not in NOT_SET_BY_USER
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
         """The config with some keys replaced, and `origin` recorded as their source."""

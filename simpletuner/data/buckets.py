@@ -44,7 +44,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Grid:
+class PixelGrid:
     """What `resolution` means: an edge or an area, and the multiple that both sides are rounded to."""
 
     resolution: float
@@ -99,13 +99,13 @@ class Aspect:
         return max(self.size[0] / picture[0], self.size[1] / picture[1]) - 1
 
 
-def listed_aspects(grid: Grid, ratios: Sequence[tuple[float, float]]) -> list[Aspect]:
+def listed_aspects(grid: PixelGrid, ratios: Sequence[tuple[float, float]]) -> list[Aspect]:
     """Aspects of a user's list of (ratio, weight)."""
     rounded = [(grid.rounded(ratio), weight) for ratio, weight in ratios]
     return [Aspect(str(ratio), grid.size(ratio), weight) for ratio, weight in rounded]
 
 
-def native_aspects(grid: Grid, native: Mapping[int, Sequence[Size]]) -> list[Aspect]:
+def native_aspects(grid: PixelGrid, native: Mapping[int, Sequence[Size]]) -> list[Aspect]:
     """The sizes a model was trained at if resolution and grid allow them, else their ratios on the dataset's grid."""
     if not native:
         return []
@@ -137,7 +137,7 @@ class BucketRules:
         max_upscale: no bucket of `aspects` that enlarges by more than this share.
     """
 
-    grid: Grid
+    grid: PixelGrid
     largest_side: int
     crop: bool = False
     crop_aspect: Literal["square", "preserve", "closest", "random"] = "square"

@@ -202,17 +202,17 @@ class Dataset:
         """Number of rejected files, by reason."""
         return Counter(file.reason for file in self.rejected)
 
-    def save_index(self, but: Collection[str] = ()) -> None:
+    def save_index(self, except_for: Collection[str] = ()) -> None:
         """Write the facts of the files, so that the next run need not read them.
 
         Args:
-            but: files that it must read again.
+            except_for: files that it must read again.
 
         Raises:
             DiskFullError: no space left; the index that was there is kept.
         """
         captions = {sample.name: sample.captions for sample in self.samples}
-        kept = {name: fact for name, fact in self.facts.items() if name not in but}
+        kept = {name: fact for name, fact in self.facts.items() if name not in except_for}
         facts = {name: replace(fact, captions=captions.get(name, ())) for name, fact in kept.items()}
         save_index(self.latent_dir, self.root, facts)
 

@@ -19,13 +19,13 @@ from simpletuner.errors import UserError
 LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
 
 # Errors of the file itself: missing, not permitted, a bad name.
-OF_THE_FILE = frozenset(
+FILE_ERRORS = frozenset(
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 )
 # This process or machine ran out of a resource: neither the file nor the device is at fault.
 EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EINTR})
 # Seconds to wait before each further attempt.
-PAUSES = (0.05, 0.5)
+RETRY_DELAYS = (0.05, 0.5)
 
 T = TypeVar("T")
 
@@ -91,11 +91,11 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
         UnreadableError, DeviceError: as in `read`.
         OSError: a resource of this machine is exhausted.
     """
-    for pause in (*PAUSES, None):
+    for pause in (*RETRY_DELAYS, None):
         try:
             return attempt()
         except OSError as error:
-            if error.errno in OF_THE_FILE:
+            if error.errno in FILE_ERRORS:
                 raise UnreadableError(f"cannot be read: {error.strerror}") from error
             if error.errno in EXHAUSTED:
                 raise
@@ -108,6 +108,6 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
 def _device_message(path: Path, error: OSError) -> str:
     mount = next(folder for folder in path.absolute().parents if folder.is_mount() or folder == folder.parent)
     return (
-        f"{path}: {error.strerror or error}, {len(PAUSES) + 1} times. This is an error of the device or network behind "
-        f"{mount}, not of the file: no file is marked as damaged. Start again when it can be read."
+        f"{path}: {error.strerror or error}, {len(RETRY_DELAYS) + 1} times. This is an error of the device or network "
+        f"behind {mount}, not of the file: no file is marked as damaged. Start again when it can be read."
     )

@@ -7,7 +7,7 @@ import os
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import FALSE_WORDS
-from simpletuner.data.buckets import Aspect, BucketRules, Grid, listed_aspects, native_aspects
+from simpletuner.data.buckets import Aspect, BucketRules, PixelGrid, listed_aspects, native_aspects
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
 
@@ -45,7 +45,7 @@ def build_rules(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]
     )
 
 
-def _build_grid(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]) -> Grid | None:
+def _build_grid(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]) -> PixelGrid | None:
     if config.resolution is None or config.resolution_type is None:
         problems.append(Problem(f"{config.id}.resolution", f"is not set, and {spec.name} has no default for it."))
         return None
@@ -53,7 +53,7 @@ def _build_grid(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]
     if alignment % spec.size_multiple:
         message = f"{alignment} is not a multiple of {spec.size_multiple} pixels, which {spec.name} needs."
         problems.append(Problem(f"{config.id}.aspect_bucket_alignment", message))
-    grid = Grid(config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2)
+    grid = PixelGrid(config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2)
     if grid.square > spec.largest_side:
         unit = {"area": "megapixels", "pixel": "pixels", "pixel_area": "pixels"}[config.resolution_type]
         message = (
@@ -100,7 +100,9 @@ def _check_crop(config: DatasetConfig, problems: list[Problem]) -> None:
         problems.append(Problem(f"{config.id}.crop_aspect", message, fatal=False))
 
 
-def _build_aspects(config: DatasetConfig, grid: Grid, spec: FamilySpec, problems: list[Problem]) -> tuple[Aspect, ...]:
+def _build_aspects(
+    config: DatasetConfig, grid: PixelGrid, spec: FamilySpec, problems: list[Problem]
+) -> tuple[Aspect, ...]:
     """The aspects for closest and random; never empty for them unless a problem was added."""
     where = f"{config.id}.crop_aspect_buckets"
     if not config.crop or config.crop_aspect not in ("closest", "random"):

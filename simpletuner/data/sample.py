@@ -36,7 +36,7 @@ EXPECTED = {"not a picture", "not a clip", "caption without a file", "unused cap
 NOTEWORTHY: frozenset[Reason] = frozenset(get_args(Reason)) - EXPECTED
 
 # Relative. Rates measured in containers that round times are off by up to this much.
-SAME_TIME = 5e-4
+RATE_TOLERANCE = 5e-4
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Sample:
         if self.clip is None or self.frame_rate is None:
             return ()
         slowed = self.clip.slowed(self.frame_rate) if self.frames > 1 else 1.0
-        speed = (f"{self.clip.source_rate * slowed:.6g} frames a second",) if abs(slowed - 1) > SAME_TIME else ()
+        speed = (f"{self.clip.source_rate * slowed:.6g} frames a second",) if abs(slowed - 1) > RATE_TOLERANCE else ()
         return (*speed, "BT.709") if self.clip.matrix == "bt709" else speed
 
     @property

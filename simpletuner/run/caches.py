@@ -82,7 +82,7 @@ class CacheWorkshop:
         """Have the next start read a file again, even if its size and time are as before."""
         for dataset in self.plan.datasets:
             if dataset.id == changed.dataset_id:
-                dataset.save_index(but={changed.name})
+                dataset.save_index(except_for={changed.name})
 
     def follow(self, epoch: int) -> None:
         """Encode what an epoch with new random crops lacks; other datasets lack nothing."""

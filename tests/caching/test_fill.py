@@ -193,7 +193,7 @@ def test_an_error_of_the_device_while_encoding_condemns_no_file(
         monkeypatch.setattr(Path, "read_bytes", failing)
         return load(self, *arguments)
 
-    monkeypatch.setattr(files, "PAUSES", (0.0,))
+    monkeypatch.setattr(files, "RETRY_DELAYS", (0.0,))
     workspace.write_config(delete_problematic_images=True)
     monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", then_fail)
     assert workspace.run("cache", "fill") == 2

@@ -9,8 +9,8 @@ from simpletuner.data.buckets import (
     Aspect,
     BucketRules,
     Geometry,
-    Grid,
     OutsideLimitsError,
+    PixelGrid,
     ResolutionType,
     cover,
     listed_aspects,
@@ -41,14 +41,14 @@ def sizes(cell: str) -> list[tuple[int, ...]]:
 def make_rules(
     resolution: float = 1024, kind: ResolutionType = "pixel_area", alignment: int = 16, **more: object
 ) -> BucketRules:
-    return BucketRules(Grid(resolution, kind, alignment), **{"largest_side": 2048, **more})  # type: ignore[arg-type]
+    return BucketRules(PixelGrid(resolution, kind, alignment), **{"largest_side": 2048, **more})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("row", TABLE)
 @pytest.mark.parametrize("column", range(4))
 def test_pixel_area_vectors(row: tuple, column: int) -> None:
     resolution, ratios, *cells = row
-    grid = Grid(resolution, "pixel_area", ALIGNMENTS[column])
+    grid = PixelGrid(resolution, "pixel_area", ALIGNMENTS[column])
     assert [grid.size(ratio) for ratio in ratios] == sizes(cells[column])
 
 
@@ -61,22 +61,22 @@ def test_pixel_vectors(row: tuple, column: int) -> None:
 
 
 def test_area_counts_megapixels() -> None:
-    assert Grid(1.048576, "area", 16).size(1.5) == Grid(1024, "pixel_area", 16).size(1.5)
-    assert Grid(0.25, "area", 16).square == 496  # 500 / 16 = 31.25
-    assert Grid(1.0, "area", 16).square == 992  # 1000 / 16 = 62.5: half to even
+    assert PixelGrid(1.048576, "area", 16).size(1.5) == PixelGrid(1024, "pixel_area", 16).size(1.5)
+    assert PixelGrid(0.25, "area", 16).square == 496  # 500 / 16 = 31.25
+    assert PixelGrid(1.0, "area", 16).square == 992  # 1000 / 16 = 62.5: half to even
 
 
 def test_rounding_is_half_to_even_and_at_least_one() -> None:
-    grid = Grid(1024, "pixel_area", 16)
+    grid = PixelGrid(1024, "pixel_area", 16)
     assert [grid.snap(length) for length in (8, 24, 40, 56, 0.1)] == [16, 32, 32, 64, 16]
 
 
 def test_ratio_is_rounded_and_never_zero() -> None:
-    grid = Grid(1024, "pixel_area", 16)
+    grid = PixelGrid(1024, "pixel_area", 16)
     assert grid.ratio((1920, 1080)) == 1.78
     assert grid.ratio((1080, 1920)) == 0.56
     assert grid.ratio((1, 5000)) == 0.01
-    assert Grid(1024, "pixel_area", 16, rounding=1).ratio((1920, 1080)) == 1.8
+    assert PixelGrid(1024, "pixel_area", 16, rounding=1).ratio((1920, 1080)) == 1.8
 
 
 @pytest.mark.parametrize("kind", ["pixel", "pixel_area"])
@@ -136,7 +136,7 @@ def test_random_positions_depend_on_the_token_alone() -> None:
 
 
 NATIVE = {1024: IMAGE_SIZES}
-NATIVE_GRID = Grid(1024, "pixel_area", 16)
+NATIVE_GRID = PixelGrid(1024, "pixel_area", 16)
 
 
 def test_closest_uses_the_native_sizes_at_their_resolution() -> None:
@@ -154,12 +154,12 @@ def test_closest_uses_the_native_sizes_at_their_resolution() -> None:
 
 
 def test_native_ratios_go_through_the_formula_elsewhere() -> None:
-    assert [aspect.size for aspect in native_aspects(Grid(512, "pixel_area", 16), NATIVE)][:2] == [
+    assert [aspect.size for aspect in native_aspects(PixelGrid(512, "pixel_area", 16), NATIVE)][:2] == [
         (512, 512),
-        Grid(512, "pixel_area", 16).size(0.45),
+        PixelGrid(512, "pixel_area", 16).size(0.45),
     ]
-    assert native_aspects(Grid(1024, "pixel", 16), NATIVE)[1].size == Grid(1024, "pixel", 16).size(0.45)
-    assert native_aspects(Grid(1.048576, "area", 16), NATIVE)[1].size == (640, 1408)
+    assert native_aspects(PixelGrid(1024, "pixel", 16), NATIVE)[1].size == PixelGrid(1024, "pixel", 16).size(0.45)
+    assert native_aspects(PixelGrid(1.048576, "area", 16), NATIVE)[1].size == (640, 1408)
     assert native_aspects(NATIVE_GRID, {}) == []
 
 

@@ -21,7 +21,7 @@ from tests import pictures
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(files, "RETRY_DELAYS", (0.0, 0.0))
 
 
 def fail_times(count: int, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import torch
 from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_datasets
 from simpletuner.config.load import Layer, RunConfig, read_json_layer, resolve
 from simpletuner.config.schema import all_options
-from simpletuner.data.buckets import Grid
+from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.checks import check_config, check_family, check_flavour
@@ -132,7 +132,7 @@ def test_sizes_of_the_examples() -> None:
         sources, *cells = [cell.strip() for cell in rest.strip("| ").split("|")]
         ratios = [ratio_of(source) for source in sources.removeprefix("ar ").split(" · ")]
         for alignment, cell in zip((16, 32, 64, 128), cells, strict=True):
-            grid = Grid(float(resolution), kind, alignment)
+            grid = PixelGrid(float(resolution), kind, alignment)
             sizes = [grid.size(ratio) for ratio in ratios]
             assert " · ".join(f"{width}×{height}" for width, height in sizes) == cell
 
