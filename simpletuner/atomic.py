@@ -59,6 +59,7 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     Raises:
         DiskFullError: as in `write_atomically`.
     """
+    # A random part, since several threads or processes may write the same file at once.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
             raise
     if durable:
-        _flush(path.parent)
+        _flush(path.parent)  # the rename itself is an entry of the folder
 
 
 @contextmanager

@@ -70,6 +70,7 @@ def list_keys(folder: Path) -> Iterator[str]:
     """
     for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
         keys = {name.group(1) for path in fan.iterdir() if (name := ENTRY_NAME.fullmatch(path.name))}
+        # An entry moved into a wrong folder would never be found by its path.
         yield from sorted(key for key in keys if key.startswith(fan.name))
 
 

@@ -107,6 +107,7 @@ def fill_latents(
     failures: dict[tuple[str, str], str] = {}
     writes: list[Future[None]] = []
     with _decoding_threads(config) as decoders, ThreadPoolExecutor(WRITERS) as writers:
+        # At least one batch: the encoder waits until all of it is decoded.
         ahead = max(config.image_processing_batch_size, config.vae_batch_size)
         decoding = _decode_ahead(entries, ahead, decoders)
         for group in _batches(decoding, config.vae_batch_size, failures):

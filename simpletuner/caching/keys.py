@@ -101,7 +101,7 @@ class LatentKey(CacheKey):
 
     def seed(self) -> int:
         """A seed in [0, 2^63) for sampling the VAE's posterior: the same entry always gets the same draw."""
-        return int(self.digest()[:16], 16) >> 1
+        return int(self.digest()[:16], 16) >> 1  # torch takes signed 64-bit seeds
 
 
 @dataclass(frozen=True)

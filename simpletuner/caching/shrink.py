@@ -84,7 +84,7 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
         return None
 
     def _shrink(self, items: Sequence[Item]) -> None:
-        gc.collect()
+        gc.collect()  # exceptions and their frames form cycles that may keep tensors alive
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(items) > 1:

@@ -176,7 +176,7 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
             continue
         name = names[key].name
         value = expand_environment(raw, name, problems, secret=names[key].may_hold_secret)
-        if value == "":
+        if value == "":  # an empty resume_from_checkpoint asks for a new run; unset is latest
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:
             values.setdefault(name, None)

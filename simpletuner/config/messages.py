@@ -22,6 +22,7 @@ def problems_of(error: ValidationError, model: type[BaseModel], prefix: str = ""
     problems: dict[str, Problem] = {}
     for details in error.errors():
         path = _key_path(details)
+        # pydantic reports every member of a union; the first one is enough.
         problems.setdefault(path, Problem(prefix + path, _sentence(details, path, model)))
     return list(problems.values())
 

@@ -165,6 +165,7 @@ ADAM_KEYS = {
     "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_weight_decay": "weight_decay", "adam_epsilon": "eps",
 }  # fmt: skip
 
+# Prodigy's rate is a factor on its own estimate; a usual rate such as 1e-4 would stop it from learning.
 PRODIGY_LOWEST_RATE = 0.1
 
 
@@ -254,7 +255,7 @@ def _overrides(config: OptimizerConfig) -> Iterator[tuple[str, str]]:
     """Names and values in `optimizer_config`, as text."""
     for part in (config.optimizer_config or "").split(","):
         key, equals, text = (piece.strip() for piece in part.partition("="))
-        if key or equals:
+        if key or equals:  # not after a trailing comma
             yield key, text
 
 

@@ -58,6 +58,7 @@ def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> s
     """The torch.compile backend, or None; by default inductor on CUDA, if a compiler and triton are available."""
     if launch.dynamo_backend is not None:
         return None if launch.dynamo_backend == "no" else launch.dynamo_backend
+    # inductor writes its GPU kernels in triton.
     able = device == "cuda" and has_compiler() and importlib.util.find_spec("triton") is not None
     return "inductor" if config.speed == "auto" and able else None
 

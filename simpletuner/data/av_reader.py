@@ -56,6 +56,7 @@ def probe(path: Path) -> ClipFacts:
         start, last = min(listing.times), max(listing.times)
         seconds = last - start
         rate = (len(listing.times) - 1) / seconds if seconds > 0 else 0.0
+        # Some containers give no duration for the last frame.
         fallback = 1 / rate if rate else 1 / float(stream.guessed_rate or 1)
         length = seconds + (listing.durations.get(last) or fallback)
         return ClipFacts(width, height, length, rate, _guessed_matrix(listing.first))
@@ -83,6 +84,7 @@ def read(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None
                 taken = True
             if not wanted:
                 return
+            # A frame lasts as long as it says, or at least as long as the one before it.
             end = time + max(float((frame.duration or 0) * (frame.time_base or 0)), time - begin)
             shown, begin = frame, time
         if shown is None or wanted[-1] > end + MISSING_SECONDS:

@@ -109,6 +109,7 @@ def caption_of_name(name: str) -> str:
     Raises:
         CaptionError: it is empty.
     """
+    # macOS stores names decomposed; tokenizers split those differently.
     caption = " ".join(unicodedata.normalize("NFC", PurePosixPath(name).stem).replace("_", " ").split())
     if not caption:
         raise CaptionError("has a name that gives no caption")
@@ -131,7 +132,7 @@ def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
         raise CaptionError(f"has a caption file that {error}") from error
     except UnicodeDecodeError as error:
         raise CaptionError(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
-    if "\0" in text:
+    if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL beside every Latin letter
         raise CaptionError("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
     lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     captions = ("\n".join(lines).strip(),) if whole else tuple(lines)

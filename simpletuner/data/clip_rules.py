@@ -73,6 +73,7 @@ class ClipRules:
         if self.maximum is not None and length > self.maximum:
             message = f"{has}, more than video.max_frames {self.maximum}; max_frames {length} would work"
             raise ClipLengthError("too long", message)
+        # A clip shorter than one interval keeps its own length.
         return self.num_frames or fitting_frames(length // self.interval * self.interval or length, self.stride)
 
     def label(self, geometry: Geometry, frames: int) -> Geometry:

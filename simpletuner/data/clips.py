@@ -63,6 +63,7 @@ class ClipFacts:
 
     def frames_at(self, rate: float) -> int:
         """Number of frames at a rate, at least one."""
+        # Without the tolerance, rounding in the container would add a frame that starts at the very end.
         return max(1, math.ceil((self.seconds - TOLERANCE) * rate / self.slowed(rate)))
 
     def moments(self, frames: int, rate: float) -> list[float]:

@@ -86,6 +86,7 @@ class DataContext:
             train_batch_size=config.schedule.train_batch_size,
             gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
             num_processes=config.launch.num_processes,
+            # 0 and -1 ask for another seed in each run, see `DataContext.seed`.
             seed=run.seed if run.seed is not None and run.seed > 0 else None,
             compress_cache=caching.compress_disk_cache,
             delete_problematic_images=caching.delete_problematic_images,

@@ -157,6 +157,7 @@ class Dataset:
             geometry = self.clips.label(geometry, frames)
         if not self.partners:
             return geometry, None
+        # Without the epoch: a picture keeps its partner.
         choice = self.partners[int(fraction(*token[:3], "partner") * len(self.partners))]
         return geometry, choice.partner(name, geometry, *token)
 

@@ -232,6 +232,7 @@ def _inspect(path: Path, known: FileFacts | None) -> FileFacts:
         width, height = probe(data)
         return replace(facts, width=width, height=height)
     except UnreadableError as error:
+        # No size, time or content: such facts match no file and are not saved, so the next run tries again.
         return FileFacts(0, 0, "", problem=str(error))
     except MediaError as error:
         return replace(facts, problem=str(error))

@@ -89,7 +89,7 @@ class BatchLoader:
     def close(self) -> None:
         """Stop reading ahead."""
         if self._supply is not None:
-            self._supply.close()  # type: ignore[attr-defined]
+            self._supply.close()  # type: ignore[attr-defined]  # a generator: ends its background thread
             self._supply = None
 
     def _read_epoch(self) -> Iterator[Batch]:

@@ -112,8 +112,8 @@ def png_has_orientation(file: BinaryIO, size: int) -> bool:
 def _png_chunks(file: BinaryIO, size: int) -> list[tuple[bytes, int, int]]:
     """Type, data offset and length of each chunk that is completely inside the file."""
     chunks = []
-    position = 8
-    while position + 12 <= size:
+    position = 8  # after the signature
+    while position + 12 <= size:  # length, type and checksum, of four bytes each
         file.seek(position)
         length, kind = struct.unpack(">I4s", file.read(8))
         if position + 12 + length > size:

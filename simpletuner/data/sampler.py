@@ -108,7 +108,7 @@ class Sampler:
         while True:
             step = (before + len(batches)) // self.accumulation + 1
             ready = [queue for queue in queues if queue.groups and queue.takes_part(step)]
-            if not ready:
+            if not ready:  # also while a dataset waits for its start_step: an epoch never stalls
                 break
             queue = ready[0] if len(ready) == 1 else random.choices(ready, self._weights(ready))[0]
             batches.append(self._batch(queue.dataset.id, queue.groups.pop(), epoch, len(batches)))

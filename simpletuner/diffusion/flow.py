@@ -37,6 +37,7 @@ def sample_sigmas(place: Place, flow: FlowConfig, shift: float) -> Tensor:
     Returns:
         sigmas in (0, 1], float32, `B`, on the CPU.
     """
+    # In float64: float32 would round shares close to 1 to 1, whose logit-normal quantile is infinite.
     shares = torch.cat([torch.rand(1, generator=each, dtype=torch.float64) for each in place.generators("sigmas")])
     if not flow.disable_segmented_timestep_sampling:
         slices = torch.randperm(place.group, generator=place.shared_generator("slices"))[list(place.slots)]
@@ -115,6 +116,7 @@ def make_noisy(
     if noise_offset or input_perturbation:
         if place is None:
             raise ValueError("noise_offset and input_perturbation draw random numbers: pass the place in the run")
+        # Both draw from the same generators, so their order is part of the result.
         generators = place.generators("perturbation")
         if noise_offset:
             in_input = noise = noise + noise_offset * sample_noise(latents[..., :1, :1, :1], generators)

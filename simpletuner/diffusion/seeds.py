@@ -24,7 +24,7 @@ def step_seed(seed: int, global_step: int, micro_step: int, slot: int, purpose: 
     """
     place = f"{seed}/{global_step}/{micro_step}/{slot}/{purpose}"
     digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(digest, "big") >> 1  # torch takes signed 64-bit seeds
 
 
 def generator_for(seed: int, global_step: int, micro_step: int, slot: int, purpose: str) -> torch.Generator:

@@ -127,7 +127,7 @@ def test_a_key_twice_in_one_entry(tmp_path: Path) -> None:
     read_datasets(path, problems, placeholders=PLACEHOLDERS)
     told = "\n".join(map(str, problems))
     assert "repeats: is given twice: 1 and 2." in told
-    assert "says 'crop' twice: True and False." in told
+    assert "contains 'crop' twice: True and False." in told
 
 
 def test_an_id_becomes_a_folder_and_has_a_limit(tmp_path: Path) -> None:
