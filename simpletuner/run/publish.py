@@ -12,6 +12,7 @@ from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact
 from simpletuner.training.ema import Ema
+from simpletuner.training.finite import stop_if_result_not_finite
 from simpletuner.training.manifest import STEP_NOTE
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.trained import Release
@@ -21,6 +22,7 @@ def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, 
     """Write the result and check it; returns what to tell the user.
 
     Raises:
+        NonFiniteError: a weight is NaN or infinite; nothing is written.
         RuntimeError: the file does not load as it was saved.
     """
     if not assembly.world.is_main:
@@ -28,6 +30,7 @@ def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, 
     dtype = DTYPES[transformer_dtype(plan.config.precision)]
     release = Release(assembly.adapter, plan.source, dtype, sampling_shift(plan.config), note)
     with assembly.sampling_weights():
+        stop_if_result_not_finite(assembly, ema)
         return assembly.trained.publish(plan.output_dir, release, ema)
 
 

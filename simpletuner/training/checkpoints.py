@@ -28,6 +28,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
 from simpletuner.reporting.events import CheckpointSaved, EventStream
 from simpletuner.training.ema import Ema
+from simpletuner.training.finite import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.manifest import (
     STATE_FOLDER,
     Checkpoint,
@@ -41,6 +42,7 @@ from simpletuner.training.manifest import (
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
+from simpletuner.training.trained import EARLIER
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +57,10 @@ def save_checkpoint(
     """Write a whole checkpoint folder, or nothing.
 
     Raises:
+        NonFiniteError: a weight is NaN or infinite; nothing is written.
         DiskFullError: no space left; earlier checkpoints are untouched.
     """
+    stop_if_result_not_finite(assembly, ema)
     with build_folder(final) as folder:
         (folder / STATE_FOLDER).mkdir()
         assembly.trained.save(folder, ema=ema, note=note)
@@ -78,7 +82,8 @@ def load_checkpoint(
         same_data: datasets and batch size are what they were; otherwise the epoch is begun anew.
 
     Raises:
-        UserError: the checkpoint is damaged, or was made with other trained layers or another optimizer.
+        UserError: the checkpoint is damaged, holds NaN or infinity, or was made with other trained layers or another
+            optimizer.
     """
     damaged = damaged_files(checkpoint)
     if damaged:
@@ -97,6 +102,7 @@ def load_checkpoint(
         if technique.name in saved:  # else it was switched on since, and begins now
             technique.load_state_dict(saved[technique.name])
     if ema is not None and content["ema"] is not None:
+        refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}", EARLIER)
         ema.load_state_dict(content["ema"])
     position = content["loader"] if same_data else {**content["loader"], "position": 0}
     loader.load_state_dict(position)
@@ -119,7 +125,9 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
             logger.warning("%s was off in %s and begins now.", name, folder.parent)
             continue
         try:
-            module.load_state_dict(load_file(saved[name]))
+            weights = load_file(saved[name])
+            refuse_not_finite(weights, saved[name], EARLIER)
+            module.load_state_dict(weights)
         except RuntimeError as error:
             raise UserError(f"{saved[name]} does not fit: {error}") from None
     for name in saved.keys() - assembly.modules.keys():

@@ -28,6 +28,7 @@ from simpletuner.headers import with_metadata
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
 from simpletuner.models.lora_targets import Targets
 from simpletuner.training.ema import Ema
+from simpletuner.training.finite import refuse_not_finite
 from simpletuner.training.lora_files import (
     COMFYUI_PARTS,
     PREFIXES,
@@ -230,10 +231,12 @@ def start_from(adapter: LoraAdapter, path: Path) -> None:
     """Begin with the weights of a LoRA file (`init_lora`).
 
     Raises:
-        UserError: nothing in the file fits, its rank is another one, or it is a DoRA and the adapter is none.
+        UserError: nothing in the file fits, it holds NaN or infinity, its rank is another one, or it is a DoRA and the
+            adapter is none.
     """
     modules = [name for name, _ in adapter.transformer.named_modules()]
     weights = read_lora_file(path, [name.removesuffix(".base_layer") for name in modules])
+    refuse_not_finite(weights, f"init_lora: {str(path)!r}", "choose another file")
     rank = next(tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name)
     if rank != adapter.settings.r:
         raise UserError(f"init_lora: the file has rank {rank}, lora_rank is {adapter.settings.r}.")

@@ -16,6 +16,9 @@ from simpletuner.errors import UserError
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
+from simpletuner.training.finite import refuse_not_finite
+
+EARLIER = "choose an earlier checkpoint"
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,12 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path
         keys: configuration keys that decide which parameters there are, and their shapes.
 
     Raises:
-        UserError: there are others, or one has another shape.
+        UserError: there are others, one has another shape, or holds NaN or infinity.
     """
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     if weights.keys() != parameters.keys():
         raise UserError(f"{origin} was made with other trained layers; check {keys}.")
+    refuse_not_finite(weights, origin, EARLIER)
     with torch.no_grad():
         for name, parameter in parameters.items():
             if parameter.shape != weights[name].shape:

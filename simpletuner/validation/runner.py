@@ -32,6 +32,7 @@ from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, RunningPhase
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.ema import Ema
+from simpletuner.training.finite import stop_if_result_not_finite
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
 from simpletuner.validation.clip_writer import write_mp4
@@ -164,6 +165,7 @@ class ValidationRunner:
 
         Raises:
             Interrupted: a stop was requested; what was rendered before is recorded.
+            NonFiniteError: a weight is NaN or infinite.
         """
         step = state.global_step
         shots = [shot for shot in self._shots(step, benchmark) if not any(map(shot.is_in, self._recorded_at(step)))]
@@ -172,6 +174,7 @@ class ValidationRunner:
         title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
         try:
             with self.events.phase(title, len(shots), unit, PREVIEWS) as phase, quiet(assembly):
+                stop_if_result_not_finite(assembly, self.ema)
                 for use_ema, group in itertools.groupby(shots, key=lambda shot: shot.ema):
                     with self.ema.applied() if use_ema and self.ema else nullcontext():
                         for shot in group:
