@@ -46,7 +46,7 @@ from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
 from simpletuner.reporting.report import REPORT_FILE, LedgerRow, ReportData, Result, State, settings_of, write_report
 from simpletuner.reporting.trackers import TrackerFeed, build_trackers
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
+from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, result_step
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class RunReport:
             environment=self._environment,
             message=redact(message),
             notes=[redact(str(warning)) for warning in plan.warnings],
-            result=find_result(plan) if state == "finished" else None,
+            result=find_result(plan, self._step) if state == "finished" else None,
         )
 
 
@@ -180,11 +180,12 @@ def _kind(plan: Plan) -> str:
     return "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
 
 
-def find_result(plan: Plan) -> Result | None:
-    """The published file or folder, with a program that uses it."""
-    path = plan.output_dir / (LORA_FILE if plan.config.model.model_type == "lora" else PIPELINE_FOLDER)
-    if not path.exists():
+def find_result(plan: Plan, step: int) -> Result | None:
+    """The published file or folder with a program that uses it; None unless its own note says that it is of `step`."""
+    model_type = plan.config.model.model_type
+    if result_step(plan.output_dir, model_type) != step:
         return None
+    path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     return Result(path.name, sum(each.stat().st_size for each in files), snippet_for(plan))
 
