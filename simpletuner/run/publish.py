@@ -1,4 +1,4 @@
-"""The end of a run: the result where users look for it, loaded once the way they will load it."""
+"""Publish the result of a run, verified by loading it as users will."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simpletuner.training.trained import Release
 
 
 def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, str]) -> str:
-    """Write the result and check it; returns what to tell the user.
+    """Write the result and check it; returns a message for the user.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite; nothing is written.
@@ -35,7 +35,7 @@ def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, 
 
 
 def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
-    """Entries for the header of weight files: what they belong to, and the user's comment."""
+    """Header entries of weight files: model, run, step and the user's comment."""
     note = {
         "modelspec.architecture": f"{plan.spec.name}/{plan.flavour.name}",
         "modelspec.title": plan.config.tracking.tracker_run_name,

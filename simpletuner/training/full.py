@@ -1,4 +1,4 @@
-"""A full fine-tune: every weight of the transformer is trained, and the result is a whole pipeline folder."""
+"""A full fine-tune: every weight of the transformer is trained, and the result is a complete pipeline folder."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class FullModel:
                 self._write(folder / AVERAGED)
 
     def save_exact(self, folder: Path) -> None:
-        """What `save` wrote is exact."""
+        """Nothing to do: what `save` writes is exact."""
 
     def load(self, folder: Path) -> None:
         files = sorted((folder / FOLDER).glob("*.safetensors"))
         load_parameters(self.parameters(), files, folder, "pretrained_model_name_or_path")
 
     def disabled(self) -> AbstractContextManager[None]:
-        raise RuntimeError("a full fine-tune changes the base itself: there is nothing to switch off")
+        raise RuntimeError("a full fine-tune changes the base model itself, so there is nothing to disable")
 
     def publish(self, output_dir: Path, release: Release, ema: Ema | None) -> str:
-        """A folder for `from_pretrained`: the trained transformer, or its average, beside copies of the other parts."""
+        """Write a folder for `from_pretrained`: the transformer (or its average) and copies of the other parts."""
         with build_folder(output_dir / PIPELINE_FOLDER) as folder:
             for role, part in release.source.parts.items():
                 if role != "transformer":
@@ -97,7 +97,7 @@ def saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def set_shift(path: Path, shift: float) -> None:
-    """Let a scheduler's config sample with this shift, as the previews did."""
+    """Write the shift that previews were sampled with into a scheduler's config."""
     problems: list[Problem] = []
     settings = read_json(path, problems)
     if not isinstance(settings, dict):
