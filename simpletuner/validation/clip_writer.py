@@ -26,7 +26,7 @@ def write_mp4(path: Path, frames: Sequence[Image.Image], rate: float) -> None:
 
     Args:
         path: its folder is created if missing.
-        frames: at least one, all of one size. An odd width or height loses its last pixel, since yuv420p needs even ones.
+        frames: at least one, all of one size. Odd widths and heights lose their last pixel: yuv420p needs even ones.
         rate: frames per second.
 
     Raises:
@@ -35,7 +35,6 @@ def write_mp4(path: Path, frames: Sequence[Image.Image], rate: float) -> None:
     with TemporaryDirectory() as folder:
         draft = Path(folder) / "clip.mp4"
         _encode(draft, frames, Fraction(rate).limit_denominator(1001))
-        # libx264 needs to seek in its file, so the clip is encoded into a draft first.
         write_atomically(path, draft.read_bytes(), durable=False)
 
 

@@ -18,7 +18,7 @@ from simpletuner.models.spec import FamilySpec
 UNCONDITIONAL = "unconditional"
 PRIMARY = "validation"
 SMALLEST_SIDE = 128
-# Bytes; file systems allow 255, and step, size, a suffix and a temporary name are added.
+# Bytes. File systems allow 255, but step, size and suffix are added.
 LONGEST_NAME = 120
 
 # For `validation_prompt_library`: a person, a landscape, a style, a crowded scene, writing.
