@@ -72,11 +72,10 @@ class CacheWorkshop:
             self.plan = without_failures(self.plan, failures)
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
         self.encode_features(missing(self.listing.features))
-        holes = [entry.key.digest() for entry in missing(self.listing.texts)]
-        holes += [entry.key.digest() for entry in missing(self.listing.latents)]
-        holes += [entry.key.digest() for entry in missing(self.listing.features)]
+        listing = self.listing
+        holes: list[AnyEntry] = [*missing(listing.texts), *missing(listing.latents), *missing(listing.features)]
         if holes:
-            raise UserError(f"The cache lacks {len(holes)} entries after filling, the first is {holes[0]}.")
+            raise UserError(f"{len(holes)} cache entries are still missing, the first is {holes[0].key.digest()}.")
 
     def _forget(self, changed: Sample) -> None:
         """Make the next start read a file again, even if its size and time are unchanged."""

@@ -156,11 +156,11 @@ class RunReport:
             self._failed = True
 
     def _data(self, state: State, message: str) -> ReportData:
-        plan = self.plan
-        folder = plan.output_dir
+        plan, folder = self.plan, self.plan.output_dir
+        kind = "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
         return ReportData(
             title=redact(plan.config.tracking.tracker_run_name),
-            subtitle=f"{_kind(plan)} on {plan.spec.name} {plan.flavour.name}",
+            subtitle=f"{kind} on {plan.spec.name} {plan.flavour.name}",
             state=state,
             step=self._step,
             total_steps=plan.length.total_steps,
@@ -175,10 +175,6 @@ class RunReport:
             notes=[redact(str(warning)) for warning in plan.warnings],
             result=find_result(plan, self._step) if state == "finished" else None,
         )
-
-
-def _kind(plan: Plan) -> str:
-    return "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
 
 
 def find_result(plan: Plan, step: int) -> Result | None:

@@ -59,7 +59,7 @@ def rehearse(
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
     title = f"the largest micro-step ({len(samples)} x {width}x{height}{frames})"
     with _unchanged(assembly):
-        yield _measure(assembly, budget, title, "training", lambda: _micro_step(assembly, read(planned)))
+        yield _measure(assembly, budget, title, "training", lambda: rehearse_micro_step(assembly, read(planned)))
     if validation.subjects:
         yield _measure(assembly, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
 
@@ -68,11 +68,6 @@ def _size(planned: PlannedBatch) -> int:
     """The number of pixels in a batch."""
     width, height = planned.size
     return len(planned.samples) * planned.samples[0].frames * width * height
-
-
-def _micro_step(assembly: Assembly, batch: Batch) -> None:
-    assembly.transformer.train()
-    rehearse_micro_step(assembly, batch.to(assembly.accelerator.device))
 
 
 def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], None]) -> Rehearsal:

@@ -64,11 +64,6 @@ def _fitted_picture(sample: Sample, size: Size) -> Image:
     return prepared_picture(sample.fitted(size))
 
 
-def preview_rate(plan: Plan) -> float | None:
-    """Frames per second of preview clips; None for families of pictures."""
-    return None if plan.spec.frame_rate is None else plan.config.validation.framerate or plan.spec.frame_rate
-
-
 @dataclass(frozen=True)
 class Session:
     """The parts of a run besides the model it trains.
@@ -119,7 +114,7 @@ def build_validation(session: Session, state: TrainState) -> ValidationRunner:
         seed=plan.seed,
         ema=session.ema,
         events=session.events,
-        frame_rate=preview_rate(plan),
+        frame_rate=plan.spec.frame_rate and (plan.config.validation.framerate or plan.spec.frame_rate),
         recorded=session.record.previews,
     )
     before = replace(state, epochs_done=epochs_before(session.loader, plan.config.schedule))

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim import Optimizer
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import learning_rate, trained_precision
@@ -95,7 +94,9 @@ def assemble(
     modules = _attach(techniques, site, spec.seed)
     parameters = trained.parameters()
     streamed = _place(transformer, layout, config.offload, device)
-    optimizer = _build_optimizer(parameters, modules, config, spec)
+    optimizer = build_optimizer(
+        parameters.values(), config.optimizer, config.precision.mixed_precision, spec.learning_rate, modules
+    )
     prepared = accelerator.prepare(transformer, device_placement=[False])  # placed already, streamed blocks on the CPU
     streamer = _stream(transformer, streamed, config, device)
     return Assembly(
@@ -213,18 +214,6 @@ def _stream(
         return None
     keeps_saved = not config.precision.checkpoints_all
     return attach_offload(transformer, streamed, config.offload, device, keeps_saved=keeps_saved)
-
-
-def _build_optimizer(
-    parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], config: RunConfig, spec: TrainingSpec
-) -> Optimizer:
-    return build_optimizer(
-        parameters.values(),
-        config.optimizer,
-        mixed_precision=config.precision.mixed_precision,
-        learning_rate=spec.learning_rate,
-        modules=modules,
-    )
 
 
 def _step_settings(config: RunConfig, spec: TrainingSpec) -> StepSettings:

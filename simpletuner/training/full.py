@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from simpletuner.atomic import build_folder, write_json
 from simpletuner.config.json_files import read_json
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, shorten
 from simpletuner.models.source import Part
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER
@@ -67,21 +67,18 @@ class FullModel:
             write_json(folder / NOTE_FILE, dict(release.note))
         return f"Saved {output_dir / PIPELINE_FOLDER}; it loads with from_pretrained."
 
-    def verify(self, folder: Path) -> int:
-        """Compare the files in a folder with the weights; returns how many tensors there are.
+    def verify(self, folder: Path) -> None:
+        """Compare the files in a folder with the weights.
 
         Raises:
             RuntimeError: a tensor is missing or differs.
         """
-        expected: dict[str, Tensor] = self.transformer.state_dict()
-        found = 0
+        expected = dict(self.transformer.state_dict())
         for name, tensor in saved_tensors(folder):
-            if name not in expected or not torch.equal(tensor, expected[name].cpu()):
+            if name not in expected or not torch.equal(tensor, expected.pop(name).cpu()):
                 raise RuntimeError(f"{folder}: {name} is not what was trained")
-            found += 1
-        if found != len(expected):
-            raise RuntimeError(f"{folder} holds {found} of {len(expected)} tensors")
-        return found
+        if expected:
+            raise RuntimeError(f"{folder} lacks {shorten(sorted(expected))}")
 
     def _write(self, folder: Path) -> None:
         model: Any = self.transformer

@@ -34,7 +34,6 @@ OWNER = "owner"
 def build_optimizer(
     params: Iterable[nn.Parameter],
     config: OptimizerConfig,
-    *,
     mixed_precision: str,
     learning_rate: float,
     modules: Mapping[str, nn.Module] = MappingProxyType({}),

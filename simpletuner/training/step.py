@@ -141,7 +141,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         epoch=loader.epoch,
         epochs_done=loader.epochs_done,
         metrics={**_means(losses), **gradient, "learning_rate": learning_rate, "epoch": loader.epoch},
-        samples=_samples(losses),
+        samples=list(zip(torch.cat(losses.timesteps).tolist(), torch.cat(losses.per_sample).tolist(), strict=True)),
         seconds=meter.seconds,  # last: reading the losses has waited for the device
         data_seconds=meter.data_seconds,
         weights_seconds=meter.read_weights_seconds(),
@@ -168,7 +168,8 @@ def weigh_samples_alike(parameters: Iterable[nn.Parameter], counts: Sequence[int
 
 def rehearse_micro_step(assembly: Assembly, batch: Batch) -> None:
     """Forward and backward of one micro-batch as in step 0; the caller clears the gradients."""
-    loss = micro_loss(assembly, batch, 0, 0, _Losses())
+    assembly.transformer.train()
+    loss = micro_loss(assembly, batch.to(assembly.accelerator.device), 0, 0, _Losses())
     assembly.accelerator.backward(assembly.scaler.scale(loss))
 
 
@@ -236,8 +237,3 @@ def _means(losses: _Losses) -> dict[str, float]:
         "optimization_loss": (torch.stack(losses.total) * shares).mean().item(),
     }
     return means | {name: torch.stack(values).mean().item() for name, values in losses.extra.items()}
-
-
-def _samples(losses: _Losses) -> list[tuple[float, float]]:
-    timesteps, values = torch.cat(losses.timesteps).tolist(), torch.cat(losses.per_sample).tolist()
-    return list(zip(timesteps, values, strict=True))

@@ -168,7 +168,8 @@ class ValidationRunner:
             NonFiniteError: a weight is NaN or infinite.
         """
         step = state.global_step
-        shots = [shot for shot in self._shots(step, benchmark) if not any(map(shot.is_in, self._recorded_at(step)))]
+        recorded = [record for record in self.recorded if record.step == step]
+        shots = [shot for shot in self._shots(step, benchmark) if not any(map(shot.is_in, recorded))]
         if not shots or self._rendered_at == step or not assembly.world.is_main:
             return
         title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
@@ -191,9 +192,6 @@ class ValidationRunner:
             request = self._request(self.subjects[0], width, height, self._seed(0, 0))
             self._load_pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
         self._release()
-
-    def _recorded_at(self, step: int) -> Sequence[MediaRecord]:
-        return [record for record in self.recorded if record.step == step]
 
     def _shots(self, step: int, benchmark: bool) -> Iterator[Shot]:
         """All previews of one round."""
