@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class CacheWorkshop:
+class CacheFiller:
     """Encodes missing cache entries.
 
     Attributes:
@@ -184,11 +184,11 @@ def build_adapter(plan: Plan) -> FamilyAdapter:
 
 def fill_caches(plan: Plan, events: EventStream) -> None:
     """Download the model and fill the caches of a plan."""
-    open_workshop(plan, build_adapter(plan), make_accelerator().device, events, epoch=1)
+    prepare_caches(plan, build_adapter(plan), make_accelerator().device, events, epoch=1)
     events.say("The caches are complete.")
 
 
-def open_workshop(
+def prepare_caches(
     plan: Plan,
     adapter: FamilyAdapter,
     device: torch.device,
@@ -196,8 +196,8 @@ def open_workshop(
     *,
     epoch: int,
     listing: Listing | None = None,
-) -> CacheWorkshop:
-    """Download the model and fill the caches for an epoch; the workshop's plan is without damaged files.
+) -> CacheFiller:
+    """Download the model and fill the caches for an epoch; the returned plan lacks damaged files.
 
     Args:
         listing: from the plan's estimate; reused if it holds for this plan and epoch.
@@ -206,11 +206,11 @@ def open_workshop(
     fetch(plan, events)
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
-    workshop = CacheWorkshop(plan, adapter, device, events, listing)
-    workshop.fill()
-    for dataset in workshop.plan.datasets:
+    filler = CacheFiller(plan, adapter, device, events, listing)
+    filler.fill()
+    for dataset in filler.plan.datasets:
         dataset.save_index()
-    return workshop
+    return filler
 
 
 def fetch(plan: Plan, events: EventStream) -> None:

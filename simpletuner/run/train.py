@@ -26,7 +26,7 @@ from simpletuner.plan.entries import feature_kinds, text_folder
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
-from simpletuner.run.caches import build_adapter, open_workshop
+from simpletuner.run.caches import build_adapter, prepare_caches
 from simpletuner.run.publish import publish, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
@@ -61,8 +61,8 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     sweep_strays(plan)
     epoch = plan.resume.manifest.epoch if plan.resume else 1
-    workshop = open_workshop(plan, adapter, device, events, epoch=epoch, listing=budget.listing)
-    plan = workshop.plan
+    caches = prepare_caches(plan, adapter, device, events, epoch=epoch, listing=budget.listing)
+    plan = caches.plan
 
     # Measured before the transformer is loaded: it needs memory, too.
     rates = device_rates(plan.output_dir, device, DTYPES[transformer_dtype(config.precision)])
@@ -71,18 +71,18 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
         assembly = assemble(config, training_spec(plan), adapter, techniques, accelerator)
     ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
     dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
-    reader = BatchReader(workshop.catalogue, dropout, plan.seed, workshop.restore, features)
-    loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, workshop.follow, pin=True)
+    reader = BatchReader(caches.catalogue, dropout, plan.seed, caches.restore, features)
+    loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
     state = begin(plan, assembly, loader, ema)
     if plan.resume:
         events.say(f"Continuing from {plan.resume.path.name}")
 
     with closing(loader), announced_end(events, state, plan):
         record = keep_records(plan, events, state.global_step)
-        session = Session(plan, workshop.catalogue, reader, loader, ema, record, events, rates, budget)
+        session = Session(plan, caches.catalogue, reader, loader, ema, record, events, rates, budget)
         validation = build_validation(session, state)
         callbacks = build_callbacks(session, validation)
-        if device.type == "cuda" if rehearsed is None else rehearsed:
+        if rehearsed or (rehearsed is None and device.type == "cuda"):
             with events.phase("Rehearsing the largest moments"):
                 for tried in rehearse(assembly, loader.sampler.batches(loader.epoch), reader, validation, budget):
                     events.say(str(tried))

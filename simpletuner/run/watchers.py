@@ -29,7 +29,7 @@ from simpletuner.run.records import RunRecord
 from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema, EmaUpdater
 from simpletuner.training.loop import Callback
-from simpletuner.training.recorder import Recorder, RequestDesk
+from simpletuner.training.recorder import Recorder, RequestHandler
 from simpletuner.training.state import TrainState
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.prompts import ValidationPrompt
@@ -93,10 +93,10 @@ def build_callbacks(session: Session, validation: ValidationRunner) -> list[Call
     """The callbacks of a run in the order in which they are called; see `Callback` for the reason."""
     averaging: list[Callback] = [EmaUpdater(session.ema)] if session.ema else []
     evaluation, recorder, checkpoints = build_evaluation(session), build_recorder(session), build_checkpoints(session)
-    desk = RequestDesk(
+    requests = RequestHandler(
         session.plan.output_dir, session.events, {"save": checkpoints.save, "preview": validation.render}
     )
-    return [*averaging, evaluation, recorder, desk, checkpoints, validation]
+    return [*averaging, evaluation, recorder, requests, checkpoints, validation]
 
 
 def build_validation(session: Session, state: TrainState) -> ValidationRunner:

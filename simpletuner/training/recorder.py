@@ -84,7 +84,7 @@ def peak_memory() -> int:
 
 
 @dataclass
-class RequestDesk:
+class RequestHandler:
     """Callback that carries out requests made with files in `output_dir/requests/`.
 
     Attributes:

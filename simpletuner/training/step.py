@@ -123,16 +123,16 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         last = micro_step == settings.accumulation - 1  # only then do processes exchange their gradients
         with nullcontext() if last else accelerator.no_sync(assembly.transformer):
             loss = micro_loss(assembly, batch, global_step, micro_step, losses)
-            accelerator.backward(assembly.scaler.scale(loss / even_share(losses.counts, settings.accumulation)))
+            accelerator.backward(assembly.scaler.scale(loss / loss_divisor(losses.counts, settings.accumulation)))
 
     stop_if_losses_not_finite(torch.stack(losses.total).tolist(), losses.names)
     assembly.scaler.unscale_(assembly.optimizer)
-    weigh_samples_alike((*assembly.parameters.values(), *assembly.module_parameters.values()), losses.counts)
+    every = assembly.parameters | assembly.module_parameters
+    equalise_samples(every.values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
     gradient = clip_gradients(assembly.parameters.values(), settings.optimizer)
     own = clip_gradients(assembly.module_parameters.values(), settings.optimizer)
-    found, every = (*gradient.values(), *own.values()), assembly.parameters | assembly.module_parameters
-    stop_if_gradients_not_finite(found, every, assembly.scaler, losses.names)
+    stop_if_gradients_not_finite((*gradient.values(), *own.values()), every, assembly.scaler, losses.names)
     assembly.scaler.step(assembly.optimizer)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
@@ -150,17 +150,17 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     )
 
 
-def even_share(counts: Sequence[int], accumulation: int) -> float:
+def loss_divisor(counts: Sequence[int], accumulation: int) -> float:
     """The divisor for the loss of the last micro-batch; `accumulation` if it has as many samples as the first one.
 
     The number of samples in the window is unknown before its last batch, so this assumes batches like the first;
-    `weigh_samples_alike` corrects the sum afterwards.
+    `equalise_samples` corrects the sum afterwards.
     """
     return accumulation * counts[0] / counts[-1]
 
 
-def weigh_samples_alike(parameters: Iterable[nn.Parameter], counts: Sequence[int]) -> None:
-    """Rescale gradients summed with `even_share` to those of the mean over all samples."""
+def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) -> None:
+    """Rescale gradients summed with `loss_divisor` to those of the mean over all samples."""
     factor = len(counts) * counts[0] / sum(counts)
     if factor != 1:
         torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
@@ -179,12 +179,12 @@ def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: i
     for technique in assembly.techniques:
         noisy = technique.before_forward(noisy, partial(predict_now, assembly))
 
-    with assembly.hidden.open():
+    with assembly.hidden.open():  # extra losses may read the hidden states of this forward pass
         prediction = assembly.adapter.predict(assembly.transformer, noisy)
         extras = [technique.extra_losses(noisy, prediction) for technique in assembly.techniques]
 
     loss = elementwise_loss(prediction, noisy, assembly.settings.loss)  # B C F H W
-    losses.per_sample.append(per_sample(loss.detach()))
+    losses.per_sample.append(per_sample(loss.detach()))  # logged as train_loss: before techniques weigh it
     losses.timesteps.append(noisy.timesteps)
     losses.names.append(batch.names)
     for technique in assembly.techniques:

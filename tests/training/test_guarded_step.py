@@ -122,9 +122,9 @@ def test_equal_batches_are_divided_by_their_number() -> None:
     for counts in ([1] * 7, [3] * 3, [5] * 10):
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([0.1])
-        step.weigh_samples_alike([parameter], counts)
+        step.equalise_samples([parameter], counts)
         assert parameter.grad.item() == torch.tensor(0.1).item()
-        assert {step.even_share(counts[:done], len(counts)) for done in range(1, len(counts) + 1)} == {len(counts)}
+        assert {step.loss_divisor(counts[:done], len(counts)) for done in range(1, len(counts) + 1)} == {len(counts)}
 
 
 def spoil(assembly: Assembly, *names: str) -> list[str]:
