@@ -62,7 +62,7 @@ class CacheFiller:
             UserError: too few samples are left, or an entry could not be encoded.
         """
         self.remove_damaged(self.listing.latents)
-        try:
+        try:  # one encoder after the other, so that only one is in memory
             self.encode_texts(missing(self.listing.texts))
             failures = self.encode_latents(missing(self.listing.latents))
         except ChangedFileError as error:
@@ -86,7 +86,7 @@ class CacheFiller:
     def follow(self, epoch: int) -> None:
         """Encode what is missing for an epoch; only datasets with random crops have new entries."""
         if not self.listing.holds_for(self.plan, epoch):
-            self.catalogue.forget()
+            self.catalogue.forget()  # it remembers the entries of the epoch before
             self.listing = list_entries(self.plan, self.catalogue, epoch)
             self.fill()
 

@@ -77,6 +77,7 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
     if plan.resume:
         events.say(f"Continuing from {plan.resume.path.name}")
 
+    # From here on the output folder has records, so whatever happens is written there.
     with closing(loader), announced_end(events, state, plan):
         record = keep_records(plan, events, state.global_step)
         session = Session(plan, caches.catalogue, reader, loader, ema, record, events, rates, budget)

@@ -106,6 +106,7 @@ def assemble(
         trained=trained,
         parameters=parameters,
         optimizer=optimizer,
+        # Only float16 gradients underflow without a loss scale.
         scaler=torch.amp.GradScaler(device.type, enabled=base_dtype == torch.float16),
         settings=_step_settings(config, spec),
         hidden=hidden,

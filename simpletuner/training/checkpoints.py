@@ -92,6 +92,7 @@ def load_checkpoint(
     folder = checkpoint.path / STATE_FOLDER
     assembly.trained.load(checkpoint.path)
     _load_modules(assembly, folder)
+    # To the CPU first: the optimizer moves its state to the device of its parameters.
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
     try:
         load_state(assembly.optimizer, content["optimizer"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import EmaConfig
 from simpletuner.errors import UserError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import this module
     from simpletuner.training.state import Assembly, TrainState
     from simpletuner.training.step import StepReport
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from simpletuner.errors import NonFiniteError, UserError, shorten
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import this module
     from simpletuner.training.ema import Ema
     from simpletuner.training.state import Assembly
 

@@ -57,6 +57,7 @@ class FullModel:
         with build_folder(output_dir / PIPELINE_FOLDER) as folder:
             for role, part in release.source.parts.items():
                 if role != "transformer":
+                    # In the hub's cache files are links to blobs; the result must not depend on them.
                     shutil.copytree(part.fetch(), folder / part.folder, symlinks=False)
             shutil.copyfile(index_file(release.source["scheduler"]), folder / INDEX_FILE)
             if release.shift is not None:

@@ -216,11 +216,11 @@ def add_lora(
         init_lora_weights=init,
         use_dora=config.use_dora,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng():  # peft draws the initial weights from the global generator
         torch.manual_seed(seed)
         model.add_adapter(settings, adapter_name=ADAPTER)
     for parameter in transformer.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad:  # peft chooses the dtype by the base weights
             parameter.data = parameter.data.to(dtype)
     adapter = LoraAdapter(transformer, settings, form=config.lora_format)
     if config.lora_init_type in BASE_CHANGING_INITS:
@@ -271,6 +271,7 @@ def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mappin
     expected = adapter.file_weights(weights)
     prefix = PREFIXES[adapter.form]
     if adapter.form == "diffusers":
+        # Its transformer is on the meta device; low_cpu_mem_usage keeps the loaded tensors instead of copying into it.
         pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True)
         loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
         loaded = {prefix + name: tensor for name, tensor in loaded.items()}

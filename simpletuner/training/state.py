@@ -125,6 +125,7 @@ def random_states() -> dict[str, Any]:
     them continues as without an interruption.
     """
     numpy_state: Any = np.random.get_state()
+    # numpy's array as a tensor and Python's tuples as they are: `torch.load` with `weights_only` accepts no arrays.
     return {
         "python": random.getstate(),
         "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]],

@@ -112,7 +112,7 @@ class EvaluationLoss:
 
     def _intervals(self, step: int, epochs: float) -> int:
         """The number of complete intervals of `epochs` epochs by the end of a step."""
-        # Rounding must not put an interval that ends with the step behind it.
+        # The tolerance keeps rounding from moving the end of an interval to the next step.
         return math.floor(step / (self.steps_per_epoch * epochs) + 1e-9)
 
 

@@ -176,6 +176,7 @@ class ValidationRunner:
         try:
             with self.events.phase(title, len(shots), unit, PREVIEWS) as phase, quiet(assembly):
                 stop_if_result_not_finite(assembly, self.ema)
+                # Grouped, because each change to the average and back copies all weights.
                 for use_ema, group in itertools.groupby(shots, key=lambda shot: shot.ema):
                     with self.ema.applied() if use_ema and self.ema else nullcontext():
                         for shot in group:
