@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zstandard
 
 from simpletuner.caching.keys import canonical_json
@@ -33,6 +34,15 @@ LARGEST_ENTRY = 1 << 30
 UNREADABLE = (zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError)
 
 KEY, CHECKSUM = "key", "checksum"
+
+# By safetensors' name of a dtype: unsigned integers of its width, and the exponent bits. All of them are set in NaN and
+# infinity and in no other value; numpy itself has no bfloat16.
+EXPONENTS = {
+    "F64": ("<u8", 0x7FF << 52),
+    "F32": ("<u4", 0xFF << 23),
+    "F16": ("<u2", 0x1F << 10),
+    "BF16": ("<u2", 0xFF << 7),
+}
 
 
 class DamagedEntryError(SimpleTunerError):
@@ -92,7 +102,7 @@ def read_entry(path: Path, key: str) -> Entry:
     """Read and verify one entry.
 
     Raises:
-        DamagedEntryError: it is not what was written under this key.
+        DamagedEntryError: it is not what was written under this key, or holds NaN or infinity.
         FileNotFoundError: it is gone.
     """
     try:
@@ -107,6 +117,9 @@ def read_entry(path: Path, key: str) -> Entry:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
     if not sound:
         raise DamagedEntryError(f"{path}: damaged cache entry (the checksum does not match)")
+    guilty = _not_finite(header, memoryview(blob)[start:])
+    if guilty:
+        raise DamagedEntryError(f"{path}: damaged cache entry (NaN or infinite values in {', '.join(guilty)})")
     return Entry(blob, provenance)
 
 
@@ -143,6 +156,19 @@ def read_provenance(path: Path) -> dict[str, str]:
         return {name: text for name, text in metadata.items() if name not in (KEY, CHECKSUM)}
     except UNREADABLE as error:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
+
+
+def _not_finite(header: dict[str, Any], data: memoryview) -> list[str]:
+    """The names of tensors with a value that is NaN or infinite."""
+    guilty = []
+    for name, tensor in header.items():
+        if name != METADATA and tensor["dtype"] in EXPONENTS:
+            width, exponent = EXPONENTS[tensor["dtype"]]
+            begin, end = tensor["data_offsets"]
+            bits = np.frombuffer(data[begin:end], width)
+            if bool((bits & exponent == exponent).any()):
+                guilty.append(name)
+    return guilty
 
 
 def _checksum(header: dict[str, Any], data: memoryview) -> str:

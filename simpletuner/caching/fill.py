@@ -13,7 +13,7 @@ import hashlib
 import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
@@ -32,7 +32,7 @@ from simpletuner.data import clips, files, media
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, shorten
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,9 @@ def fill_texts(
 
     Args:
         entries: the missing ones; if there are none, `load` is not called.
+
+    Raises:
+        UserError: one does not fit into memory, or the encoder's values are not finite.
     """
     if not entries:
         return []
@@ -152,7 +155,9 @@ def fill_features(
 
 def _text_batch(encoder: TextEncoder) -> Callable[[Sequence[TextEntry]], list[TextEmbeds]]:
     def encode(group: Sequence[TextEntry]) -> list[TextEmbeds]:
-        return encoder.encode([TextRequest(entry.caption, _picture(entry.picture), entry.bare) for entry in group])
+        embeds = encoder.encode([TextRequest(each.caption, _picture(each.picture), each.bare) for each in group])
+        stop_if_not_finite("text encoder", embeds, [each.source for each in group], "text_encoder_1_precision fp32")
+        return embeds
 
     return encode
 
@@ -161,7 +166,8 @@ def _latent_batch(encoder: LatentEncoder) -> Callable[[Sequence[Decoded]], list[
     def encode(group: Sequence[Decoded]) -> list[Tensor]:
         pixels = torch.stack([to_pixels(array) for _, array in group])
         latents = encoder.encode(pixels, [entry.key.seed() for entry, _ in group])
-        stop_if_not_finite(latents, [entry.sample.full_name for entry, _ in group])
+        names = [entry.sample.full_name for entry, _ in group]
+        stop_if_not_finite("VAE", [{"latents": each} for each in latents], names, "vae_dtype fp32")
         return list(latents)
 
     return encode
@@ -182,15 +188,24 @@ def _advice(config: CachingConfig) -> str:
     return f"A smaller resolution or fewer frames of a clip (video.num_frames) help. {less}"
 
 
-def stop_if_not_finite(latents: Tensor, names: Sequence[str]) -> None:
-    """Keep the output of a VAE that overflows out of the cache.
+def stop_if_not_finite(
+    encoder: str, encoded: Sequence[Mapping[str, Tensor]], names: Sequence[str], remedy: str
+) -> None:
+    """Keep the output of an encoder that overflows out of the cache.
+
+    Args:
+        encoder: what to call it in the message.
+        encoded: the tensors of each entry.
+        names: of the entries' sources.
+        remedy: key and value that may help.
 
     Raises:
-        UserError: a latent holds NaN or infinity.
+        UserError: a tensor holds NaN or infinity.
     """
-    bad = [name for name, latent in zip(names, latents, strict=True) if not bool(latent.isfinite().all())]
+    pairs = zip(names, encoded, strict=True)
+    bad = [name for name, tensors in pairs if not all(bool(each.isfinite().all()) for each in tensors.values())]
     if bad:
-        raise UserError(f"The VAE's output is not finite for {', '.join(bad)}; try vae_dtype fp32.")
+        raise UserError(f"The {encoder}'s output is not finite for {shorten(bad)}; try {remedy}.")
 
 
 def to_pixels(frames: np.ndarray) -> Tensor:

@@ -1,1 +1,1 @@
-"""The composition root: a plan walks through the workshops and comes out as a trained, verified file."""
+"""The composition root: runs a plan from the caches to the trained, verified result."""

@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class CacheWorkshop:
-    """Encodes what a run lacks.
+class CacheFiller:
+    """Encodes missing cache entries.
 
     Attributes:
-        plan: without the files that proved to be damaged.
+        plan: without files that turned out to be damaged.
         listing: the entries of the epoch that was filled last.
     """
 
@@ -56,13 +56,13 @@ class CacheWorkshop:
         return self.listing.catalogue
 
     def fill(self) -> None:
-        """Complete the caches of the listing, and leave the files that prove to be damaged out of the plan.
+        """Encode all missing entries of the listing, and remove files that turn out to be damaged from the plan.
 
         Raises:
-            UserError: too few samples are left, or an entry could not be made.
+            UserError: too few samples are left, or an entry could not be encoded.
         """
         self.remove_damaged(self.listing.latents)
-        try:
+        try:  # one encoder after the other, so that only one is in memory
             self.encode_texts(missing(self.listing.texts))
             failures = self.encode_latents(missing(self.listing.latents))
         except ChangedFileError as error:
@@ -72,27 +72,26 @@ class CacheWorkshop:
             self.plan = without_failures(self.plan, failures)
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
         self.encode_features(missing(self.listing.features))
-        holes = [entry.key.digest() for entry in missing(self.listing.texts)]
-        holes += [entry.key.digest() for entry in missing(self.listing.latents)]
-        holes += [entry.key.digest() for entry in missing(self.listing.features)]
+        listing = self.listing
+        holes: list[AnyEntry] = [*missing(listing.texts), *missing(listing.latents), *missing(listing.features)]
         if holes:
-            raise UserError(f"The cache lacks {len(holes)} entries after filling, the first is {holes[0]}.")
+            raise UserError(f"{len(holes)} cache entries are still missing, the first is {holes[0].key.digest()}.")
 
     def _forget(self, changed: Sample) -> None:
-        """Have the next start read a file again, even if its size and time are as before."""
+        """Make the next start read a file again, even if its size and time are unchanged."""
         for dataset in self.plan.datasets:
             if dataset.id == changed.dataset_id:
                 dataset.save_index(except_for={changed.name})
 
     def follow(self, epoch: int) -> None:
-        """Encode what an epoch with new random crops lacks; other datasets lack nothing."""
+        """Encode what is missing for an epoch; only datasets with random crops have new entries."""
         if not self.listing.holds_for(self.plan, epoch):
-            self.catalogue.forget()
+            self.catalogue.forget()  # it remembers the entries of the epoch before
             self.listing = list_entries(self.plan, self.catalogue, epoch)
             self.fill()
 
     def remove_damaged(self, entries: Sequence[LatentEntry]) -> None:
-        """Read the entries of datasets with `scan_for_errors` in full; damaged ones are encoded again."""
+        """Verify the entries of datasets with `scan_for_errors`; damaged ones are removed, to be re-encoded."""
         scanned = {dataset.id for dataset in self.plan.datasets if dataset.config.scan_for_errors}
         for entry in entries:
             store, key = CacheStore(entry.folder), entry.key.digest()
@@ -104,7 +103,7 @@ class CacheWorkshop:
                     store.remove(key)
 
     def encode_texts(self, entries: list[TextEntry]) -> None:
-        """Encode captions that are not in their cache."""
+        """Encode captions into their cache."""
         if not entries:
             return
         with self.events.phase("Encoding captions", len(entries), "captions", CACHING) as phase:
@@ -114,7 +113,7 @@ class CacheWorkshop:
         self._release()
 
     def encode_latents(self, entries: list[LatentEntry]) -> dict[tuple[str, str], str]:
-        """Encode pictures and clips that are not in their cache; returns those that could not be decoded."""
+        """Encode pictures and clips into their cache; returns those that could not be decoded, with the reason."""
         if not entries:
             return {}
         noun = self.plan.spec.media_noun
@@ -124,7 +123,7 @@ class CacheWorkshop:
         return failures
 
     def encode_features(self, entries: list[FeatureEntry]) -> None:
-        """Make what techniques cache of samples and is not in its cache; the latents are there."""
+        """Encode the features that techniques need, from cached latents."""
         if not entries:
             return
         with self.events.phase("Encoding features", len(entries), self.plan.spec.media_noun, CACHING) as phase:
@@ -135,7 +134,7 @@ class CacheWorkshop:
         return CacheStore(entry.folder).read(entry.key.digest())["latents"].to(self.device)
 
     def restore(self, entry: AnyEntry) -> None:
-        """Encode one damaged entry again, in the middle of a run."""
+        """Re-encode a damaged entry during a run."""
         logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
         if isinstance(entry, TextEntry):
             self.encode_texts([entry])
@@ -149,7 +148,7 @@ class CacheWorkshop:
         dtype = DTYPES[text_encoder_dtype(config.precision)]
         if not config.offload.group_offload_text_encoder:
             return self.adapter.load_text_encoder(self.device, dtype, self._quantise_encoder)
-        # On the device it would not fit as a whole.
+        # Loaded on the CPU, since it may not fit on the device as a whole.
         encoder = self.adapter.load_text_encoder(torch.device("cpu"), dtype, self._quantise_encoder)
         for model in encoder.models:
             offload_layers(model, config.offload, self.device)
@@ -171,7 +170,7 @@ class CacheWorkshop:
         return encoder
 
     def _release(self) -> None:
-        """The encoder went out of scope with the phase; give its memory back before the next one comes."""
+        """Free the memory of an encoder that went out of scope, before the next one is loaded."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -184,12 +183,12 @@ def build_adapter(plan: Plan) -> FamilyAdapter:
 
 
 def fill_caches(plan: Plan, events: EventStream) -> None:
-    """Fetch the model and complete the caches of a plan, and nothing more."""
-    open_workshop(plan, build_adapter(plan), make_accelerator().device, events, epoch=1)
+    """Download the model and fill the caches of a plan."""
+    prepare_caches(plan, build_adapter(plan), make_accelerator().device, events, epoch=1)
     events.say("The caches are complete.")
 
 
-def open_workshop(
+def prepare_caches(
     plan: Plan,
     adapter: FamilyAdapter,
     device: torch.device,
@@ -197,28 +196,28 @@ def open_workshop(
     *,
     epoch: int,
     listing: Listing | None = None,
-) -> CacheWorkshop:
-    """Fetch the model and complete the caches for an epoch; the workshop's plan is without the damaged files.
+) -> CacheFiller:
+    """Download the model and fill the caches for an epoch; the returned plan lacks damaged files.
 
     Args:
-        listing: what the plan's estimate has listed; used again where it holds for this plan and epoch.
+        listing: from the plan's estimate; reused if it holds for this plan and epoch.
     """
     quarantine_rejected(plan)
     fetch(plan, events)
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
-    workshop = CacheWorkshop(plan, adapter, device, events, listing)
-    workshop.fill()
-    for dataset in workshop.plan.datasets:
+    filler = CacheFiller(plan, adapter, device, events, listing)
+    filler.fill()
+    for dataset in filler.plan.datasets:
         dataset.save_index()
-    return workshop
+    return filler
 
 
 def fetch(plan: Plan, events: EventStream) -> None:
-    """Bring every part of the checkpoint onto this machine.
+    """Download missing parts of the model.
 
     Raises:
-        UserError: a part cannot be had, or the parts do not belong together.
+        UserError: a part is not available, or the parts do not belong together.
     """
     absent = [part for part in plan.source.parts.values() if part.local_folder() is None]
     if absent:
@@ -232,10 +231,10 @@ def fetch(plan: Plan, events: EventStream) -> None:
 
 
 def complete_catalogue(plan: Plan) -> Catalogue:
-    """The catalogue of a plan whose checkpoint is on this machine.
+    """The catalogue of a plan whose model is on this machine.
 
     Raises:
-        UserError: it is not.
+        UserError: a part of the model is missing.
     """
     catalogue = make_catalogue(plan)
     if catalogue is None:
@@ -244,7 +243,7 @@ def complete_catalogue(plan: Plan) -> Catalogue:
 
 
 def quarantine_rejected(plan: Plan) -> None:
-    """Move files that the plan found damaged (or outside the limits) away, where the user asked for it."""
+    """Move away files that are damaged or outside the limits, for datasets configured so."""
     for dataset in plan.datasets:
         files = files_to_move(dataset)
         if files and dataset.config.instance_data_dir:
@@ -252,7 +251,7 @@ def quarantine_rejected(plan: Plan) -> None:
 
 
 def without_failures(plan: Plan, failures: dict[tuple[str, str], str]) -> Plan:
-    """The plan after some files proved to be damaged when they were decoded.
+    """The plan without files that could not be decoded.
 
     Raises:
         UserError: a dataset is now too small.

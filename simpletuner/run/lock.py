@@ -1,7 +1,7 @@
-"""One run at a time in an output folder.
+"""A lock that allows one run at a time in an output folder.
 
-The lock is a file that says who holds it. Whoever finds one whose process is gone takes it over; one of another
-machine is never judged from here.
+The lock is a file that names its owner. A run takes over a lock whose process has ended. Whether a process on another
+machine has ended cannot be known here, so its lock is never taken over.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Owner:
     """The process that holds a lock.
 
     Attributes:
-        boot, started: which start of the machine and which moment after it the process belongs to, so that another
-            process with its number is not taken for it; empty where the system does not tell.
-        since: seconds since 1970.
+        boot: identifies the boot of the machine; empty if the system does not tell.
+        started: when the process started, in ticks since boot; empty if the system does not tell. Together with `boot`
+            it distinguishes the process from a later one with the same pid.
+        since: when the lock was taken, in seconds since 1970.
     """
 
     pid: int
@@ -47,7 +48,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended; only known on its own host."""
+        """Whether the process has ended; only meaningful on its own host."""
         if self.boot != boot_id():
             return True
         return not is_alive(self.pid) or self.started != start_of(self.pid)
@@ -62,7 +63,7 @@ OWNER = TypeAdapter(Owner)
 
 @contextmanager
 def lock_output(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock while the block runs, also when it ends with an error.
+    """Hold a folder's lock within this context.
 
     Raises:
         UserError: another run holds it, or may hold it.
@@ -71,7 +72,7 @@ def lock_output(folder: Path) -> Iterator[None]:
     content = json.dumps(asdict(owner), indent=2).encode() + b"\n"
     try:
         while not create(path, content) and not take_over(path, content):
-            pass  # it was released in between
+            pass  # released between the two calls
     except OSError as error:
         raise UserError(f"output_dir: {str(path)!r} cannot be written: {error.strerror}.") from None
     try:
@@ -82,11 +83,11 @@ def lock_output(folder: Path) -> Iterator[None]:
 
 
 def create(path: Path, content: bytes) -> bool:
-    """Write the lock with its content at once; False when there is one already."""
+    """Create the lock with its content atomically; False if there is one already."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     draft.write_bytes(content)
     try:
-        os.link(draft, path)  # fails where the name exists, and is never there half written
+        os.link(draft, path)  # unlike a rename it fails if the name exists
     except FileExistsError:
         return False
     except OSError:  # a file system without links
@@ -97,7 +98,7 @@ def create(path: Path, content: bytes) -> bool:
 
 
 def create_in_place(path: Path, content: bytes) -> bool:
-    """The same for a moment without content; a kill in it leaves a lock that the user must delete."""
+    """Create the lock, then write its content; a kill in between leaves a lock that the user must delete."""
     try:
         with path.open("xb") as file:
             file.write(content)
@@ -107,13 +108,13 @@ def create_in_place(path: Path, content: bytes) -> bool:
 
 
 def take_over(path: Path, content: bytes) -> bool:
-    """Write this process into a lock whose owner is gone; False when the lock has gone, too.
+    """Make this process the owner of a lock whose owner has ended; False if the lock has been removed meanwhile.
 
     Raises:
-        UserError: the owner lives, or cannot be judged from here.
+        UserError: the owner is alive, or on another machine.
     """
     with suppress(FileNotFoundError), path.open("r+b") as file:
-        hold(file)  # several that find the same dead owner come one after the other
+        hold(file)  # of several processes that find the same dead owner, one may take over
         owner = read_owner(path, file.read())
         refuse_if_in_use(path, owner)
         file.seek(0)
@@ -127,10 +128,10 @@ def take_over(path: Path, content: bytes) -> bool:
 
 
 def refuse_if_in_use(path: Path, owner: Owner) -> None:
-    """Stop unless the owner of a lock is known to be gone.
+    """Raise unless the owner of a lock is known to have ended.
 
     Raises:
-        UserError: the owner lives, or cannot be judged from here.
+        UserError: the owner is alive, or on another machine.
     """
     if owner.host != socket.gethostname():
         raise UserError(
@@ -144,10 +145,10 @@ def refuse_if_in_use(path: Path, owner: Owner) -> None:
 
 
 def read_owner(path: Path, content: bytes) -> Owner:
-    """Who a lock says holds it.
+    """The owner of a lock according to its content.
 
     Raises:
-        UserError: it says nothing that can be read.
+        UserError: the content is not readable.
     """
     try:
         return OWNER.validate_json(content)
@@ -157,7 +158,7 @@ def read_owner(path: Path, content: bytes) -> Owner:
 
 
 def hold(file: BinaryIO) -> None:
-    """Keep other processes that ask for the same out of a file until it is closed, where the system can."""
+    """Wait for an exclusive lock on an open file, held until it is closed; does nothing on Windows."""
     if sys.platform != "win32":
         import fcntl
 
@@ -165,21 +166,20 @@ def hold(file: BinaryIO) -> None:
 
 
 def this_process() -> Owner:
-    """What a lock of this process says."""
+    """This process as the owner of a lock."""
     pid = os.getpid()
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return Owner(pid, socket.gethostname(), boot_id(), start_of(pid), command, round(time.time(), 3))
 
 
 def boot_id() -> str:
-    """Which start of this machine we are in; empty where the system does not tell."""
+    """Identifies the current boot of this machine; empty if the system does not tell."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.is_file() else ""
 
 
 def start_of(pid: int) -> str:
-    """When a process started, in ticks since the machine did; empty where the system does not tell, and for one that
-    has ended and is not yet collected by its parent."""
+    """When a process started, in ticks since boot; empty if the system does not tell, and for zombies."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -189,7 +189,7 @@ def start_of(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is a process of that number on this machine; where that cannot be asked, there is."""
+    """Whether a process with this pid exists on this machine; assumed where the system cannot be asked."""
     if os.name != "posix":
         return True
     try:
@@ -197,5 +197,5 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True  # somebody else's
+        return True  # it belongs to another user
     return True

@@ -1,4 +1,4 @@
-"""The end of a run: the result where users look for it, loaded once the way they will load it."""
+"""Publish the result of a run, verified by loading it as users will."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact
 from simpletuner.training.ema import Ema
+from simpletuner.training.finite import stop_if_result_not_finite
 from simpletuner.training.manifest import STEP_NOTE
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.trained import Release
 
 
 def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, str]) -> str:
-    """Write the result and check it; returns what to tell the user.
+    """Write the result and check it; returns a message for the user.
 
     Raises:
+        NonFiniteError: a weight is NaN or infinite; nothing is written.
         RuntimeError: the file does not load as it was saved.
     """
     if not assembly.world.is_main:
@@ -28,11 +30,12 @@ def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, 
     dtype = DTYPES[transformer_dtype(plan.config.precision)]
     release = Release(assembly.adapter, plan.source, dtype, sampling_shift(plan.config), note)
     with assembly.sampling_weights():
+        stop_if_result_not_finite(assembly, ema)
         return assembly.trained.publish(plan.output_dir, release, ema)
 
 
 def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
-    """Entries for the header of weight files: what they belong to, and the user's comment."""
+    """Header entries of weight files: model, run, step and the user's comment."""
     note = {
         "modelspec.architecture": f"{plan.spec.name}/{plan.flavour.name}",
         "modelspec.title": plan.config.tracking.tracker_run_name,

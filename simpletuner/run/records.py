@@ -1,6 +1,6 @@
-"""Everything that a run writes about itself while it goes: the record, its mirrors, the report.
+"""What a run writes about itself: the record, the trackers, the report.
 
-All of them are subscribers of the run's events, and all close themselves when the run ends.
+All of them subscribe to the run's events and close themselves when the run ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
 from simpletuner.reporting.report import REPORT_FILE, LedgerRow, ReportData, Result, State, settings_of, write_report
 from simpletuner.reporting.trackers import TrackerFeed, build_trackers
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
+from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, result_step
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +55,11 @@ class RunRecord:
     """Writes `training_metrics.jsonl` and `validation_media.jsonl`.
 
     Args:
-        step: that the session continues after; what was recorded of later ones is dropped.
+        step: from which the session resumes; records of later steps are dropped.
 
     Attributes:
-        evaluated: the step that the session continues after has its evaluation loss.
-        previews: of that step.
+        evaluated: whether that step has its evaluation loss.
+        previews: the recorded previews of that step.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -74,7 +74,7 @@ class RunRecord:
         match event:
             case Evaluated() if event.step > self._step:
                 self._losses = event.losses
-            case Evaluated():  # made up for: the step was recorded without it
+            case Evaluated():  # on resume, for a step that was recorded without its evaluation
                 self._metrics.append(event.step, event.losses)
             case StepDone():
                 self._metrics.append(event.step, {**row_of(event), **self._losses})
@@ -93,7 +93,7 @@ def row_of(step: StepDone) -> dict[str, Value]:
 
 
 def timing_of(step: StepDone) -> dict[str, float]:
-    """The duration of a step and what it went into, by their names in the record."""
+    """The duration of a step and its parts, by their names in the record."""
     seconds = {
         "seconds": step.seconds,
         "data_seconds": step.data_wait_seconds,
@@ -105,16 +105,16 @@ def timing_of(step: StepDone) -> dict[str, float]:
     return {name: round(value, 6) for name, value in named.items() if value is not None}
 
 
-# Training pictures that the report shows.
+# How many training pictures the report shows.
 SAMPLES = 24
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "bfloat16"}
 
 
 @dataclass
 class RunReport:
-    """Rewrites `training_report.html` for one plan now and then, when previews are new, and at the end.
+    """Rewrites `training_report.html` at intervals, after new previews, and at the end.
 
-    A report that cannot be written is told once and ends no run: it can be made from the record.
+    A report that cannot be written causes one warning and does not end the run, since it can be made from the record.
     """
 
     plan: Plan
@@ -124,7 +124,7 @@ class RunReport:
 
     @cached_property
     def samples(self) -> list[TrainingSample]:
-        """Some of the training pictures, evenly chosen; decoded once a session."""
+        """Some training pictures, evenly spaced; decoded once a session."""
         return [
             _shown(sample) for sample in pick(SAMPLES, [each for data in self.plan.trained for each in data.samples])
         ]
@@ -133,6 +133,7 @@ class RunReport:
         match event:
             case StepDone():
                 self._step = event.step
+                # Every rewrite renders the whole page, so there are about 20 of them in a long run.
                 if event.step % max(50, self.plan.length.total_steps // 20) == 0:
                     self.write()
             case PhaseEnded() if event.phase.kind == PREVIEWS:
@@ -155,11 +156,11 @@ class RunReport:
             self._failed = True
 
     def _data(self, state: State, message: str) -> ReportData:
-        plan = self.plan
-        folder = plan.output_dir
+        plan, folder = self.plan, self.plan.output_dir
+        kind = "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
         return ReportData(
             title=redact(plan.config.tracking.tracker_run_name),
-            subtitle=f"{_kind(plan)} on {plan.spec.name} {plan.flavour.name}",
+            subtitle=f"{kind} on {plan.spec.name} {plan.flavour.name}",
             state=state,
             step=self._step,
             total_steps=plan.length.total_steps,
@@ -172,25 +173,22 @@ class RunReport:
             environment=self._environment,
             message=redact(message),
             notes=[redact(str(warning)) for warning in plan.warnings],
-            result=find_result(plan) if state == "finished" else None,
+            result=find_result(plan, self._step) if state == "finished" else None,
         )
 
 
-def _kind(plan: Plan) -> str:
-    return "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
-
-
-def find_result(plan: Plan) -> Result | None:
-    """The published file or folder, with a program that uses it."""
-    path = plan.output_dir / (LORA_FILE if plan.config.model.model_type == "lora" else PIPELINE_FOLDER)
-    if not path.exists():
+def find_result(plan: Plan, step: int) -> Result | None:
+    """The published file or folder with a program that uses it; None unless its own note says that it is of `step`."""
+    model_type = plan.config.model.model_type
+    if result_step(plan.output_dir, model_type) != step:
         return None
+    path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     return Result(path.name, sum(each.stat().st_size for each in files), snippet_for(plan))
 
 
 def snippet_for(plan: Plan) -> str:
-    """A program that samples what the newest preview of the main prompt shows; empty where ComfyUI is meant."""
+    """A program that samples the newest preview of the main prompt; empty for LoRA files in ComfyUI's form."""
     config, is_lora = plan.config, plan.config.model.model_type == "lora"
     if is_lora and config.lora.lora_format == "comfyui":
         return ""
@@ -215,14 +213,14 @@ def snippet_for(plan: Plan) -> str:
 
 
 def pick(count: int, samples: Sequence[Sample]) -> list[Sample]:
-    """At most so many samples, evenly spaced."""
+    """At most `count` samples, evenly spaced."""
     if len(samples) <= count:
         return list(samples)
     return [samples[index * len(samples) // count] for index in range(count)]
 
 
 def _shown(sample: Sample) -> TrainingSample:
-    """A sample as the report shows it; one that cannot be decoded any more stands without its picture."""
+    """A sample as the report shows it, without its picture if that can no longer be decoded."""
     partner = _thumbnail(sample.partner) if sample.partner else ""
     return TrainingSample(sample.full_name, _thumbnail(sample), sample.captions, sample.frames > 1, partner)
 
@@ -248,7 +246,7 @@ def _row(entry: LedgerEntry) -> LedgerRow:
 
 
 def keep_records(plan: Plan, events: EventStream, step: int) -> RunRecord:
-    """Subscribe the record, the trackers and the report of a session that continues after a step.
+    """Subscribe the record, the trackers and the report of a session that resumes from a step.
 
     Raises:
         UserError: the record cannot be written.

@@ -1,8 +1,8 @@
-"""The most expensive moments of a run, tried before step 1, so that a device that is too small shows at minute 0.
+"""Try the most memory-hungry moments of a run before step 1, so that running out of memory shows at once.
 
-One micro-step of the largest bucket, forward and backward, and one preview of two sampling steps. Nothing is updated
-and no random number is used up: a run with a rehearsal and one without are equal bit for bit. The optimizer's state
-comes into being with step 1 and is added to what is measured.
+These are a micro-step of the largest bucket, forward and backward, and a preview of two sampling steps. Nothing is
+updated and random states are restored, so a run is the same with or without a rehearsal, bit for bit. The optimizer
+allocates its state in step 1 only, so that is added to what is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from simpletuner.validation.runner import ValidationRunner
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was tried, and its peak in bytes beside what the plan expected; the peak is None without a GPU."""
+    """What was tried, with its expected and measured peak in bytes; the latter is None without a GPU."""
 
     title: str
     expected: float
@@ -47,8 +47,8 @@ def rehearse(
     """Try the largest micro-step, then the largest preview.
 
     Args:
-        batches: of the epoch at hand, whose entries are cached.
-        read: makes a batch from cached entries.
+        batches: of the current epoch, whose entries are cached.
+        read: loads a batch from cached entries.
 
     Raises:
         UserError: the device ran out of memory.
@@ -59,20 +59,15 @@ def rehearse(
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
     title = f"the largest micro-step ({len(samples)} x {width}x{height}{frames})"
     with _unchanged(assembly):
-        yield _measure(assembly, budget, title, "training", lambda: _micro_step(assembly, read(planned)))
+        yield _measure(assembly, budget, title, "training", lambda: rehearse_micro_step(assembly, read(planned)))
     if validation.subjects:
         yield _measure(assembly, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
 
 
 def _size(planned: PlannedBatch) -> int:
-    """Pixels of a batch."""
+    """The number of pixels in a batch."""
     width, height = planned.size
     return len(planned.samples) * planned.samples[0].frames * width * height
-
-
-def _micro_step(assembly: Assembly, batch: Batch) -> None:
-    assembly.transformer.train()
-    rehearse_micro_step(assembly, batch.to(assembly.accelerator.device))
 
 
 def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], None]) -> Rehearsal:
@@ -98,7 +93,7 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
 
 
 def coming_state(assembly: Assembly, budget: Budget) -> float:
-    """Bytes that the optimizer will keep from its first step on; 0 for a run that continues and has them."""
+    """Bytes that the optimizer will allocate in its first step; 0 for a resumed run, whose state is loaded."""
     if assembly.optimizer.state:
         return 0.0
     groups = assembly.optimizer.param_groups
@@ -107,7 +102,7 @@ def coming_state(assembly: Assembly, budget: Budget) -> float:
 
 @contextmanager
 def _unchanged(assembly: Assembly) -> Iterator[None]:
-    """Random states, the techniques' own state and the gradients as they were."""
+    """Restore random states and the techniques' state afterwards, and clear the gradients."""
     states = random_states()
     kept = [copy.deepcopy(technique.state_dict()) for technique in assembly.techniques]
     try:

@@ -1,4 +1,4 @@
-"""What `simpletuner train` does, from top to bottom.
+"""`simpletuner train` from top to bottom.
 
 plan ─► fetch ─► caches ─► assemble ─► train ─► publish
 """
@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 
 import torch
 
@@ -27,7 +26,7 @@ from simpletuner.plan.entries import feature_kinds, text_folder
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
-from simpletuner.run.caches import build_adapter, open_workshop
+from simpletuner.run.caches import build_adapter, prepare_caches
 from simpletuner.run.publish import publish, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
@@ -40,18 +39,19 @@ from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import PREVIEW_FOLDERS
 
-ABANDONED = 3600.0  # seconds after which nobody can be writing a file any more
+# Seconds after which no live process is still writing a temporary file in a shared cache.
+ABANDONED = 3600.0
 
 
 def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool | None = None) -> None:
-    """Train what a plan says, from where an earlier session left it, to a verified file.
+    """Run a plan, or resume it where an earlier session stopped, and publish the verified result.
 
     Args:
-        budget: what the plan expects of memory.
-        rehearsed: whether the largest moments are tried first; None is on a GPU.
+        budget: the plan's estimate of memory and time.
+        rehearsed: whether to try the most memory-hungry moments first; None does so on a GPU.
 
     Raises:
-        UserError: something the user can fix; nothing that was complete is lost.
+        UserError: something the user can fix; checkpoints are kept.
         Interrupted: Ctrl-C; a checkpoint of the last step is on disk.
     """
     prepare_machine(plan)
@@ -61,41 +61,42 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     sweep_strays(plan)
     epoch = plan.resume.manifest.epoch if plan.resume else 1
-    workshop = open_workshop(plan, adapter, device, events, epoch=epoch, listing=budget.listing)
-    plan = workshop.plan
+    caches = prepare_caches(plan, adapter, device, events, epoch=epoch, listing=budget.listing)
+    plan = caches.plan
 
+    # Measured before the transformer is loaded: it needs memory, too.
     rates = device_rates(plan.output_dir, device, DTYPES[transformer_dtype(config.precision)])
     with events.phase("Loading the transformer"):
         techniques = [technique.build() for technique in plan.techniques]
         assembly = assemble(config, training_spec(plan), adapter, techniques, accelerator)
     ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
     dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
-    reader = BatchReader(workshop.catalogue, dropout, plan.seed, workshop.restore, features)
-    loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, workshop.follow, pin=True)
+    reader = BatchReader(caches.catalogue, dropout, plan.seed, caches.restore, features)
+    loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
     state = begin(plan, assembly, loader, ema)
     if plan.resume:
         events.say(f"Continuing from {plan.resume.path.name}")
 
+    # From here on the output folder has records, so whatever happens is written there.
     with closing(loader), announced_end(events, state, plan):
         record = keep_records(plan, events, state.global_step)
-        session = Session(plan, workshop.catalogue, reader, loader, ema, record, events, rates, budget)
+        session = Session(plan, caches.catalogue, reader, loader, ema, record, events, rates, budget)
         validation = build_validation(session, state)
         callbacks = build_callbacks(session, validation)
-        if device.type == "cuda" if rehearsed is None else rehearsed:
+        if rehearsed or (rehearsed is None and device.type == "cuda"):
             with events.phase("Rehearsing the largest moments"):
                 for tried in rehearse(assembly, loader.sampler.batches(loader.epoch), reader, validation, budget):
                     events.say(str(tried))
-        stopping = partial(StateChanged, "stopping", total_steps=plan.length.total_steps, message=STOPPING)
-        with stop_on_interrupt(events, lambda: stopping(step=state.global_step)):
+        total_steps = plan.length.total_steps
+        with stop_on_interrupt(events, lambda: StateChanged("stopping", state.global_step, total_steps, STOPPING)):
             train(assembly, loader, state, callbacks, events.stop)
         result = publish(plan, assembly, ema, weight_note(plan, state))
-        done = "\n".join(end_lines(plan, result))
-        events.publish(StateChanged("finished", state.global_step, plan.length.total_steps, done))
+        events.publish(StateChanged("finished", state.global_step, total_steps, "\n".join(end_lines(plan, result))))
 
 
 @contextmanager
 def announced_end(events: EventStream, state: TrainState, plan: Plan) -> Iterator[None]:
-    """Publish that a run failed or was interrupted, so that records are closed and say so."""
+    """Publish if the run fails or is interrupted, so that all records are closed and say so."""
     try:
         yield
     except BaseException as error:
@@ -106,14 +107,14 @@ def announced_end(events: EventStream, state: TrainState, plan: Plan) -> Iterato
 
 
 def end_lines(plan: Plan, result: str) -> Iterator[str]:
-    """What a finished run leaves to read: the result, the report, what to type next."""
+    """The last lines of a finished run: the result, the report, the next command."""
     yield result
     yield f"Report: {plan.output_dir / REPORT_FILE}"
     yield "To train longer, start the same command with a larger max_train_steps."
 
 
 def sweep_strays(plan: Plan) -> None:
-    """Remove what a killed run left half written; a cache may be in use by another run, so there only what is old."""
+    """Remove temporary files of killed runs; in caches only old ones, since other runs may use the same cache."""
     names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|unverified")
     for folder in (plan.output_dir, plan.output_dir / "ema"):
         sweep(folder)
@@ -126,7 +127,7 @@ def sweep_strays(plan: Plan) -> None:
 
 
 def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:
-    """Where this session starts: at a checkpoint, at 0, or at the step that the LoRA it starts from counts as."""
+    """The state in which this session starts: a checkpoint, step 0, or `init_lora_step` of the LoRA it starts from."""
     if plan.resume is not None:
         return load_checkpoint(plan.resume, assembly, loader, ema, same_data=plan.same_data)
     lora = plan.config.lora
@@ -134,12 +135,12 @@ def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) 
 
 
 def training_spec(plan: Plan) -> TrainingSpec:
-    """What training needs to know of the plan."""
+    """The plan's decisions that training depends on."""
     return TrainingSpec(plan.lora_targets, plan.seed, plan.length.total_steps, peak_learning_rate(plan.config))
 
 
 def prepare_machine(plan: Plan) -> None:
-    """Process-wide settings of torch."""
+    """Set process-wide options of torch."""
     torch.set_num_threads(compute_threads(plan.config.caching.torch_num_threads))
     allowed = not plan.config.precision.disable_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
@@ -147,9 +148,9 @@ def prepare_machine(plan: Plan) -> None:
 
 
 def compute_threads(wanted: int) -> int:
-    """Threads for computing on a CPU: never more than this process may use, or than OMP_NUM_THREADS says.
+    """Threads for computation on a CPU, limited by the cores this process may use and by OMP_NUM_THREADS.
 
-    With more threads than cores they wait for each other at every operation, and tiny models crawl.
+    More threads than cores would wait for each other in every operation.
     """
     usable = usable_cores()
     given = os.environ.get("OMP_NUM_THREADS", "")

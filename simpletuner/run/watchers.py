@@ -1,4 +1,4 @@
-"""Who watches a run: the callbacks, and the prompts and pictures that previews show."""
+"""Build the callbacks of a run, and the subjects that previews show."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from simpletuner.run.records import RunRecord
 from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema, EmaUpdater
 from simpletuner.training.loop import Callback
-from simpletuner.training.recorder import Recorder, RequestDesk
+from simpletuner.training.recorder import Recorder, RequestHandler
 from simpletuner.training.state import TrainState
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.prompts import ValidationPrompt
@@ -37,7 +37,7 @@ from simpletuner.validation.runner import Subject, ValidationRunner
 
 
 def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> list[Subject]:
-    """One subject per prompt, or per prompt and source picture; pictures are fitted to the size of a preview."""
+    """One subject per prompt and source picture; pictures are fitted to the size of a preview."""
     negative_text = plan.config.validation.validation_negative_prompt or ""
     subjects = []
 
@@ -64,22 +64,18 @@ def _fitted_picture(sample: Sample, size: Size) -> Image:
     return prepared_picture(sample.fitted(size))
 
 
-def preview_rate(plan: Plan) -> float | None:
-    """Frames per second of preview clips; None for families of pictures."""
-    return None if plan.spec.frame_rate is None else plan.config.validation.framerate or plan.spec.frame_rate
-
-
 @dataclass(frozen=True)
 class Session:
-    """What a run consists of beside the model it trains.
+    """The parts of a run besides the model it trains.
 
     Attributes:
-        plan: without the files that proved to be damaged.
-        catalogue: where the entries of the caches lie.
-        reader, loader: cached entries as batches, and these in the order of the run.
-        ema: the moving average of the trained weights, where one is kept.
-        rates: how fast the device is; None where it was not measured.
-        budget: what was expected before the run.
+        plan: without files that turned out to be damaged.
+        catalogue: locations of cache entries.
+        reader: loads batches from cached entries.
+        loader: supplies batches in the order of the run.
+        ema: the moving average, if `use_ema` is set.
+        rates: measured speed of the device, if it was measured.
+        budget: the estimate of memory and time from before the run.
     """
 
     plan: Plan
@@ -94,20 +90,20 @@ class Session:
 
 
 def build_callbacks(session: Session, validation: ValidationRunner) -> list[Callback]:
-    """Who watches the run, in the order in which they are called."""
+    """The callbacks of a run in the order in which they are called; see `Callback` for the reason."""
     averaging: list[Callback] = [EmaUpdater(session.ema)] if session.ema else []
     evaluation, recorder, checkpoints = build_evaluation(session), build_recorder(session), build_checkpoints(session)
-    desk = RequestDesk(
+    requests = RequestHandler(
         session.plan.output_dir, session.events, {"save": checkpoints.save, "preview": validation.render}
     )
-    return [*averaging, evaluation, recorder, desk, checkpoints, validation]
+    return [*averaging, evaluation, recorder, requests, checkpoints, validation]
 
 
 def build_validation(session: Session, state: TrainState) -> ValidationRunner:
-    """Renders previews.
+    """The callback that renders previews.
 
     Args:
-        state: that the session begins with.
+        state: with which the session starts.
     """
     plan = session.plan
     validation = ValidationRunner(
@@ -118,7 +114,7 @@ def build_validation(session: Session, state: TrainState) -> ValidationRunner:
         seed=plan.seed,
         ema=session.ema,
         events=session.events,
-        frame_rate=preview_rate(plan),
+        frame_rate=plan.spec.frame_rate and (plan.config.validation.framerate or plan.spec.frame_rate),
         recorded=session.record.previews,
     )
     before = replace(state, epochs_done=epochs_before(session.loader, plan.config.schedule))
@@ -127,7 +123,7 @@ def build_validation(session: Session, state: TrainState) -> ValidationRunner:
 
 
 def epochs_before(loader: BatchLoader, schedule: ScheduleConfig) -> int:
-    """Epochs that were complete before the last step: it may have completed one."""
+    """Epochs that were complete before the last step, which may have completed one itself."""
     batches = loader.index
     completed = batches >= loader.sampler.batches_per_epoch(loader.epoch)
     begun_earlier = batches < schedule.gradient_accumulation_steps
@@ -135,7 +131,7 @@ def epochs_before(loader: BatchLoader, schedule: ScheduleConfig) -> int:
 
 
 def build_checkpoints(session: Session) -> CheckpointWriter:
-    """Saves what a run needs to go on."""
+    """The callback that saves checkpoints."""
     plan, config = session.plan, session.plan.config
     return CheckpointWriter(
         output_dir=plan.output_dir,
@@ -159,7 +155,7 @@ def build_checkpoints(session: Session) -> CheckpointWriter:
 
 
 def build_evaluation(session: Session) -> EvaluationLoss:
-    """Measures the loss on data that is not trained on."""
+    """The callback that measures the loss on held-out data."""
     plan = session.plan
     return EvaluationLoss(
         config=plan.config.evaluation,
@@ -175,7 +171,7 @@ def build_evaluation(session: Session) -> EvaluationLoss:
 
 
 def build_recorder(session: Session) -> Recorder:
-    """Publishes every step."""
+    """The callback that publishes every step."""
     return Recorder(
         session.events,
         session.ema,

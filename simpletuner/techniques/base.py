@@ -1,7 +1,8 @@
-"""The doors through which a technique may change the mathematics of a step.
+"""The interface of techniques, which change the mathematics of a step.
 
-Whoever only watches is a callback (`training.loop`). At its neutral setting a technique equals plain training.
-What the plan must know of a technique stands in its `spec.TechniqueSpec`, which needs no torch.
+A step calls every technique in turn: `before_forward`, the forward pass, `extra_losses`, `weigh`. At its neutral
+setting a technique equals plain training. What the plan needs to know about it is in its `spec.TechniqueSpec`, which
+is free of torch. Code that only observes is a callback (`training.loop`).
 """
 
 from __future__ import annotations
@@ -19,76 +20,76 @@ from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.techniques.hidden_states import HiddenStates
 
-# The velocity that the model predicts now, without gradients; techniques leave such a forward pass alone.
+# The model's current velocity prediction, without gradients. Techniques do not act on such a forward pass.
 Predict = Callable[[NoisyBatch], Tensor]
 
 
 class Technique:
-    """Base of all techniques: every door is closed, a technique opens the ones it needs."""
+    """Base class of all techniques. Its methods change nothing; override those that are needed."""
 
     @property
     def name(self) -> str:
-        """Names its module and its state in a checkpoint; a run has one technique of a kind."""
+        """Identifies its module and state in a checkpoint; a run has at most one technique of a class."""
         return type(self).__name__
 
     @property
     def routes(self) -> Sequence[Route]:
-        """Windows of blocks that see fewer tokens than there are, so that a step takes less arithmetic."""
+        """Ranges of blocks that some tokens skip; the FLOPs of a step are counted accordingly."""
         return ()
 
     def attach(self, site: Site) -> None:
-        """Look around once, after the model is built and before the optimizer is: put hooks on blocks, build a module.
+        """Register hooks and build a module; called once, after the model and before the optimizer are built.
 
-        Hooks must do nothing under `no_grad`, and draw no random numbers inside a block: activation checkpointing
-        runs a block and its hooks twice. Hidden states come from `site.hidden`, which sees each once.
-        torch's global generators are seeded for the technique, and put back afterwards.
+        Hooks must do nothing under `no_grad` and draw no random numbers: activation checkpointing runs a block and its
+        hooks twice. For hidden states use `site.hidden`, which records each only once.
+        torch's global generators are seeded for the technique, and restored afterwards.
         """
 
     def module(self) -> nn.Module | None:
-        """Weights of its own, built in `attach`, float32; None without any.
+        """The technique's own float32 weights, built in `attach`; None if it has none.
 
-        They are moved to the device, trained in a parameter group of their own, and saved in checkpoints alone: never
-        in what is published, never in the moving average.
+        They are moved to the device, trained in their own parameter group, and saved in checkpoints, but neither
+        published nor part of the moving average.
         """
         return None
 
     def adopt(self, module: nn.Module) -> None:
-        """Take the module as it is prepared for several processes: this one must be called from now on."""
+        """Receive the module as wrapped for several processes; the technique must call this one from now on."""
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Replace what the transformer is about to see or what it is compared with."""
+        """Replace the transformer's input or its target."""
         return noisy
 
     def kept_tokens(self, block: int) -> Tensor | None:
-        """Which tokens this technique lets through a visual block in this micro-step: int64, `B K`; None for all."""
+        """The tokens that pass through a visual block in this micro-step, int64 `B K`; None for all of them."""
         return None
 
     def weigh(self, noisy: NoisyBatch, prediction: Tensor, loss: Tensor) -> Tensor:
-        """The elementwise loss `B C F H W`, float32, weighted; its mean is what is trained."""
+        """Weigh the elementwise loss, float32 `B C F H W`; its mean is minimised."""
         return loss
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
-        """Scalars that are added to the loss, by the name under which they are logged."""
+        """Scalars to add to the loss, by the names under which they are logged."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the module for an exact continuation."""
+        """What an exact resume needs besides the module."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
+        """Restore what `state_dict` returned."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a technique may see when it is attached.
+    """What a technique gets in `attach`.
 
     Attributes:
         transformer: with its LoRA, checkpointing and compilation; not yet on the device.
-        device: where a step computes.
+        device: on which steps run.
         dtype: of the transformer's hidden states.
-        others: all techniques of the run, this one among them, in the order in which their doors are passed.
-        disabled: while entered, the model is what it was before training.
+        others: all techniques of the run, including this one, in the order in which they are called.
+        disabled: context in which the model is as it was before training.
         hidden: hidden states of visual blocks in the forward pass of each micro-step.
     """
 
@@ -102,6 +103,6 @@ class Site:
     hidden: HiddenStates
 
     def kept_tokens(self, block: int) -> Tensor | None:
-        """Which tokens the hidden states of a visual block hold, int64, `B K`; None when all do."""
+        """The tokens in the hidden states of a visual block, int64 `B K`; None if all are."""
         found = (technique.kept_tokens(block) for technique in self.others)
         return next((kept for kept in found if kept is not None), None)

@@ -1,7 +1,7 @@
-"""What blocks compute in the forward pass of a micro-step, for techniques that compare it with something.
+"""Hidden states of blocks in the forward pass of a micro-step, for techniques that use them in a loss.
 
-Activation checkpointing runs a block, and the hooks on it, a second time in the backward pass. The tensors of that
-run are no part of the step's graph, so hooks here look only while a forward pass is `open`.
+Activation checkpointing runs a block and its hooks a second time in the backward pass. The tensors of that second run
+are not part of the step's graph, so the hooks here record only while a forward pass is `open`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from simpletuner.models.adapter import BlockLayout
 
 
 class HiddenStates:
-    """The tokens that visual blocks return; nothing is kept of blocks that nobody watches.
+    """The tokens that watched visual blocks return.
 
-    Hooks are outside of what is compiled or streamed, both of which happens in a block's `forward`.
+    Compilation and streaming replace a block's `forward`; hooks run outside of it and need no knowledge of either.
     """
 
     def __init__(self, layout: BlockLayout) -> None:
@@ -29,7 +29,7 @@ class HiddenStates:
         self._is_open = False
 
     def watch(self, block: int) -> None:
-        """Keep the output of a visual block in every micro-step from now on.
+        """Record the output of a visual block in every micro-step from now on.
 
         Raises:
             ValueError: the model has no such block.
@@ -39,12 +39,12 @@ class HiddenStates:
             raise ValueError(f"block {block} is not one of the model's {len(blocks)} blocks, 0 to {len(blocks) - 1}")
         if block not in self._watched:
             self._watched.add(block)
-            # Before other hooks: what the block returned, without the tokens that a route puts back behind it.
+            # Before other hooks: the block's own output, before TREAD puts skipped tokens back.
             blocks[block].register_forward_hook(partial(self._keep, block), prepend=True)
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Around the forward pass of a micro-step and everything that reads its hidden states."""
+        """Record within this context; it spans the forward pass and everything that reads its hidden states."""
         self._is_open = True
         try:
             yield
@@ -53,7 +53,7 @@ class HiddenStates:
             self._found.clear()
 
     def __getitem__(self, block: int) -> Tensor:
-        """The tokens `B S D` of a watched block, part of the graph; `S` are those that went through it."""
+        """The output `B S D` of a watched block, part of the graph; `S` counts the tokens that passed through it."""
         return self._found[block]
 
     def _keep(self, block: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,7 +1,7 @@
-"""Regularisation data: hold the model to what it did before.
+"""Regularisation data: keep the model's behaviour on other pictures.
 
-For datasets marked `is_regularisation_data` the target is the prediction of the base model, that is, of the
-transformer with its LoRA switched off; a picture of the same kind then cannot drift while a new concept is learned.
+For datasets marked `is_regularisation_data` the target is the prediction of the base model (the transformer with its
+LoRA disabled), so pictures of the same kind do not drift while a new concept is learned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from simpletuner.techniques.base import Predict, Site, Technique
 
 
 class Regularisation(Technique):
-    """Replaces the target of samples from the given datasets by the base model's prediction."""
+    """Replaces the target of samples from given datasets with the base model's prediction."""
 
     def __init__(self, dataset_ids: frozenset[str]) -> None:
         self.dataset_ids = dataset_ids

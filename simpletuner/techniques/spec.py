@@ -1,4 +1,4 @@
-"""What a technique is as far as the plan must know it, as plain data: readable without torch."""
+"""What the plan needs to know about techniques, as plain data without torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TechniqueCost:
     """What a technique adds to one micro-batch.
 
     Attributes:
-        parameters: numbers of its module, all of them trained in float32.
-        held: bytes on the device from its forward pass until the backward pass.
-        flops: forward and backward.
+        parameters: number of weights in its module, all trained in float32.
+        held: bytes kept on the device from the forward to the backward pass.
+        flops: of forward and backward.
     """
 
     parameters: int = 0
@@ -32,7 +32,7 @@ class TechniqueCost:
 
 
 def no_cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
-    """Of a technique without a module."""
+    """The cost of a technique that adds no computation."""
     return TechniqueCost()
 
 
@@ -41,10 +41,10 @@ class TechniqueSpec:
     """A technique that a configuration switches on.
 
     Attributes:
-        build: makes the technique; torch comes in here.
-        routes: windows of blocks that some tokens pass by.
-        features: what it needs of every trained sample, cached beside its latents.
-        cost: what it adds to a micro-batch of the model.
+        build: creates the technique; imports torch.
+        routes: ranges of blocks that some tokens skip.
+        features: what it needs for every trained sample, cached beside the latents.
+        cost: what it adds to a micro-batch.
     """
 
     build: Callable[[], Technique]
@@ -54,10 +54,10 @@ class TechniqueSpec:
 
 
 def chosen_techniques(config: RunConfig, regularised: frozenset[str]) -> tuple[TechniqueSpec, ...]:
-    """The techniques that a configuration switches on, in the order in which their doors are passed.
+    """The techniques that a configuration switches on, in the order in which they are called.
 
     Args:
-        regularised: ids of the datasets with regularisation data.
+        regularised: ids of datasets with regularisation data.
     """
     specs = []
     if regularised:

@@ -1,12 +1,13 @@
-"""TREAD: in training, a random share of the tokens passes by some of the blocks.
+"""TREAD: in training, a random share of the tokens skips some of the blocks.
 
 Krause et al., "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training", arXiv 2501.04765. At the
-first block of a route the kept tokens are gathered, with the rows of every table that belong to them; after its last
-block they are put back among the others, which are as they were before the route. The loss is over all tokens.
+first block of a route the kept tokens are gathered, with their rows of every per-token table (such as rotary
+positions); after its last block they are scattered back among the skipped tokens, which are unchanged. The loss covers
+all tokens.
 
-All of it happens in forward hooks around single blocks. They do nothing without gradients, so previews see the whole
-model. Activation checkpointing runs a block and its hooks again in the backward pass: what is kept is therefore drawn
-before the forward pass, and what a route remembers stays until the next micro-step.
+Everything happens in forward hooks of single blocks. They do nothing without gradients, so previews use the whole
+model. Activation checkpointing runs a block and its hooks again in the backward pass, so the kept tokens are drawn
+before the forward pass, and a route keeps its tensors until the next micro-step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from simpletuner.techniques.base import Predict, Site, Technique
 
 
 class Tread(Technique):
-    """Leaves tokens out of the windows of blocks that the routes name."""
+    """Lets tokens skip the ranges of blocks that the routes name."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = tuple(routes)
@@ -37,7 +38,7 @@ class Tread(Technique):
     def attach(self, site: Site) -> None:
         layout, spec = site.layout, site.adapter.spec
         if layout.routing is None:
-            raise ValueError(f"{spec.title} has no tokens that could be left out")
+            raise ValueError(f"{spec.title} has no tokens that could skip blocks")
         self._layout, self._unit, self._spec = layout, layout.routing.unit, spec
         blocks = layout.visual_blocks
         self._windows = [_Window(route.among(len(blocks)), blocks, layout.routing) for route in self.routes]
@@ -45,7 +46,7 @@ class Tread(Technique):
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Draw which tokens each route keeps in this micro-step."""
         if noisy.place is None:
-            raise ValueError("TREAD draws random numbers: the batch must say where in the run it is")
+            raise ValueError("TREAD draws random numbers, so the batch needs its place in the run")
         protected = self._protected(noisy)
         units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._unit
         for number, window in enumerate(self._windows):
@@ -56,16 +57,15 @@ class Tread(Technique):
         return noisy
 
     def kept_tokens(self, block: int) -> Tensor | None:
-        """Those that go through a block, in ascending order, on the device of the batch.
+        """The tokens that pass through a block, in ascending order, on the device of the batch.
 
-        Inside a window a block returns these tokens alone; behind its last block all are there again, the others
-        untouched by the window.
+        `HiddenStates` records a block's own output, so even at the last block of a window only these are there.
         """
         windows = (each for each in self._windows if each.route.first <= block <= each.route.last)
         return next((each.kept for each in windows), None)
 
     def _protected(self, noisy: NoisyBatch) -> Tensor | None:
-        """The units that must be kept: those with a protected position in them; bool, `B N`, on the CPU."""
+        """The units with a protected position, which are always kept; bool `B N` on the CPU."""
         if noisy.protected is None:
             return None
         samples, _, frames, height, width = noisy.noisy_latents.shape
@@ -77,7 +77,7 @@ class Tread(Technique):
 
 
 class _Window:
-    """The hooks of one route, and what they know of the micro-step under way."""
+    """The hooks of one route and their state in the current micro-step."""
 
     def __init__(self, route: Route, blocks: Sequence[nn.Module], routing: TokenRouting) -> None:
         self.route, self.routing = route, routing
@@ -88,7 +88,7 @@ class _Window:
         blocks[route.last].register_forward_hook(self._leave)
 
     def begin(self, kept: Tensor | None) -> None:
-        """A new micro-step in which these tokens are kept, `B K`; all of them when None."""
+        """Start a micro-step that keeps these tokens, `B K`; all of them if None."""
         self.kept = kept
         self._all_tokens: Tensor | None = None
         self._tables: dict[int, Any] = {}
@@ -99,7 +99,7 @@ class _Window:
         cut = list(inputs)
         if opens:
             self._all_tokens = inputs[0]
-            if not self._tables:  # a recomputation takes those of the forward pass
+            if not self._tables:  # a recomputation reuses those of the forward pass
                 self._tables = {place: take(inputs[place], self.kept) for place, take in self.routing.tables.items()}
             cut[0] = inputs[0].gather(1, _rows(self.kept, inputs[0]))
         for place, table in self._tables.items():
@@ -110,16 +110,16 @@ class _Window:
         if self.kept is None or self._all_tokens is None or not torch.is_grad_enabled():
             return None
         together = self._all_tokens.scatter(1, _rows(self.kept, output), output)
-        # A recomputation needs something of this shape and no way back through the graph, which would keep it alive.
+        # A recomputation of this block needs the shape only; the graph would keep activations of earlier blocks alive.
         self._all_tokens = self._all_tokens.detach()
         return together
 
 
 def draw_kept(units: int, ratio: float, protected: Tensor | None, generators: Sequence[torch.Generator]) -> Tensor:
-    """Which units of each sample are kept: int64, `B K`, ascending, on the CPU.
+    """Draw the units to keep of each sample: int64 `B K`, ascending, on the CPU.
 
-    K is (1 - ratio) of the units, rounded and at least 1: the same in every step, so that compiled blocks see one
-    shape. Only where more units are protected than that, in some sample, it grows to keep them.
+    K is (1 - ratio) of the units, rounded and at least 1. It is the same in every step, so that compiled blocks see one
+    shape, and grows only if a sample has more protected units than that.
 
     Args:
         protected: bool, `B units`, on the CPU, or None.
@@ -129,15 +129,15 @@ def draw_kept(units: int, ratio: float, protected: Tensor | None, generators: Se
     chances = torch.stack([torch.rand(units, generator=each) for each in generators])
     if protected is not None:
         count = max(count, int(protected.sum(1).max()))
-        chances = chances + protected
+        chances = chances + protected  # drawn from [0, 1), so protected units come first
     return chances.topk(count, dim=1).indices.sort(dim=1).values
 
 
 def whole_units(units: Tensor, size: int) -> Tensor:
-    """The tokens of units of that many in a row: `B K` to `B K*size`."""
+    """The tokens of units that are `size` consecutive tokens each: `B K` to `B K*size`."""
     return (units[..., None] * size + torch.arange(size)).flatten(1)
 
 
 def _rows(kept: Tensor, tokens: Tensor) -> Tensor:
-    """The index that `gather` and `scatter` want for whole tokens, `B K D`; it takes no memory."""
+    """The index `B K D` for `gather` and `scatter` of whole tokens; an expanded view, so it takes no memory."""
     return kept[..., None].expand(-1, -1, tokens.shape[-1])

@@ -1,7 +1,10 @@
-"""Put together what trains, in the one order that works.
+"""Build everything a step needs.
 
-load ─► quantise ─► LoRA ─► fast blocks ─► activation checkpointing ─► compile ─► techniques ─► optimizer ─► prepare
-─► offload
+    load ─► quantise ─► LoRA ─► fast blocks ─► activation checkpointing ─► compile ─► techniques ─► place
+    ─► optimizer ─► prepare ─► stream
+
+The order matters: peft wraps the quantised layers, checkpointing and compilation replace the `forward` of blocks that
+hold the LoRA already, and the optimizer needs parameters on their final device.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim import Optimizer
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import learning_rate, trained_precision
@@ -43,13 +45,13 @@ from simpletuner.training.state import Assembly, StepSettings
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """What the plan decided and training needs to know.
+    """The plan's decisions that training depends on.
 
     Attributes:
         lora_targets: modules that get a LoRA.
-        seed: of the run, decided even where the user left it open.
+        seed: of the run; drawn by the plan if the user set none.
         total_steps: optimizer steps of the whole run.
-        learning_rate: peak rate, scaling rules applied.
+        learning_rate: peak rate, after `lr_scale` and `lr_scale_sqrt`.
     """
 
     lora_targets: Targets
@@ -59,17 +61,17 @@ class TrainingSpec:
 
 
 def make_accelerator() -> Accelerator:
-    """Device placement, gradient synchronisation and collectives come from accelerate; precision does not.
+    """accelerate for devices, gradient synchronisation and collectives, without its mixed precision.
 
-    Its mixed precision would put autocast around the transformer, which rounds what must stay float32 (positions,
-    modulation); dtypes are decided when weights are loaded.
+    That would wrap the transformer in autocast, which rounds what must stay float32 (positions, modulation). Here the
+    dtypes of the loaded weights decide.
     """
     return Accelerator(mixed_precision="no")
 
 
 def assemble(
     config: RunConfig,
-    intent: TrainingSpec,
+    spec: TrainingSpec,
     adapter: FamilyAdapter,
     techniques: Sequence[Technique],
     accelerator: Accelerator,
@@ -82,18 +84,20 @@ def assemble(
 
     transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
     _quantise(transformer, config.precision, adapter.spec, device)
-    trained = _add_lora(transformer, config, intent, trained_dtype) if is_lora else FullModel(transformer)
+    trained = _add_lora(transformer, config, spec, trained_dtype) if is_lora else FullModel(transformer)
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_blocks(transformer, layout, fast, config, device)
     _compile_blocks(layout, fast, config, device)
     hidden = HiddenStates(layout)
     site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden)
-    modules = _attach(techniques, site, intent.seed)
+    modules = _attach(techniques, site, spec.seed)
     parameters = trained.parameters()
     streamed = _place(transformer, layout, config.offload, device)
-    optimizer = _build_optimizer(parameters, modules, config, intent)
-    prepared = accelerator.prepare(transformer, device_placement=[False])  # it is where it belongs already
+    optimizer = build_optimizer(
+        parameters.values(), config.optimizer, config.precision.mixed_precision, spec.learning_rate, modules
+    )
+    prepared = accelerator.prepare(transformer, device_placement=[False])  # placed already, streamed blocks on the CPU
     streamer = _stream(transformer, streamed, config, device)
     return Assembly(
         adapter=adapter,
@@ -102,8 +106,9 @@ def assemble(
         trained=trained,
         parameters=parameters,
         optimizer=optimizer,
+        # Only float16 gradients underflow without a loss scale.
         scaler=torch.amp.GradScaler(device.type, enabled=base_dtype == torch.float16),
-        settings=_step_settings(config, intent),
+        settings=_step_settings(config, spec),
         hidden=hidden,
         techniques=list(techniques),
         modules=_prepare_modules(techniques, modules, accelerator),
@@ -113,7 +118,10 @@ def assemble(
 
 
 def _attach(techniques: Sequence[Technique], site: Site, seed: int) -> dict[str, nn.Module]:
-    """Attach the techniques; their modules, on the device, by name. Each draws from a seed of its own."""
+    """Attach the techniques and return their modules by name, on the device.
+
+    Each has its own seed, so that switching one on does not change how another one is initialised.
+    """
     modules = {}
     for technique in techniques:
         with torch.random.fork_rng():
@@ -128,7 +136,7 @@ def _attach(techniques: Sequence[Technique], site: Site, seed: int) -> dict[str,
 def _prepare_modules(
     techniques: Sequence[Technique], modules: Mapping[str, nn.Module], accelerator: Accelerator
 ) -> dict[str, nn.Module]:
-    """The techniques' modules as several processes train them, which is what the techniques call from now on."""
+    """Wrap the techniques' modules for gradient synchronisation, and have the techniques call the wrapped ones."""
     prepared = {name: accelerator.prepare(module, device_placement=[False]) for name, module in modules.items()}
     for technique in techniques:
         if technique.name in prepared:
@@ -137,22 +145,22 @@ def _prepare_modules(
 
 
 def peak_learning_rate(config: RunConfig, processes: int = 1) -> float:
-    """The configured or default rate, multiplied as `lr_scale` or `lr_scale_sqrt` say."""
+    """The configured or default rate, multiplied according to `lr_scale` or `lr_scale_sqrt`."""
     rate = learning_rate(config.optimizer, config.model.model_type)
     samples = processes * config.schedule.gradient_accumulation_steps * config.schedule.train_batch_size
     return scaled_learning_rate(config.optimizer, rate, samples)
 
 
 def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec, device: torch.device) -> None:
-    """Store the family's linear layers in fewer bits, where `base_model_precision` says so."""
+    """Quantise the family's linear layers as `base_model_precision` says."""
     stored = quantisation(config.base_model_precision)
     if stored is not None:
         quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
 
 
-def _add_lora(transformer: nn.Module, config: RunConfig, intent: TrainingSpec, dtype: torch.dtype) -> LoraAdapter:
-    seed = step_seed(intent.seed, 0, 0, 0, "lora")
-    lora = add_lora(transformer, config.lora, intent.lora_targets, seed=seed, dtype=dtype)
+def _add_lora(transformer: nn.Module, config: RunConfig, spec: TrainingSpec, dtype: torch.dtype) -> LoraAdapter:
+    seed = step_seed(spec.seed, 0, 0, 0, "lora")
+    lora = add_lora(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
     if config.lora.init_lora is not None:
         start_from(lora, Path(config.lora.init_lora).expanduser())
     return lora
@@ -161,7 +169,7 @@ def _add_lora(transformer: nn.Module, config: RunConfig, intent: TrainingSpec, d
 def _use_fast_blocks(
     transformer: nn.Module, config: RunConfig, adapter: FamilyAdapter, device: torch.device
 ) -> FastBlocks | None:
-    """Give the transformer what of `speed` belongs to its family; None: its blocks stay those of diffusers."""
+    """Apply the family's own speed-ups; None if its blocks stay those of diffusers."""
     if bf16_modulation(config.speed):
         adapter.store_modulation_in_bf16(transformer)
     fast = adapter.use_fast_blocks(transformer) if plain_math(config.speed) else None
@@ -192,9 +200,10 @@ def _compile_blocks(layout: BlockLayout, fast: FastBlocks | None, config: RunCon
 
 
 def _place(transformer: nn.Module, layout: BlockLayout, config: OffloadConfig, device: torch.device) -> list[nn.Module]:
-    """Move the transformer to the device, all but the frozen weights of the blocks that will stream: these blocks."""
-    streams = config.enable_group_offload
-    streamed = streamed_blocks(layout.blocks, config.group_offload_resident_blocks) if streams else []
+    """Move the transformer to the device, except for the frozen weights of blocks to stream; returns those blocks."""
+    streamed = []
+    if config.enable_group_offload:
+        streamed = streamed_blocks(layout.blocks, config.group_offload_resident_blocks)
     place_model(transformer, streamed, device)
     return streamed
 
@@ -208,24 +217,12 @@ def _stream(
     return attach_offload(transformer, streamed, config.offload, device, keeps_saved=keeps_saved)
 
 
-def _build_optimizer(
-    parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], config: RunConfig, intent: TrainingSpec
-) -> Optimizer:
-    return build_optimizer(
-        parameters.values(),
-        config.optimizer,
-        mixed_precision=config.precision.mixed_precision,
-        learning_rate=intent.learning_rate,
-        modules=modules,
-    )
-
-
-def _step_settings(config: RunConfig, intent: TrainingSpec) -> StepSettings:
+def _step_settings(config: RunConfig, spec: TrainingSpec) -> StepSettings:
     return StepSettings(
-        seed=intent.seed,
+        seed=spec.seed,
         accumulation=config.schedule.gradient_accumulation_steps,
-        total_steps=intent.total_steps,
-        base_learning_rate=intent.learning_rate,
+        total_steps=spec.total_steps,
+        base_learning_rate=spec.learning_rate,
         shift_is_explicit=config.is_explicit("flow_schedule_shift"),
         shared_noise=not config.run.seed_for_each_device,
         mixed_precision=config.precision.mixed_precision,

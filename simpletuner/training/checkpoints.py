@@ -1,10 +1,10 @@
-"""Saving a run and taking it up again, bit for bit.
+"""Save a run and resume it, bit for bit.
 
 checkpoint-<step>/
   pytorch_lora_weights.safetensors   what users load (LoRA), or transformer/ (full)
   ema/, transformer_ema/             the moving average in the same form
   training_state/trainable.safetensors   the LoRA exactly as it is trained
-  training_state/<technique>.module.safetensors   what a technique trains beside the model
+  training_state/<technique>.module.safetensors   the weights of a technique
   training_state/state.pt            optimizer, EMA, data position, random states, techniques
   config.json                        settings without secrets
   manifest.json                      written last
@@ -28,6 +28,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
 from simpletuner.reporting.events import CheckpointSaved, EventStream
 from simpletuner.training.ema import Ema
+from simpletuner.training.finite import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.manifest import (
     STATE_FOLDER,
     Checkpoint,
@@ -41,6 +42,7 @@ from simpletuner.training.manifest import (
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
+from simpletuner.training.trained import EARLIER
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +54,20 @@ def save_checkpoint(
     final: Path, assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None, identity: Identity,
     settings: Mapping[str, Any], note: Mapping[str, str],
 ) -> None:  # fmt: skip
-    """Write a whole checkpoint folder, or nothing.
+    """Write a complete checkpoint folder, or nothing.
 
     Raises:
-        DiskFullError: no space left; earlier checkpoints are untouched.
+        NonFiniteError: a weight is NaN or infinite; nothing is written.
+        DiskFullError: no space left; earlier checkpoints are kept.
     """
+    stop_if_result_not_finite(assembly, ema)
     with build_folder(final) as folder:
         (folder / STATE_FOLDER).mkdir()
         assembly.trained.save(folder, ema=ema, note=note)
         assembly.trained.save_exact(folder)
         _save_modules(assembly, folder / STATE_FOLDER)
-        with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:  # tensor by tensor
+        with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
+            # Straight into the file: a full fine-tune's state may not fit into memory a second time.
             torch.save(_state_of(assembly, state, loader, ema), file)
         write_json(folder / "config.json", dict(settings))
         manifest = Manifest(state.global_step, state.epoch, identity, describe_files(folder))
@@ -72,13 +77,14 @@ def save_checkpoint(
 def load_checkpoint(
     checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, ema: Ema | None, *, same_data: bool
 ) -> TrainState:
-    """Take up a run where a checkpoint left it.
+    """Restore a run from a checkpoint.
 
     Args:
-        same_data: datasets and batch size are what they were; otherwise the epoch is begun anew.
+        same_data: datasets and batch size are unchanged; otherwise the epoch starts over.
 
     Raises:
-        UserError: the checkpoint is damaged, or was made with other trained layers or another optimizer.
+        UserError: the checkpoint is damaged, holds NaN or infinity, or was made with other trained layers or another
+            optimizer.
     """
     damaged = damaged_files(checkpoint)
     if damaged:
@@ -86,6 +92,7 @@ def load_checkpoint(
     folder = checkpoint.path / STATE_FOLDER
     assembly.trained.load(checkpoint.path)
     _load_modules(assembly, folder)
+    # To the CPU first: the optimizer moves its state to the device of its parameters.
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
     try:
         load_state(assembly.optimizer, content["optimizer"])
@@ -94,9 +101,10 @@ def load_checkpoint(
     assembly.scaler.load_state_dict(content["scaler"])
     saved = dict(content["techniques"])
     for technique in assembly.techniques:
-        if technique.name in saved:  # else it was switched on since, and begins now
+        if technique.name in saved:  # otherwise it was switched on since and starts now
             technique.load_state_dict(saved[technique.name])
     if ema is not None and content["ema"] is not None:
+        refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}", EARLIER)
         ema.load_state_dict(content["ema"])
     position = content["loader"] if same_data else {**content["loader"], "position": 0}
     loader.load_state_dict(position)
@@ -105,25 +113,27 @@ def load_checkpoint(
 
 
 def _save_modules(assembly: Assembly, folder: Path) -> None:
-    """What techniques train, each in a file of its own."""
+    """Write the weights of each technique into its own file."""
     for name, module in assembly.modules.items():
         weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
         save_file(weights, folder / f"{name}{MODULE_SUFFIX}")
 
 
 def _load_modules(assembly: Assembly, folder: Path) -> None:
-    """Restore them; one that was switched on since begins now, what one left that is off now is not used."""
+    """Restore the weights of techniques; one that was off starts now, one that is off now is ignored."""
     saved = {path.name.removesuffix(MODULE_SUFFIX): path for path in sorted(folder.glob(f"*{MODULE_SUFFIX}"))}
     for name, module in assembly.modules.items():
         if name not in saved:
-            logger.warning("%s was off in %s and begins now.", name, folder.parent)
+            logger.warning("%s was off in %s and starts now.", name, folder.parent)
             continue
         try:
-            module.load_state_dict(load_file(saved[name]))
+            weights = load_file(saved[name])
+            refuse_not_finite(weights, saved[name], EARLIER)
+            module.load_state_dict(weights)
         except RuntimeError as error:
             raise UserError(f"{saved[name]} does not fit: {error}") from None
     for name in saved.keys() - assembly.modules.keys():
-        logger.warning("%s was on in %s and is off now; what it had learned is not used.", name, folder.parent)
+        logger.warning("%s was on in %s and is off now; its weights are not used.", name, folder.parent)
 
 
 def _state_of(assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None) -> dict[str, Any]:
@@ -141,10 +151,11 @@ def _state_of(assembly: Assembly, state: TrainState, loader: BatchLoader, ema: E
 
 @dataclass
 class CheckpointWriter:
-    """Callback that saves at the configured intervals and keeps as many as configured.
+    """Callback that saves checkpoints at the configured intervals and prunes old ones.
 
     Attributes:
-        note: entries for the header of weight files, by the state of the run.
+        note: header entries of weight files for a state of the run.
+        saved_step: step of the newest checkpoint.
     """
 
     output_dir: Path
@@ -158,7 +169,7 @@ class CheckpointWriter:
     saved_step: int | None = field(default=None, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        # A run that is resumed need not save again what it has just loaded.
+        # A resumed run need not save what it has just loaded.
         self.saved_step = state.global_step
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
@@ -171,19 +182,18 @@ class CheckpointWriter:
             self.save(assembly, state, rolling=True)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """An interruption must not displace a checkpoint of the configured intervals, so it saves a rolling one."""
+        """Save the end. An interrupted run saves a rolling checkpoint, which never displaces a regular one."""
         self.save(assembly, state, rolling=state.global_step < assembly.settings.total_steps)
 
     def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
-        """Save now, unless this step is saved already; then remove what is beyond the limit."""
+        """Save now unless this step is saved already, then remove checkpoints beyond the limit."""
         if self.saved_step == state.global_step or not assembly.world.is_main:
             return
-        name = f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
-        arguments = (assembly, state, self.loader, self.ema, self.identity, self.settings, self.note(state))
-        started = time.monotonic()
-        save_checkpoint(self.output_dir / name, *arguments)
+        path = self.output_dir / f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
+        started, note = time.monotonic(), self.note(state)
+        save_checkpoint(path, assembly, state, self.loader, self.ema, self.identity, self.settings, note)
         self.saved_step = state.global_step
         limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
         removed = prune(self.output_dir, limit, rolling=rolling)
         seconds = time.monotonic() - started
-        self.events.publish(CheckpointSaved(self.output_dir / name, state.global_step, seconds, removed))
+        self.events.publish(CheckpointSaved(path, state.global_step, seconds, removed))

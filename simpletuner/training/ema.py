@@ -1,7 +1,7 @@
 """An exponential moving average of the trained weights.
 
-Every update is made of single roundings in float32 (a difference, a product, a sum), so that the result is the same
-bit for bit on every device and in plain or fused loops.
+An update is three float32 operations (a difference, a product, a sum), each rounded once, so that the result is equal
+bit for bit on every device and with or without `torch._foreach_*`. `lerp_` gives no such guarantee.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import EmaConfig
 from simpletuner.errors import UserError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import this module
     from simpletuner.training.state import Assembly, TrainState
     from simpletuner.training.step import StepReport
 
@@ -26,9 +26,9 @@ class Ema:
     """The average of some parameters, a LoRA's or a whole model's, bf16 or float32.
 
     Args:
-        parameters: what is averaged, by name; the average starts as their copy.
-        config: decay, interval, warm-up and place.
-        device: the accelerator, where the average lives with `ema_device` accelerator. `ema_cpu_only` is stronger.
+        parameters: what to average, by name; the average starts as a copy.
+        config: decay, interval, warm-up and device.
+        device: the accelerator, used for `ema_device` accelerator unless `ema_cpu_only` is set.
 
     Attributes:
         average: float32, by name.
@@ -46,7 +46,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, global_step: int) -> None:
-        """Fold the weights in after an optimizer step; steps between the intervals change nothing.
+        """Update the average after an optimizer step; steps between the intervals change nothing.
 
         Args:
             global_step: optimizer steps done, this one included.
@@ -70,10 +70,10 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The parameters hold the average inside the block, and exactly what they held before after it.
+        """Put the average into the parameters, rounded to their dtype, and restore them exactly afterwards.
 
-        Rounded to the parameters' dtype. The weights wait where the average lives, so that no second copy of a
-        large model is needed on the accelerator.
+        Meanwhile the trained weights are kept on the average's device, so that a large model needs no second copy on
+        the accelerator.
         """
         waiting = {name: parameter.detach().to(self.device, copy=True) for name, parameter in self._parameters.items()}
         try:
@@ -83,7 +83,7 @@ class Ema:
             self._fill(waiting)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next update depends on, in types that torch.load reads with weights_only."""
+        """What the next update depends on, in types that `torch.load` accepts with `weights_only`."""
         average = {name: tensor.clone() for name, tensor in self.average.items()}
         return {"average": average, "updates": self._updates, "decay_value": self.decay_value}
 
@@ -91,7 +91,7 @@ class Ema:
         """Continue from a saved average.
 
         Raises:
-            UserError: it is of other parameters.
+            UserError: it belongs to other parameters.
         """
         saved: Mapping[str, Tensor] = state["average"]
         shapes = {name: tensor.shape for name, tensor in self.average.items()}
@@ -115,21 +115,21 @@ class Ema:
             parameter.copy_(weights[name])
 
     def _taken(self, parameter: nn.Parameter) -> Tensor:
-        """A float32 copy where the average lives."""
+        """A float32 copy on the average's device."""
         return parameter.detach().to(self.device, torch.float32, copy=True)
 
 
 @dataclass
 class EmaUpdater:
-    """Callback that folds the new weights into the moving average."""
+    """Callback that updates the moving average."""
 
     ema: Ema
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        """The average exists since assembly."""
+        """The average starts with the run, as a copy of the weights."""
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         self.ema.update(state.global_step)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """Nothing is left to do."""
+        """Every step has been averaged already."""

@@ -1,32 +1,38 @@
-"""Nothing that is NaN or infinite reaches a weight, a file or a preview.
+"""Keep NaN and infinity out of weights, files and previews.
 
-What is looked at here was read from the device anyway (losses, the size of the gradient that clipping needs), or is
-about to be written; a step does not wait once more.
+A step checks only what it reads from the device anyway (the losses, and the gradient size that clipping needs), so the
+checks cost no synchronisation. Weights are checked when they are saved, loaded, published or rendered.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from simpletuner.errors import NonFiniteError, shorten
+from simpletuner.errors import NonFiniteError, UserError, shorten
 
-# float16 steps are skipped while the scaler halves its scale. Below 1 gradients would overflow without any scaling.
+if TYPE_CHECKING:  # they import this module
+    from simpletuner.training.ema import Ema
+    from simpletuner.training.state import Assembly
+
+# The scaler skips a float16 step that overflows and halves its scale. Below 1 it is not the scale that overflows.
 LOWEST_SCALE = 1.0
 
 
 def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[str]]) -> None:
-    """Look at the losses of a step before the update.
+    """Check the losses of a step before the update.
 
     Args:
         losses: one per micro-batch.
         files: the samples of each micro-batch.
 
     Raises:
-        NonFiniteError: naming the files of the micro-batches at fault.
+        NonFiniteError: naming the files of the affected micro-batches.
     """
     guilty = [name for loss, names in zip(losses, files, strict=True) if not math.isfinite(loss) for name in names]
     if guilty:
@@ -41,15 +47,15 @@ def stop_if_gradients_not_finite(
     scaler: torch.amp.GradScaler,
     files: Sequence[Sequence[str]],
 ) -> None:
-    """Look at the gradient of a step before the update.
+    """Check the gradient of a step before the update.
 
     In float16 the scaler skips such a step and tries the next one at half its scale, until the scale is below 1.
 
     Args:
-        sizes: of the whole gradient, as clipping measured it (norm or largest value).
+        sizes: norm or largest value of the whole gradient, as measured by clipping.
 
     Raises:
-        NonFiniteError: naming the tensors, those that the backward pass reached first in front, and the files.
+        NonFiniteError: naming the tensors in the order in which the backward pass reached them, and the files.
     """
     if all(map(math.isfinite, sizes)) or (scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE):
         return
@@ -62,8 +68,19 @@ def stop_if_gradients_not_finite(
     )
 
 
+def stop_if_result_not_finite(assembly: Assembly, ema: Ema | None) -> None:
+    """Check everything trained, the moving average included, before it is saved, published or rendered.
+
+    Raises:
+        NonFiniteError: naming the tensors.
+    """
+    stop_if_weights_not_finite(assembly.parameters | assembly.module_parameters)
+    if ema is not None:  # on its own, since it may be on another device
+        stop_if_weights_not_finite({f"EMA of {name}": tensor for name, tensor in ema.average.items()})
+
+
 def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
-    """Look at weights that are about to be saved, published or rendered with; waits for the device once.
+    """Check weights of one device, for which the host waits once.
 
     Raises:
         NonFiniteError: naming the tensors.
@@ -76,11 +93,26 @@ def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
         )
 
 
+def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str, advice: str) -> None:
+    """Check weights that were read from a file.
+
+    Args:
+        origin: the file or checkpoint, for the message.
+        advice: what to do instead.
+
+    Raises:
+        UserError: naming the tensors.
+    """
+    guilty = not_finite(weights)
+    if guilty:
+        raise UserError(f"{origin} holds NaN or infinite values in {shorten(guilty)}; {advice}.")
+
+
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors with a value that is NaN or infinite."""
     if not tensors:
         return []
     with torch.no_grad():
-        # The largest absolute value is infinite or NaN where any value is; a sum of squares could overflow.
+        # The maximum norm is infinite or NaN exactly where a value is. A sum of squares could overflow.
         largest = torch.stack([each.float() for each in torch._foreach_norm(list(tensors.values()), float("inf"))])
     return [name for name, value in zip(tensors, largest.tolist(), strict=True) if not math.isfinite(value)]

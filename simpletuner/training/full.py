@@ -1,4 +1,4 @@
-"""A full fine-tune: every weight of the transformer is trained, and the result is a whole pipeline folder."""
+"""A full fine-tune: every weight of the transformer is trained, and the result is a complete pipeline folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from simpletuner.atomic import build_folder, write_json
 from simpletuner.config.json_files import read_json
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, shorten
 from simpletuner.models.source import Part
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER
@@ -43,20 +43,21 @@ class FullModel:
                 self._write(folder / AVERAGED)
 
     def save_exact(self, folder: Path) -> None:
-        """What `save` wrote is exact."""
+        """Nothing to do: what `save` writes is exact."""
 
     def load(self, folder: Path) -> None:
         files = sorted((folder / FOLDER).glob("*.safetensors"))
         load_parameters(self.parameters(), files, folder, "pretrained_model_name_or_path")
 
     def disabled(self) -> AbstractContextManager[None]:
-        raise RuntimeError("a full fine-tune changes the base itself: there is nothing to switch off")
+        raise RuntimeError("a full fine-tune changes the base model itself, so there is nothing to disable")
 
     def publish(self, output_dir: Path, release: Release, ema: Ema | None) -> str:
-        """A folder for `from_pretrained`: the trained transformer, or its average, beside copies of the other parts."""
+        """Write a folder for `from_pretrained`: the transformer (or its average) and copies of the other parts."""
         with build_folder(output_dir / PIPELINE_FOLDER) as folder:
             for role, part in release.source.parts.items():
                 if role != "transformer":
+                    # In the hub's cache files are links to blobs; the result must not depend on them.
                     shutil.copytree(part.fetch(), folder / part.folder, symlinks=False)
             shutil.copyfile(index_file(release.source["scheduler"]), folder / INDEX_FILE)
             if release.shift is not None:
@@ -67,21 +68,18 @@ class FullModel:
             write_json(folder / NOTE_FILE, dict(release.note))
         return f"Saved {output_dir / PIPELINE_FOLDER}; it loads with from_pretrained."
 
-    def verify(self, folder: Path) -> int:
-        """Compare the files in a folder with the weights; returns how many tensors there are.
+    def verify(self, folder: Path) -> None:
+        """Compare the files in a folder with the weights.
 
         Raises:
             RuntimeError: a tensor is missing or differs.
         """
-        expected: dict[str, Tensor] = self.transformer.state_dict()
-        found = 0
+        expected = dict(self.transformer.state_dict())
         for name, tensor in saved_tensors(folder):
-            if name not in expected or not torch.equal(tensor, expected[name].cpu()):
+            if name not in expected or not torch.equal(tensor, expected.pop(name).cpu()):
                 raise RuntimeError(f"{folder}: {name} is not what was trained")
-            found += 1
-        if found != len(expected):
-            raise RuntimeError(f"{folder} holds {found} of {len(expected)} tensors")
-        return found
+        if expected:
+            raise RuntimeError(f"{folder} lacks {shorten(sorted(expected))}")
 
     def _write(self, folder: Path) -> None:
         model: Any = self.transformer
@@ -97,7 +95,7 @@ def saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def set_shift(path: Path, shift: float) -> None:
-    """Let a scheduler's config sample with this shift, as the previews did."""
+    """Write the shift that previews were sampled with into a scheduler's config."""
     problems: list[Problem] = []
     settings = read_json(path, problems)
     if not isinstance(settings, dict):

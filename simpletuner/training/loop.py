@@ -1,7 +1,7 @@
-"""The loop. There is one, for every family, flavour and technique.
+"""The training loop: the same one for every family, flavour and technique.
 
-What changes the mathematics comes in through the adapter (`models`) and the techniques (`techniques`); what watches,
-saves and renders comes in through callbacks. Neither needs a line here.
+Code that changes the mathematics belongs in an adapter (`models`) or a technique (`techniques`). Code that observes,
+saves or renders is a callback. Neither needs a change here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from simpletuner.training.step import StepReport, optimizer_step
 class Callback(Protocol):
     """Called in a fixed order: EMA, evaluation, record, requests, checkpoints, previews.
 
-    A step is recorded before its checkpoint, so that a run that goes on from there lacks no line. Previews take long
-    and come after it; what a kill has cost of them is rendered when the run goes on.
+    A step is recorded before its checkpoint, so that a run resumed from it has every line. Previews take long and come
+    after it; those lost to a kill are rendered on resume.
     """
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
@@ -29,11 +29,11 @@ class Callback(Protocol):
         ...
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        """After the update; `state.global_step` counts the step just done, `state.epochs_done` is from before it."""
+        """After the update. `state.global_step` includes this step, `state.epochs_done` does not yet."""
         ...
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """After the last step, also when the run was asked to stop early."""
+        """After the last step, also if the run was asked to stop early."""
         ...
 
 
@@ -43,7 +43,7 @@ def train(
     """Train from `state.global_step` to the end of the run.
 
     Raises:
-        Interrupted: a stop was requested; the step under way was finished, and the callbacks have seen the end.
+        Interrupted: a stop was requested; the current step was finished and `on_train_end` was called.
     """
     assembly.transformer.train()
     _tell(callbacks, lambda callback: callback.on_train_start(assembly, state))
@@ -51,8 +51,8 @@ def train(
         position = loader.state_dict()
         try:
             report = optimizer_step(assembly, loader, state.global_step)
-        except Interrupted:  # while the new crops of an epoch were encoded: the step has not happened
-            loader.load_state_dict(position)
+        except Interrupted:  # while the new crops of an epoch were being encoded, so the step has not happened
+            loader.load_state_dict(position)  # its first micro-batches will be read again
             break
         state.global_step, state.epoch = report.step, report.epoch
         _tell(callbacks, lambda callback: callback.on_step_end(assembly, state, report))  # noqa: B023 - called at once
@@ -63,7 +63,7 @@ def train(
 
 
 def _tell(callbacks: Sequence[Callback], call: Callable[[Callback], None]) -> None:
-    """Call each; a request to stop cuts previews and evaluations short, and the others still have their turn."""
+    """Call every callback, also after a stop request cut the previews or evaluation of one short."""
     for callback in callbacks:
         with suppress(Interrupted):
             call(callback)

@@ -1,8 +1,8 @@
-"""LoRA: into the transformer, out to a file, and back through the stock loader to see that the file is right.
+"""LoRA: add it to a transformer, write it to a file, and verify the file with the stock loader.
 
 Low-rank adaptation (Hu et al., arXiv:2106.09685) adds `scale · B(A(x))` to a frozen linear layer, with
-scale = alpha / rank. In files (`lora_files`) the scale is folded into B and alpha = rank stands in the metadata, so
-that every loader applies the trained strength, whether it reads the metadata or not.
+scale = alpha / rank. In files (`lora_files`) the scale is folded into B and the metadata says alpha = rank, so that
+every loader applies the trained strength, whether it reads the metadata or not.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from simpletuner.headers import with_metadata
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
 from simpletuner.models.lora_targets import Targets
 from simpletuner.training.ema import Ema
+from simpletuner.training.finite import refuse_not_finite
 from simpletuner.training.lora_files import (
     COMFYUI_PARTS,
     PREFIXES,
@@ -43,7 +44,7 @@ from simpletuner.training.trained import Release, load_parameters
 
 ADAPTER = "default"
 WEIGHTS_FILE = "trainable.safetensors"
-# These take part of the base weight into the adapter, so the base changes and the file must hold the difference.
+# These move a part of the base weight into the adapter. A file is for the unchanged base, so it holds the difference.
 BASE_CHANGING_INITS = ("olora", "pissa")
 
 
@@ -53,9 +54,9 @@ class LoraAdapter:
 
     Attributes:
         transformer: the model it was added to.
-        settings: rank, alpha and the rest, as peft knows them.
-        initial: the adapter as it was at step 0, for inits that change the base; empty otherwise.
-        form: of the files that are written.
+        settings: rank, alpha and the rest in peft's form.
+        initial: the adapter at step 0 for inits that change the base; empty otherwise.
+        form: key names of the files that are written.
     """
 
     transformer: nn.Module
@@ -65,7 +66,7 @@ class LoraAdapter:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied with."""
+        """The factor of B A."""
         return float(self.settings.lora_alpha) / self.settings.r
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -86,7 +87,7 @@ class LoraAdapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inits that took their start out of the base are put back to it: without them the base would lack it."""
+        """Inits that change the base get their initial LoRA instead, which together with it equals the original."""
         model: Any = self.transformer
         trained = self.state_dict() if self.initial else {}
         if self.initial:
@@ -113,7 +114,7 @@ class LoraAdapter:
         return f"Saved {path} ({path.stat().st_size / 1e6:.1f} MB); all {checked} tensors {loads}{rounds}."
 
     def _release(self, folder: Path, release: Release, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
-        """A file that takes its place only after it was loaded and compared; and how many tensors it has."""
+        """Write a file, verify it, then move it into place; returns its path and the number of tensors."""
         trial = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}"
         candidate = self.write(trial, weights=weights, note=release.note)
         checked = verify_file(candidate, self, release.adapter.load_bare_pipeline(), weights)
@@ -127,10 +128,10 @@ class LoraAdapter:
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in raw.items()}
 
     def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
-        """Put trained weights back; every key must have its place.
+        """Restore weights from `state_dict`.
 
         Raises:
-            UserError: keys are missing, left over or of another shape.
+            UserError: a key is missing, unknown or of another shape.
         """
         own = self.state_dict()
         wrong = sorted(name for name in own.keys() | weights.keys() if not _same_shape(own, weights, name))
@@ -140,9 +141,10 @@ class LoraAdapter:
             set_peft_model_state_dict(self.transformer, dict(weights), adapter_name=ADAPTER)
 
     def file_weights(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The weights as they go into a file: scale folded into B, prefixed, contiguous.
+        """The weights as they are written to a file: scale folded into B, prefixed, contiguous.
 
-        `weights` are others of the same form, such as the moving average; by default the trained ones.
+        Args:
+            weights: in the form of `state_dict`, such as the moving average; by default the trained ones.
         """
         source = dict(weights or self.state_dict())
         result = {}
@@ -161,7 +163,7 @@ class LoraAdapter:
 
         Args:
             weights: see `file_weights`.
-            note: more entries for the safetensors header.
+            note: additional entries for the safetensors header.
         """
         rank = self.settings.r * (2 if self.initial else 1)
         targets = self.settings.target_modules
@@ -180,7 +182,7 @@ class LoraAdapter:
         return path
 
     def layer(self, module: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The base weight (out, in) of a layer, and what weights of the form of `state_dict` add to it."""
+        """The base weight (out, in) of a layer, and the update that weights in the form of `state_dict` add to it."""
         layer: Any = self.transformer.get_submodule(module)
         down, up = (weights[f"{module}.lora_{side}.weight"] for side in "AB")
         return dequantize_module_weight(layer.get_base_layer()), self.scale * (up.float() @ down.float())
@@ -196,7 +198,7 @@ class LoraAdapter:
 def add_lora(
     transformer: nn.Module, config: LoraConfig, targets: Targets, *, seed: int, dtype: torch.dtype
 ) -> LoraAdapter:
-    """Freeze the transformer and put a LoRA beside the selected linear layers.
+    """Freeze the transformer and add a LoRA to the selected linear layers.
 
     Args:
         transformer: a diffusers model.
@@ -214,11 +216,11 @@ def add_lora(
         init_lora_weights=init,
         use_dora=config.use_dora,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng():  # peft draws the initial weights from the global generator
         torch.manual_seed(seed)
         model.add_adapter(settings, adapter_name=ADAPTER)
     for parameter in transformer.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad:  # peft chooses the dtype by the base weights
             parameter.data = parameter.data.to(dtype)
     adapter = LoraAdapter(transformer, settings, form=config.lora_format)
     if config.lora_init_type in BASE_CHANGING_INITS:
@@ -227,13 +229,15 @@ def add_lora(
 
 
 def start_from(adapter: LoraAdapter, path: Path) -> None:
-    """Begin with the weights of a LoRA file (`init_lora`).
+    """Start from the weights of a LoRA file (`init_lora`).
 
     Raises:
-        UserError: nothing in the file fits, its rank is another one, or it is a DoRA and the adapter is none.
+        UserError: no key of the file fits, it holds NaN or infinity, its rank differs, or it is a DoRA and the adapter
+            is not.
     """
     modules = [name for name, _ in adapter.transformer.named_modules()]
     weights = read_lora_file(path, [name.removesuffix(".base_layer") for name in modules])
+    refuse_not_finite(weights, f"init_lora: {str(path)!r}", "choose another file")
     rank = next(tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name)
     if rank != adapter.settings.r:
         raise UserError(f"init_lora: the file has rank {rank}, lora_rank is {adapter.settings.r}.")
@@ -248,14 +252,14 @@ def start_from(adapter: LoraAdapter, path: Path) -> None:
 
 
 def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mapping[str, Tensor] | None = None) -> int:
-    """Read a saved file the way its users will and compare every key with what was trained.
+    """Load a saved file as its users will and compare every tensor with the trained one.
 
-    diffusers' form goes through `pipe.load_lora_weights`. ComfyUI is not here to load its own: each name is looked up
-    among the layers of the model, which have the same names there.
+    Files in diffusers' form go through `pipe.load_lora_weights`. ComfyUI is not installed here; for its form every name
+    must belong to a layer of the model, since ComfyUI uses the same layer names.
 
     Args:
-        path: what `LoraAdapter.write` wrote.
-        pipeline: a fresh stock pipeline; its transformer needs no weights.
+        path: a file written by `LoraAdapter.write`.
+        pipeline: a new stock pipeline; its transformer needs no weights.
         weights: what was saved, if not the trained weights.
 
     Returns:
@@ -267,6 +271,7 @@ def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mappin
     expected = adapter.file_weights(weights)
     prefix = PREFIXES[adapter.form]
     if adapter.form == "diffusers":
+        # Its transformer is on the meta device; low_cpu_mem_usage keeps the loaded tensors instead of copying into it.
         pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True)
         loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
         loaded = {prefix + name: tensor for name, tensor in loaded.items()}
@@ -280,12 +285,12 @@ def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mappin
     return len(expected)
 
 
-# Where the update that a pipeline computes differs by less, relative to its norm, that is float32's own rounding.
+# A relative difference below this is the rounding of float32 itself.
 EXACT = 1e-6
 
 
 def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
-    """How far the update B A of a pipeline in some dtype is off, relative to the trained one; of the worst module."""
+    """The relative error of the update B A that a pipeline in a dtype computes, of the module where it is largest."""
     trained, saved = adapter.state_dict(), adapter.file_weights()
     prefix, worst = PREFIXES[adapter.form], 0.0
     for name in (name for name in trained if ".lora_A." in name and not adapter.initial):
@@ -298,7 +303,7 @@ def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
 
 
 def plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters of a LoRA by the names of `LoraAdapter.state_dict`, which lack the adapter's."""
+    """Parameters of a LoRA by the names in `LoraAdapter.state_dict`, that is, without the adapter's name."""
     return {
         name.replace(f".{ADAPTER}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
         for name, tensor in weights.items()
@@ -306,7 +311,7 @@ def plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _equal(loaded: Tensor, expected: Tensor) -> bool:
-    """Equal after the cast to the dtype the loader chose, which is the base weight's."""
+    """Whether they are equal in the loader's dtype, which is the base weight's."""
     return bool(torch.equal(loaded.cpu(), expected.to(loaded.dtype)))
 
 

@@ -1,8 +1,8 @@
-"""LoRA files: the names in them, and what other programs call the same things. Weights come in, weights go out.
+"""LoRA files: the key names of different programs, and conversions between them.
 
-Two forms are written. diffusers' has `transformer.<module>.lora_A.weight`; ComfyUI's generic one puts
-`diffusion_model.` before the module, and works where ComfyUI calls the layers what diffusers calls them, as it does
-for Kandinsky 5. A DoRA's magnitudes are another number there, see `comfyui_magnitude`.
+Two forms are written. diffusers uses `transformer.<module>.lora_A.weight`. ComfyUI's generic form has the prefix
+`diffusion_model.` instead, and works for models whose layers have the same names in ComfyUI and diffusers, as Kandinsky
+5. ComfyUI defines the magnitudes of a DoRA differently, see `comfyui_magnitude`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", COMFYUI_MAGNITUDE)
 
 
 def fold_scale(weight: Tensor, scale: float) -> Tensor:
-    """The weight times the scale: in its own dtype where no bit is lost, else in float32."""
-    exact = math.frexp(scale)[0] == 0.5  # a power of two
+    """The weight times the scale, in its own dtype if that is exact, else in float32."""
+    exact = math.frexp(scale)[0] == 0.5  # a power of two changes the exponent alone
     return weight if scale == 1 else weight * scale if exact else weight.float() * scale
 
 
@@ -42,7 +42,7 @@ def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]
 
 
 def comfyui_magnitude(magnitude: Tensor, base: Tensor, update: Tensor) -> Tensor:
-    """What ComfyUI must be given to compute the weight that was trained.
+    """The magnitude with which ComfyUI computes the trained weight.
 
     With W the base weight, D the update and m the magnitude, DoRA's weight is m (W + D) / |W + D|
     (arXiv:2402.09353, equation 5), each row with its own norm. ComfyUI divides by |W| instead, so it gets
@@ -53,13 +53,13 @@ def comfyui_magnitude(magnitude: Tensor, base: Tensor, update: Tensor) -> Tensor
         base, update: (out, in).
 
     Returns:
-        (out, 1): ComfyUI tells by the first size that rows are meant.
+        (out, 1): by this shape ComfyUI knows that it is per row.
     """
     return (magnitude.float() * _norm_ratio(base, update))[:, None].to(magnitude.dtype)
 
 
 def trained_magnitude(scale: Tensor, base: Tensor, update: Tensor) -> Tensor:
-    """The magnitude (out,) behind a `dora_scale` that ComfyUI applies; undoes `comfyui_magnitude`."""
+    """The trained magnitude (out,) of ComfyUI's `dora_scale`; the inverse of `comfyui_magnitude`."""
     return (scale.float().flatten() / _norm_ratio(base, update)).to(scale.dtype)
 
 
@@ -69,16 +69,16 @@ def _norm_ratio(base: Tensor, update: Tensor) -> Tensor:
 
 
 def read_lora_file(path: Path, modules: list[str]) -> dict[str, Tensor]:
-    """A LoRA file of any of the common key forms as `<module>.lora_A.weight` / `lora_B.weight`, scale folded in.
+    """Read a LoRA file in any common form as `<module>.lora_A.weight` / `lora_B.weight`, scale folded in.
 
-    Magnitudes of a DoRA are `<module>.lora_magnitude_vector`, or `<module>.dora_scale` where they are ComfyUI's.
+    Magnitudes of a DoRA are `<module>.lora_magnitude_vector`, or `<module>.dora_scale` if they are ComfyUI's.
 
     Args:
-        path: the file, or a folder with `pytorch_lora_weights.safetensors` in it.
-        modules: names of the transformer's modules, to undo key forms that replace dots.
+        path: the file, or a folder with `pytorch_lora_weights.safetensors`.
+        modules: names of the transformer's modules, to resolve keys in which dots were replaced.
 
     Raises:
-        UserError: there is no such file, or no key of it belongs to this model.
+        UserError: the file does not exist, or no key of it belongs to this model.
     """
     path = path / LORA_FILE if path.is_dir() else path
     if not path.is_file():

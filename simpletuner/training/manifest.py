@@ -1,7 +1,6 @@
-"""Which checkpoints there are, which of them are whole, and what a finished run is called. Free of torch.
+"""Find checkpoints and tell complete ones from broken ones. Free of torch.
 
-A checkpoint folder is whole when its manifest is there: the manifest is written last, and the folder gets its name
-after that.
+A checkpoint is complete if its manifest exists: it is written last, and only then does the folder get its name.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from simpletuner.errors import Problem
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import LORA_FILE as LORA_FILE
 
-PIPELINE_FOLDER = "pipeline"  # of a full fine-tune, for `from_pretrained`
-NOTE_FILE = "simpletuner.json"  # in it: what it belongs to
-STATE_FOLDER = "training_state"  # in a checkpoint: what users need not load
-STEP_NOTE = "simpletuner.step"  # in the notes of results: the step they are of
+PIPELINE_FOLDER = "pipeline"  # result of a full fine-tune, for `from_pretrained`
+NOTE_FILE = "simpletuner.json"  # in that folder: the run and step it belongs to
+STATE_FOLDER = "training_state"  # in a checkpoint: what only a resume needs
+STEP_NOTE = "simpletuner.step"  # note in a result: the step it belongs to
 
 FILE_NAME = "manifest.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(-rolling)?")
@@ -35,12 +34,12 @@ class Identity:
     """The run that a checkpoint belongs to.
 
     Attributes:
-        seed: kept when the run continues, also where it was drawn.
+        seed: kept on resume, also if it was drawn.
         datasets: fingerprint of the samples.
-        versions: of the packages that matter.
-        weights: content of every model that takes part, by its role. Of older checkpoints nothing is known.
-        settings: keys that change the mathematics, with the values that were in effect.
-        order: the same of what decides which samples meet in a batch.
+        versions: of the relevant packages.
+        weights: content hash of every model involved, by its role; empty in older checkpoints.
+        settings: keys that change the mathematics, with their effective values.
+        order: keys that decide which samples share a batch, with their effective values.
     """
 
     model_family: str
@@ -57,10 +56,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds and what it belongs to.
+    """The contents of a checkpoint and the run it belongs to.
 
     Attributes:
-        files: relative path of every file, with its size in bytes and its SHA-256.
+        files: size in bytes and SHA-256 of every file, by relative path.
     """
 
     step: int
@@ -74,7 +73,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder of this program that is whole."""
+    """A complete checkpoint folder."""
 
     path: Path
     step: int
@@ -89,12 +88,12 @@ def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Declare a folder complete."""
+    """Write the manifest, which declares a folder complete."""
     write_json(folder / FILE_NAME, asdict(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder whose files are all there in their right sizes, else None."""
+    """The manifest of a folder, or None unless all its files exist in the right size."""
     try:
         manifest = _MANIFEST.validate_json((folder / FILE_NAME).read_bytes())
     except (OSError, ValidationError):
@@ -104,13 +103,13 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def damaged_files(checkpoint: Checkpoint) -> list[str]:
-    """Files of a checkpoint whose content is not what was written."""
+    """Files of a checkpoint whose content has changed since it was written."""
     files = checkpoint.manifest.files.items()
     return [name for name, (_, digest) in files if hash_file(checkpoint.path / name) != digest]
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or None when it is not one or not whole."""
+    """The checkpoint in a folder, or None if it is none or not complete."""
     match, manifest = FOLDER_NAME.fullmatch(path.name), read_manifest(path)
     if match is None or manifest is None:
         return None
@@ -118,7 +117,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """Whole checkpoints in ascending order of their step, and folders that look like one but are not whole."""
+    """Complete checkpoints in ascending order of their step, and folders that are named like one but incomplete."""
     whole, broken = [], []
     if output_dir.is_dir():
         for path in sorted(output_dir.iterdir()):
@@ -128,12 +127,12 @@ def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
                     broken.append(path)
                 else:
                     whole.append(checkpoint)
-    # At the same step the rolling one comes first: the regular one is the newer habit to keep.
+    # At the same step the regular one comes last, so that `latest` selects it.
     return sorted(whole, key=lambda each: (each.step, not each.rolling)), broken
 
 
 def select_checkpoint(wanted: str, output_dir: Path, problems: list[Problem]) -> Checkpoint | None:
-    """What `resume_from_checkpoint` means here: None starts afresh."""
+    """The checkpoint that `resume_from_checkpoint` selects; None starts a new run."""
     key = "resume_from_checkpoint"
     whole, broken = find_checkpoints(output_dir)
     if wanted.lower() == "none":
@@ -155,21 +154,21 @@ def select_checkpoint(wanted: str, output_dir: Path, problems: list[Problem]) ->
 
 
 def prune(output_dir: Path, limit: int, *, rolling: bool) -> list[Path]:
-    """Delete the oldest whole checkpoints of one kind beyond the limit (0 keeps all); returns what went.
+    """Delete the oldest checkpoints of one kind beyond the limit (0 keeps all); returns the deleted folders.
 
-    Only folders with a manifest of ours are touched.
+    Only complete checkpoints are touched, never other folders.
     """
     mine = [each for each in find_checkpoints(output_dir)[0] if each.rolling == rolling]
     surplus = [each.path for each in mine[:-limit]] if limit > 0 else []
     for path in surplus:
-        # The manifest goes first: a deletion that is cut short leaves a folder nobody takes for whole.
+        # The manifest goes first, so that an interrupted deletion leaves a folder that does not count as complete.
         (path / FILE_NAME).unlink()
         shutil.rmtree(path)
     return surplus
 
 
 def result_step(output_dir: Path, model_type: str) -> int | None:
-    """The step that the result in a folder is of, by its own header; None where there is none that says so."""
+    """The step of the result in a folder according to its own note; None if there is no result or no note."""
     if model_type == "lora":
         try:
             notes = read_header(output_dir / LORA_FILE).get(METADATA, {})

@@ -1,4 +1,4 @@
-"""What a step takes: seconds, what they were spent on, and FLOPs."""
+"""Measure a step: its duration, time spent waiting, and FLOPs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from simpletuner.training.state import Assembly, SampleFlops
 
 
 class StepMeter:
-    """Runs from the moment it is made.
+    """Measures a step from its creation on.
 
     Attributes:
-        data_seconds: waited for batches so far.
+        data_seconds: time spent waiting for batches so far.
     """
 
     def __init__(self, assembly: Assembly) -> None:
@@ -32,42 +32,42 @@ class StepMeter:
         self._shapes: list[tuple[int, ...]] = []
         self.data_seconds = 0.0
         if assembly.streamer is not None:
-            assembly.streamer.waited()  # what previews waited for since the step before
+            assembly.streamer.waited()  # discard what previews waited for since the last step
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Around whatever brings the next batch."""
+        """Add the duration of this context to `data_seconds`."""
         started = time.perf_counter()
         yield
         self.data_seconds += time.perf_counter() - started
 
     def count(self, batch: Batch) -> None:
-        """Take a micro-batch into account."""
+        """Count a micro-batch."""
         self._shapes.append(tuple(batch.latents.shape))
         self._flops += batch_flops(self._assembly, batch)
 
     @property
     def seconds(self) -> float:
-        """Up to now."""
+        """Time since creation."""
         return time.perf_counter() - self._started
 
     @property
     def flops(self) -> float | None:
-        """What the model's arithmetic takes; None where the family's cost is not known."""
+        """Model FLOPs of the batches so far; None if the family's cost is unknown."""
         return self._flops or None
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the latents of each micro-batch, smallest first."""
+        """Latent shape of each micro-batch, smallest first."""
         return tuple(sorted(self._shapes))
 
     def read_weights_seconds(self) -> float | None:
-        """Waited for streamed weights since this was last asked; None when none are streamed."""
+        """Time spent waiting for streamed weights since the last call; None if none are streamed."""
         return None if self._assembly.streamer is None else self._assembly.streamer.waited()
 
 
 def batch_flops(assembly: Assembly, batch: Batch) -> float:
-    """What the model's arithmetic takes on a micro-batch; 0 where the family's cost is not known."""
+    """Model FLOPs of a micro-batch; 0 if the family's cost is unknown."""
     if assembly.sample_flops is None:
         return 0.0
     tokens = tokens_of(assembly, batch)
@@ -75,18 +75,18 @@ def batch_flops(assembly: Assembly, batch: Batch) -> float:
 
 
 def tokens_of(assembly: Assembly, batch: Batch) -> int:
-    """Tokens of each sample's latents."""
+    """The number of tokens in each sample's latents."""
     return assembly.adapter.spec.tokens(*batch.latents.shape[-3:])
 
 
-# A run has a few bucket shapes, each with captions of a few hundred lengths.
+# Enough for a few bucket shapes, each with captions of a few hundred lengths.
 REMEMBERED = 4096
 
 
 def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[Technique]) -> SampleFlops:
-    """FLOPs of a sample, forward and backward, from its tokens and text tokens; what is computed twice counts once.
+    """A function for the FLOPs of a sample, forward and backward, from its numbers of tokens and text tokens.
 
-    Tokens that pass by blocks count in the others alone.
+    What checkpointing recomputes counts once, and tokens do not count in blocks that they skip.
     """
     model: Any = transformer
     costs, adapters = cost.transformer(model.config, weight_shapes(model)), adapters_of(transformer)
@@ -102,7 +102,7 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
 
 
 def weight_shapes(model: nn.Module) -> dict[str, Shape]:
-    """Shapes of the weights of linear layers and convolutions, quantised ones included, by their names without LoRA."""
+    """Weight shapes of linear layers and convolutions, also quantised ones, by their names before a LoRA was added."""
     found: dict[str, Shape] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and ".lora_" not in name:
@@ -113,7 +113,7 @@ def weight_shapes(model: nn.Module) -> dict[str, Shape]:
 
 
 def adapters_of(transformer: nn.Module) -> Adapters:
-    """The LoRA inside a model; `NO_ADAPTERS` when it has none."""
+    """The LoRA inside a model, as its cost is computed; `NO_ADAPTERS` if it has none."""
     layers = {name: each for name, each in transformer.named_modules() if isinstance(each, BaseTunerLayer)}
     if not layers:
         return NO_ADAPTERS

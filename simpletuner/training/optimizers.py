@@ -1,4 +1,4 @@
-"""Building the optimizer that a config names, and the learning rate of each step."""
+"""Build the configured optimizer, and compute the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ from simpletuner.config.schema import OptimizerConfig
 from simpletuner.config.speed import has_compiler
 from simpletuner.errors import ConfigError, Problem
 
-# Entry of a parameter group that belongs to a technique's module: whose it is.
+# Key of a parameter group that names the technique whose module it holds.
 OWNER = "owner"
 
 
 def build_optimizer(
     params: Iterable[nn.Parameter],
     config: OptimizerConfig,
-    *,
     mixed_precision: str,
     learning_rate: float,
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
@@ -42,12 +41,12 @@ def build_optimizer(
     """The optimizer over the trained parameters, ready for its first step.
 
     Args:
-        params: bf16 only where `keeps_bf16_weights` says so, else float32.
-        learning_rate: what the first step would use; the loop sets `lr` of every group before each step.
-        modules: trained beside these, each in a parameter group of its own that carries its name.
+        params: float32, or bf16 where `keeps_bf16_weights` says so.
+        learning_rate: initial rate; `optimizer_step` sets `lr` of every group before each step.
+        modules: modules of techniques, each trained in its own parameter group.
 
     Raises:
-        ConfigError: the keys are wrong or a package is missing (see `check_optimizer`), or the library refuses a value.
+        ConfigError: a key is wrong, a package is missing (see `check_optimizer`), or the library refuses a value.
     """
     problems = [problem for problem in check_optimizer(config, mixed_precision) if problem.fatal]
     if problems:
@@ -72,46 +71,46 @@ def build_optimizer(
 
 
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:
-    """Whether optimi updates these with its Triton kernels: it would also where they cannot be compiled."""
+    """Whether optimi should use its Triton kernels. Left to itself it does so even without a compiler, and fails."""
     on_gpu = all(each.is_cuda for each in params) and torch.cuda.is_bf16_supported()
     return on_gpu and has_compiler() and importlib.util.find_spec("triton") is not None
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Restore the state of an optimizer, with this machine's way to compute instead of the saved one's.
+    """Restore the state of an optimizer, but keep this machine's choice of kernels.
 
-    A module's group that was not saved begins now; a saved one that is no longer there is left out.
+    The group of a module that was not saved starts now; a saved group whose module is gone is left out.
 
     Raises:
-        ValueError: it belongs to other parameters.
+        ValueError: the state belongs to other parameters.
     """
-    ways = [group.get("triton") for group in optimizer.param_groups]
+    kernels = [group.get("triton") for group in optimizer.param_groups]
     optimizer.load_state_dict(_with_groups_of(optimizer, state))
-    for group, way in zip(optimizer.param_groups, ways, strict=True):
+    for group, triton in zip(optimizer.param_groups, kernels, strict=True):
         if "triton" in group:
-            group["triton"] = way
+            group["triton"] = triton
 
 
 def _with_groups_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A saved state with the groups that the optimizer has, in its order."""
+    """A saved state with exactly the groups that the optimizer has, in its order."""
     saved = {group[OWNER]: group for group in state["param_groups"] if OWNER in group}
     groups = [group for group in state["param_groups"] if OWNER not in group]
     for group in optimizer.state_dict()["param_groups"]:
         if OWNER in group:
-            # Below zero no saved parameter has its number.
-            begun = {**group, "params": [-1 - number for number in group["params"]]}
-            groups.append(saved.get(group[OWNER], begun))
+            # A state dict numbers parameters from 0, so negative numbers match no saved state.
+            new = {**group, "params": [-1 - number for number in group["params"]]}
+            groups.append(saved.get(group[OWNER], new))
     kept = {number for group in groups for number in group["params"]}
     return {**state, "param_groups": groups, "state": {n: each for n, each in state["state"].items() if n in kept}}
 
 
 @contextmanager
 def sampling_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig, mixed_precision: str) -> Iterator[None]:
-    """The weights as they should be sampled with and published; afterwards those that training continues from.
+    """Put the weights to sample with and publish into the parameters; restore the training weights afterwards.
 
-    Only schedule-free optimizers tell the two apart: gradients are taken at one point and the average of another
-    sequence is the result (Defazio et al., arXiv 2405.15682). The switch and back rounds in the last bit, so the
-    weights are kept and put back.
+    They differ only for schedule-free optimizers, which take gradients at one point while the result is the average of
+    another sequence (Defazio et al., arXiv 2405.15682). Switching there and back rounds the last bit, so a copy of the
+    training weights is restored instead.
     """
     if not OPTIMIZERS[optimizer_name(config, mixed_precision)].schedule_free:
         yield
@@ -129,28 +128,29 @@ def sampling_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig, 
 
 
 def _arguments(settings: dict[str, OptimizerValue]) -> dict[str, Any]:
-    """Settings as the libraries take them: the betas as one tuple."""
+    """Settings as the libraries expect them: the betas as one tuple."""
     betas = tuple(settings[name] for name in BETAS if name in settings)
     others = {name: value for name, value in settings.items() if name not in BETAS}
     return {**others, "betas": betas} if betas else others
 
 
-# A key that only Muon's parameter groups have.
+# A key that only parameter groups of Muon have.
 MUON_MARK = "ns_steps"
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Matrices move by orthogonalised momentum (Muon), vectors and convolutions by AdamW.
+    """Muon (orthogonalised momentum) for matrices, AdamW for vectors and convolutions.
 
-    Muon's steps are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so that one learning
-    rate and one weight decay fit both. Parameter groups and state have the usual form, in one list and one mapping.
+    Muon's updates are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so that one learning
+    rate and one weight decay fit both. Both parts share one list of parameter groups and one state.
 
     Args:
         params: trained parameters.
         lr: of both.
         betas, eps: of AdamW.
         weight_decay: decoupled, of both.
-        momentum, nesterov, ns_steps: of Muon; `ns_steps` are the steps of its Newton-Schulz iteration.
+        momentum, nesterov: of Muon.
+        ns_steps: iterations of Muon's Newton-Schulz method.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """More parameters: AdamW moves them, whatever their form."""
-        if "lr" not in param_group:  # not one of the groups that are made here
+        """Add parameters that AdamW updates, whatever their shape."""
+        if "lr" not in param_group:  # not a group of `__init__`, whose base class calls this too
             part = self._adamw(param_group["params"])
             param_group = {**part.param_groups[0], **param_group}
             if not any(isinstance(each, torch.optim.AdamW) for each in self._parts):
@@ -190,13 +190,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for part in self._parts:
-            # Loading a state replaces groups and mapping, so the parts are pointed at the current ones every time.
+            # `load_state_dict` replaces groups and state, so the parts get the current ones every time.
             is_muon = isinstance(part, torch.optim.Muon)
             part.param_groups = [group for group in self.param_groups if (MUON_MARK in group) == is_muon]
             part.state = self.state
@@ -205,15 +205,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def learning_rate_at(step: int, config: OptimizerConfig, base_lr: float, total_steps: int) -> float:
-    """The rate of one optimizer step.
+    """The learning rate of one optimizer step.
 
-    The ramp of w warm-up steps is a straight line through 0 before the first step and `base_lr` in step w, so that
-    step 1 of w trains with base_lr / w and no step is wasted at 0. From there the scheduler runs over the remaining
-    steps and arrives in the last one. Without a warm-up the first step has the full rate. When the warm-up is as
-    long as the run or longer, the ramp is all there is.
+    A warm-up of w steps is linear: its first step has base_lr / w (none is wasted at 0), step w has base_lr. From there
+    the scheduler runs over the remaining steps and reaches its end in the last one. Without a warm-up the first step
+    has the full rate. A warm-up as long as the run or longer leaves no room for the scheduler.
 
     Args:
-        step: 0 for the first step, that is, the global step before the update. Steps past the end keep the end's rate.
+        step: optimizer steps done before this one. Steps past the end keep the last rate.
         base_lr: the peak.
         total_steps: of the run.
     """
@@ -221,14 +220,14 @@ def learning_rate_at(step: int, config: OptimizerConfig, base_lr: float, total_s
     number = step + 1
     if number < warmup:
         return base_lr * number / warmup
-    peak = max(warmup, 1)  # the step that has the full rate
+    peak = max(warmup, 1)  # number of the step with the full rate
     remaining = total_steps - peak
     progress = min((number - peak) / remaining, 1.0) if remaining > 0 else 0.0
     return config.lr_end + (base_lr - config.lr_end) * decay_share(progress, config)
 
 
 def decay_share(progress: float, config: OptimizerConfig) -> float:
-    """Where the rate is between lr_end (0) and the peak (1), after that share of the steps behind the warm-up.
+    """The scheduler's rate as a share of the way from lr_end (0) to the peak (1).
 
     Args:
         progress: 0 at the peak, 1 in the last step.
@@ -252,7 +251,7 @@ def decay_share(progress: float, config: OptimizerConfig) -> float:
 
 
 def scaled_learning_rate(config: OptimizerConfig, base_lr: float, samples_per_step: int) -> float:
-    """The peak after `lr_scale` (in proportion to the samples) or `lr_scale_sqrt` (to their square root).
+    """The peak rate after `lr_scale` (proportional to the samples) or `lr_scale_sqrt` (to their square root).
 
     Args:
         samples_per_step: processes x accumulation x batch size.

@@ -1,4 +1,4 @@
-"""Callbacks that are little more than a line: what a step tells the world, the moving average, requests."""
+"""Callbacks that publish steps as events and answer requests made with files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Recorder:
     """Callback that publishes every step.
 
     Attributes:
-        matmul_flops: the device's measured rate, in operations per second; None where it was not measured.
-        rounds: what comes again and again beside the steps.
+        matmul_flops: the device's measured FLOP/s; None if it was not measured.
+        rounds: recurring work between steps, such as previews.
         slow_steps: notices when steps become slower.
     """
 
@@ -60,13 +60,13 @@ class Recorder:
             self.events.say(notice)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """How the run ended is told by who started it."""
+        """`run.train` publishes how the run ended."""
 
 
 def utilisation(report: StepReport, matmul_flops: float | None) -> float | None:
-    """Model FLOP utilisation: the model's arithmetic per second in units of the device's rate.
+    """Model FLOP utilisation: the model's FLOP/s as a share of the device's rate.
 
-    What checkpointing computes a second time does not count (Chowdhery et al., arXiv 2204.02311, appendix B).
+    Recomputation by activation checkpointing does not count (Chowdhery et al., arXiv 2204.02311, appendix B).
     """
     if report.flops is None or matmul_flops is None:
         return None
@@ -74,21 +74,21 @@ def utilisation(report: StepReport, matmul_flops: float | None) -> float | None:
 
 
 def peak_memory() -> int:
-    """Bytes that were in use at most so far: of the GPU, or of this process on a CPU."""
+    """The largest number of bytes in use so far: on the GPU, or of this process on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     import resource  # Unix only
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
 
 
 @dataclass
-class RequestDesk:
-    """Callback that does what was asked for with a file in `output_dir/requests/`.
+class RequestHandler:
+    """Callback that carries out requests made with files in `output_dir/requests/`.
 
     Attributes:
-        actions: what answers a request; `stop` is not among them.
+        actions: what to call for a request; `stop` is handled here.
     """
 
     output_dir: Path
@@ -96,7 +96,7 @@ class RequestDesk:
     actions: Mapping[Request, Callable[[Assembly, TrainState], object]]
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        take_requests(self.output_dir)  # they were made to an earlier session
+        take_requests(self.output_dir)  # discard those made to an earlier session
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         for request in take_requests(self.output_dir):
@@ -108,4 +108,4 @@ class RequestDesk:
                 self.actions[request](assembly, state)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """What comes too late is removed by the next session."""
+        """The next session discards requests that came too late."""

@@ -1,4 +1,4 @@
-"""Where a run is, and what its parts are while it trains."""
+"""The progress of a run, and the objects that take part in a step."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from simpletuner.training.optimizers import sampling_weights
 from simpletuner.training.trained import Trained
 from simpletuner.world import World
 
-# FLOPs that training on one sample takes, what checkpointing recomputes not counted, given its tokens and text tokens.
+# FLOPs of training on one sample, without recomputation, from its numbers of tokens and text tokens.
 SampleFlops = Callable[[int, int], float]
 
 
 class WeightStreamer(Protocol):
-    """Brings the weights of blocks to the device while other blocks compute."""
+    """Copies the weights of blocks to the device while other blocks compute."""
 
     def waited(self) -> float:
-        """Seconds for which computing waited for weights since this was last asked; never waits for the device."""
+        """Seconds that computation waited for weights since the last call; does not synchronise with the device."""
         ...
 
 
 @dataclass
 class TrainState:
-    """How far the run is.
+    """The progress of a run.
 
     Attributes:
         global_step: optimizer steps done.
-        epoch: where the last sample came from, counted from 1.
-        epochs_done: epochs that are complete.
+        epoch: epoch of the last sample, counted from 1.
+        epochs_done: completed epochs.
     """
 
     global_step: int = 0
@@ -49,20 +49,20 @@ class TrainState:
     epochs_done: int = 0
 
     def passed(self, interval: int | None, report_epochs_done: int) -> bool:
-        """Whether a step completed an epoch that is a multiple of `interval`."""
+        """Whether the last step completed an epoch that is a multiple of `interval`."""
         return interval is not None and self.epochs_done // interval < report_epochs_done // interval
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The numbers a step needs.
+    """The settings of a step.
 
     Attributes:
         accumulation: micro-steps per optimizer step.
         total_steps: optimizer steps of the whole run.
-        base_learning_rate: peak rate, scaling rules applied.
+        base_learning_rate: peak rate, after `lr_scale` and `lr_scale_sqrt`.
         shift_is_explicit: the user set `flow_schedule_shift`.
-        shared_noise: the samples of every process draw what those of the first one draw.
+        shared_noise: all processes draw the same random numbers.
     """
 
     seed: int
@@ -82,13 +82,13 @@ class Assembly:
     """Everything that takes part in a step, put together by `assemble`.
 
     Attributes:
-        trained: what is trained of the transformer.
-        parameters: its weights, by name, in the order the optimizer knows them.
-        hidden: what techniques see of the forward pass.
-        modules: what techniques train beside it, by their names.
-        scaler: keeps small float16 gradients from vanishing; inert in other precisions.
-        streamer: brings weights to the device while it computes; None when all of them stay there.
-        sample_flops: what a sample costs; None in an assembly that is not metered.
+        trained: a LoRA, or the whole transformer.
+        parameters: its weights by name, in the optimizer's order.
+        hidden: hidden states for techniques.
+        modules: modules of techniques by the technique's name.
+        scaler: keeps small float16 gradients from underflowing; disabled in other precisions.
+        streamer: copies weights to the device during a step; None if all of them stay there.
+        sample_flops: FLOPs of a sample; None if they are not counted.
         world: the processes that train together.
     """
 
@@ -109,19 +109,23 @@ class Assembly:
 
     @property
     def module_parameters(self) -> dict[str, nn.Parameter]:
-        """What techniques train, by `<technique>.<name>`."""
+        """Parameters of the techniques' modules, by `<technique>.<name>`."""
         modules = self.modules.items()
         return {f"{owner}.{name}": each for owner, module in modules for name, each in module.named_parameters()}
 
     def sampling_weights(self) -> AbstractContextManager[None]:
-        """The weights to sample with and to publish, where the optimizer trains at others (schedule-free)."""
+        """A context with the weights to sample with and publish; schedule-free optimizers train at others."""
         return sampling_weights(self.optimizer, self.settings.optimizer, self.settings.mixed_precision)
 
 
 def random_states() -> dict[str, Any]:
-    """States of every global generator. Training does not depend on them, since each step seeds its own; they are
-    kept so that nothing else in the process notices an interruption either."""
+    """The states of all global random generators.
+
+    Training does not depend on them, since each step seeds its own. They are saved so that other code that draws from
+    them continues as without an interruption.
+    """
     numpy_state: Any = np.random.get_state()
+    # numpy's array as a tensor and Python's tuples as they are: `torch.load` with `weights_only` accepts no arrays.
     return {
         "python": random.getstate(),
         "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]],
@@ -131,12 +135,12 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Undo the drawing of random numbers since `random_states`."""
+    """Restore what `random_states` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
     if states["cuda"] and torch.cuda.is_available():
-        # A checkpoint may come from a machine with more devices.
+        # The checkpoint may come from a machine with more devices.
         torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])

@@ -2,8 +2,8 @@
 
     batch ─► noise ─► noisy batch ─► predict ─► loss ─► backward ─► clip ─► update
 
-Every random number of a step is derived from (seed, global step, micro-step, sample), so nothing that happens around
-a step can change it.
+Every random number of a step is derived from (seed, global step, micro-step, sample). Nothing that happens between
+steps (previews, a restart, another technique) can change it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from simpletuner.world import World
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, float]:
-    """Clip in place as `grad_clip_method` says; a `max_grad_norm` of 0 clips nothing.
+    """Clip in place according to `grad_clip_method`; a `max_grad_norm` of 0 clips nothing.
+
+    torch's `clip_grad_norm_` would scale by a tensor on the device even where nothing is clipped; here the size is read
+    once, for the log and for the check that it is finite.
 
     Returns:
         the size before clipping: `grad_absmax` (value) or `grad_norm` (norm).
@@ -53,18 +56,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What an optimizer step did.
+    """The outcome of an optimizer step.
 
     Attributes:
         step: number of this step, counted from 1.
-        epoch: the epoch of its last sample, counted from 1.
-        epochs_done: epochs that are complete after this step.
+        epoch: epoch of its last sample, counted from 1.
+        epochs_done: epochs completed by the end of this step.
         metrics: losses, learning rate and gradient size by their logged names.
         samples: (timestep, loss) of each sample.
-        seconds, data_seconds: duration of the step, and how much of it was waiting for data.
-        weights_seconds: how much of it was waiting for streamed weights; None when none are streamed.
-        flops: what the model's arithmetic takes on these samples; None when the family's cost is not known.
-        shapes: of the latents of each micro-batch, smallest first: steps that have them in common are comparable.
+        seconds: duration of the step.
+        data_seconds: the part of it spent waiting for data.
+        weights_seconds: the part of it spent waiting for streamed weights; None if none are streamed.
+        flops: model FLOPs of these samples; None if the family's cost is unknown.
+        shapes: latent shape of each micro-batch, smallest first; steps of equal shapes take comparable time.
     """
 
     step: int
@@ -81,7 +85,7 @@ class StepReport:
 
 @dataclass
 class _Losses:
-    """Losses of the micro-steps, kept on the device so that the step waits for it once."""
+    """Losses of the micro-steps. They stay on the device, so that the host waits for it only once a step."""
 
     total: list[Tensor] = field(default_factory=list)
     per_sample: list[Tensor] = field(default_factory=list)
@@ -96,14 +100,14 @@ class _Losses:
 
 
 def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) -> StepReport:
-    """Train on `accumulation` micro-batches and update the weights once. Every sample of them weighs the same.
+    """Train on `accumulation` micro-batches and update the weights once. All their samples have the same weight.
 
     Args:
         loader: an endless supply of batches, on the CPU.
         global_step: optimizer steps done before this one.
 
     Raises:
-        NonFiniteError: a loss or the gradient is NaN or infinite; the weights are as they were.
+        NonFiniteError: a loss or the gradient is NaN or infinite; the weights are unchanged.
     """
     settings, accelerator = assembly.settings, assembly.accelerator
     meter = StepMeter(assembly)
@@ -116,18 +120,19 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         with meter.waiting_for_data():
             batch = next(loader).to(accelerator.device, non_blocking=True)
         meter.count(batch)
-        last = micro_step == settings.accumulation - 1
+        last = micro_step == settings.accumulation - 1  # only then do processes exchange their gradients
         with nullcontext() if last else accelerator.no_sync(assembly.transformer):
             loss = micro_loss(assembly, batch, global_step, micro_step, losses)
-            accelerator.backward(assembly.scaler.scale(loss / even_share(losses.counts, settings.accumulation)))
+            accelerator.backward(assembly.scaler.scale(loss / loss_divisor(losses.counts, settings.accumulation)))
 
     stop_if_losses_not_finite(torch.stack(losses.total).tolist(), losses.names)
     assembly.scaler.unscale_(assembly.optimizer)
-    weigh_samples_alike((*assembly.parameters.values(), *assembly.module_parameters.values()), losses.counts)
+    every = assembly.parameters | assembly.module_parameters
+    equalise_samples(every.values(), losses.counts)
+    # Clipped apart: the gradient of a technique's module must not shrink that of the model.
     gradient = clip_gradients(assembly.parameters.values(), settings.optimizer)
     own = clip_gradients(assembly.module_parameters.values(), settings.optimizer)
-    found, every = (*gradient.values(), *own.values()), assembly.parameters | assembly.module_parameters
-    stop_if_gradients_not_finite(found, every, assembly.scaler, losses.names)
+    stop_if_gradients_not_finite((*gradient.values(), *own.values()), every, assembly.scaler, losses.names)
     assembly.scaler.step(assembly.optimizer)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
@@ -136,8 +141,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         epoch=loader.epoch,
         epochs_done=loader.epochs_done,
         metrics={**_means(losses), **gradient, "learning_rate": learning_rate, "epoch": loader.epoch},
-        samples=_samples(losses),
-        seconds=meter.seconds,  # after the losses were read, for which the host waits
+        samples=list(zip(torch.cat(losses.timesteps).tolist(), torch.cat(losses.per_sample).tolist(), strict=True)),
+        seconds=meter.seconds,  # last: reading the losses has waited for the device
         data_seconds=meter.data_seconds,
         weights_seconds=meter.read_weights_seconds(),
         flops=meter.flops,
@@ -145,24 +150,26 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     )
 
 
-def even_share(counts: Sequence[int], accumulation: int) -> float:
-    """What the loss of the last micro-batch is divided by: `accumulation`, where all have as many samples as the first.
+def loss_divisor(counts: Sequence[int], accumulation: int) -> float:
+    """The divisor for the loss of the last micro-batch; `accumulation` if it has as many samples as the first one.
 
-    How many samples the window will have is not known before its last batch; `weigh_samples_alike` makes up for that.
+    The number of samples in the window is unknown before its last batch, so this assumes batches like the first;
+    `equalise_samples` corrects the sum afterwards.
     """
     return accumulation * counts[0] / counts[-1]
 
 
-def weigh_samples_alike(parameters: Iterable[nn.Parameter], counts: Sequence[int]) -> None:
-    """Scale gradients that were summed with `even_share`, so that they are those of the mean over all samples."""
+def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) -> None:
+    """Rescale gradients summed with `loss_divisor` to those of the mean over all samples."""
     factor = len(counts) * counts[0] / sum(counts)
     if factor != 1:
         torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
 
 
 def rehearse_micro_step(assembly: Assembly, batch: Batch) -> None:
-    """Forward and backward of one micro-batch as in step 0; the gradients stay, and whoever asked removes them."""
-    loss = micro_loss(assembly, batch, 0, 0, _Losses())
+    """Forward and backward of one micro-batch as in step 0; the caller clears the gradients."""
+    assembly.transformer.train()
+    loss = micro_loss(assembly, batch.to(assembly.accelerator.device), 0, 0, _Losses())
     assembly.accelerator.backward(assembly.scaler.scale(loss))
 
 
@@ -172,12 +179,12 @@ def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: i
     for technique in assembly.techniques:
         noisy = technique.before_forward(noisy, partial(predict_now, assembly))
 
-    with assembly.hidden.open():
+    with assembly.hidden.open():  # extra losses may read the hidden states of this forward pass
         prediction = assembly.adapter.predict(assembly.transformer, noisy)
         extras = [technique.extra_losses(noisy, prediction) for technique in assembly.techniques]
 
     loss = elementwise_loss(prediction, noisy, assembly.settings.loss)  # B C F H W
-    losses.per_sample.append(per_sample(loss.detach()))
+    losses.per_sample.append(per_sample(loss.detach()))  # logged as train_loss: before techniques weigh it
     losses.timesteps.append(noisy.timesteps)
     losses.names.append(batch.names)
     for technique in assembly.techniques:
@@ -191,13 +198,13 @@ def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: i
 
 
 def predict_now(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
-    """The model's prediction without gradients, for techniques."""
+    """The model's current prediction without gradients, for techniques."""
     with torch.no_grad():
         return assembly.adapter.predict(assembly.transformer, noisy)
 
 
 def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
-    """Draw sigmas and noise for this place in the run, and seed what the forward pass may draw (dropout)."""
+    """Draw sigmas and noise for this place in the run, and seed the device's generator for dropout."""
     settings = assembly.settings
     place = place_of(assembly, len(batch.names), global_step, micro_step)
     seed_device(batch.latents.device, place.forward_seed)
@@ -216,22 +223,17 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
 
 
 def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) -> Place:
-    """Where in the run a micro-batch of so many samples is."""
-    # With shared noise every process draws as if it were alone.
+    """Where in the run a micro-batch of `count` samples is."""
+    # With shared noise every process draws what it would draw alone.
     world = World() if assembly.settings.shared_noise else assembly.world
     return Place(assembly.settings.seed, global_step, micro_step, world.slots(count), world.size * count)
 
 
 def _means(losses: _Losses) -> dict[str, float]:
     counts = torch.tensor(losses.counts, dtype=torch.float32)
-    shares = (counts / counts.mean()).to(losses.total[0].device)  # 1 where all batches are of one size
+    shares = (counts / counts.mean()).to(losses.total[0].device)  # all 1 if the batches are of one size
     means = {
         "train_loss": torch.cat(losses.per_sample).mean().item(),
         "optimization_loss": (torch.stack(losses.total) * shares).mean().item(),
     }
     return means | {name: torch.stack(values).mean().item() for name, values in losses.extra.items()}
-
-
-def _samples(losses: _Losses) -> list[tuple[float, float]]:
-    timesteps, values = torch.cat(losses.timesteps).tolist(), torch.cat(losses.per_sample).tolist()
-    return list(zip(timesteps, values, strict=True))

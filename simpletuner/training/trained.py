@@ -1,4 +1,4 @@
-"""What a run trains of a transformer: one door for a LoRA, a whole model, and adapters to come."""
+"""What a run trains of a transformer: one interface for a LoRA and for a full fine-tune."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from simpletuner.errors import UserError
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
+from simpletuner.training.finite import refuse_not_finite
+
+EARLIER = "choose an earlier checkpoint"
 
 
 @dataclass(frozen=True)
 class Release:
-    """What the result of a run is published with.
+    """What publishing needs besides the trained weights.
 
     Attributes:
-        adapter: makes a bare pipeline, to load a LoRA file into.
-        source: the other parts of the checkpoint, for a whole pipeline.
-        dtype: that the model is sampled in.
-        shift: of the sampling schedule where it is not the checkpoint's own.
-        note: entries for headers: what the result belongs to, its step among them.
+        adapter: loads a bare pipeline, to check a LoRA file with.
+        source: the other parts of the base model, for a complete pipeline.
+        dtype: in which the model is sampled.
+        shift: of the sampling schedule; None if it is the base model's own.
+        note: header entries that identify the result, its step among them.
     """
 
     adapter: FamilyAdapter
@@ -38,40 +41,40 @@ class Release:
 
 
 class Trained(Protocol):
-    """The trained weights of a transformer, and their way into files and back."""
+    """The trained weights of a transformer: saving, loading, publishing."""
 
     transformer: nn.Module
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates, by name, in a fixed order."""
+        """The parameters to optimize, by name, in a fixed order."""
         ...
 
     def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
-        """Write the weights into a checkpoint in the form users load, the moving average beside them."""
+        """Write the weights and their moving average into a checkpoint, in the form that users load."""
         ...
 
     def save_exact(self, folder: Path) -> None:
-        """Write them into a checkpoint as they are, where `save` does not."""
+        """Write the weights into a checkpoint exactly as they are trained, unless `save` does so."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore them from a checkpoint, exactly.
+        """Restore the weights from a checkpoint, exactly.
 
         Raises:
-            UserError: it holds other weights.
+            UserError: it holds other weights, or NaN or infinity.
         """
         ...
 
     def disabled(self) -> AbstractContextManager[None]:
-        """The transformer as it was before training, inside the block.
+        """A context in which the transformer is as it was before training.
 
         Raises:
-            RuntimeError: that is lost, since the base itself is trained.
+            RuntimeError: the base model itself is trained, so that state is lost.
         """
         ...
 
     def publish(self, output_dir: Path, release: Release, ema: Ema | None) -> str:
-        """Write the result and check it the way users will load it; returns what to tell the user.
+        """Write the result and check it by loading it as users will; returns a message for the user.
 
         Raises:
             RuntimeError: the result does not load as it was saved.
@@ -80,18 +83,19 @@ class Trained(Protocol):
 
 
 def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path], origin: Path, keys: str) -> None:
-    """Fill parameters from safetensors files that hold just these.
+    """Fill parameters from safetensors files that hold exactly these.
 
     Args:
         origin: the checkpoint, for messages.
-        keys: configuration keys that decide which parameters there are, and their shapes.
+        keys: configuration keys that decide which parameters exist and their shapes.
 
     Raises:
-        UserError: there are others, or one has another shape.
+        UserError: the files hold other parameters or shapes, or NaN or infinity.
     """
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     if weights.keys() != parameters.keys():
         raise UserError(f"{origin} was made with other trained layers; check {keys}.")
+    refuse_not_finite(weights, origin, EARLIER)
     with torch.no_grad():
         for name, parameter in parameters.items():
             if parameter.shape != weights[name].shape:

@@ -1,4 +1,4 @@
-"""Clips to files: mp4 that every browser plays."""
+"""Write clips as mp4 files that every browser plays."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from PIL import Image
 
 from simpletuner.atomic import write_atomically
 
-QUALITY = "18"  # crf: seen as lossless
-# The number of ITU-R BT.709 among the primaries, the transfer curves and the matrices of H.264.
+QUALITY = "18"  # crf; visually lossless
+# H.264 has the same number for the primaries, transfer function and matrix of ITU-R BT.709.
 BT709 = 1
-LIMITED_RANGE = 1
+LIMITED_RANGE = 1  # AVCOL_RANGE_MPEG: 16 to 235
 
 
 def write_mp4(path: Path, frames: Sequence[Image.Image], rate: float) -> None:
-    """Write H.264 at a constant rate; it appears whole or not at all.
+    """Write H.264 at a constant rate, atomically.
 
     Args:
-        path: its folder is created when missing.
-        frames: all of one size, at least one. An odd width or height loses its last pixel: the codec takes even ones.
+        path: its folder is created if missing.
+        frames: at least one, all of one size. Odd widths and heights lose their last pixel: yuv420p needs even ones.
         rate: frames per second.
 
     Raises:
-        DiskFullError: no space left; the file that was there is kept.
+        DiskFullError: no space left; an existing file is kept.
     """
     with TemporaryDirectory() as folder:
         draft = Path(folder) / "clip.mp4"
@@ -40,7 +40,7 @@ def write_mp4(path: Path, frames: Sequence[Image.Image], rate: float) -> None:
 
 def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction) -> None:
     width, height = (side // 2 * 2 for side in frames[0].size)
-    # The index comes first, so that a browser can begin to play before it has everything.
+    # With the index first a browser can start playing before the download ends.
     with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("libx264", rate=rate, options={"crf": QUALITY})
         assert isinstance(stream, VideoStream)
@@ -54,5 +54,5 @@ def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction) -> None:
 
 
 def _to_yuv(picture: Image.Image) -> VideoFrame:
-    """With the matrix that the file says it has; players guess it where a file says nothing."""
+    """Convert with the matrix that the file is tagged with; swscale's default would be BT.601."""
     return VideoFrame.from_image(picture).reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)

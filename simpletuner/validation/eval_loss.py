@@ -1,8 +1,8 @@
-"""The loss on data that is not trained on, at the same noise levels and with the same noise every time.
+"""The loss on held-out data, with fixed noise at fixed noise levels.
 
-The training loss jumps, because each step draws other noise at other levels. Here both are fixed for each sample, so
-two values differ only by what was learned between them. Nothing of it reaches training: no gradients, and the random
-states are put back.
+The training loss is noisy, because every step draws other noise at other levels. Here both are fixed for each sample,
+so two values differ only by what was learned in between. Training is not affected: there are no gradients, and the
+random states are restored.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ POOLED = "pooled"
 
 @dataclass
 class EvaluationLoss:
-    """Callback that publishes `loss/val/<dataset id>` at the steps at which it is due.
+    """Callback that publishes `loss/val/<dataset id>` at the configured intervals.
 
     Attributes:
         datasets: the samples to evaluate, by dataset id.
-        read: a sample as a batch of one, with its first caption.
-        seed: of the run; with the sample's name it decides the noise.
-        steps_per_epoch: optimizer steps, as a fraction.
-        ema_validation: which weights; see `EmaConfig`.
-        lacking: the step that the session continues after was recorded without the evaluation due there.
+        read: returns a sample as a batch of one, with its first caption.
+        seed: of the run; the noise depends on it and on the sample's name.
+        steps_per_epoch: optimizer steps, may be a fraction.
+        ema_validation: which weights to evaluate; see `EmaConfig`.
+        lacking: whether the record lacks the evaluation of the step that the session resumes from.
     """
 
     config: EvaluationConfig
@@ -62,14 +62,14 @@ class EvaluationLoss:
         self._evaluate_if_due(assembly, state)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """The last step was evaluated if it was due."""
+        """If due, the last step was evaluated in `on_step_end`."""
 
     def _evaluate_if_due(self, assembly: Assembly, state: TrainState) -> None:
         if self.is_due(state.global_step) and assembly.world.is_main:
             self.events.publish(Evaluated(state.global_step, self.evaluate(assembly, state.global_step)))
 
     def is_due(self, step: int) -> bool:
-        """Whether the interval in steps, or the one in epochs, ends with this step."""
+        """Whether the interval in steps or the one in epochs ends with this step."""
         if not any(self.datasets.values()):
             return False
         steps, epochs = self.config.eval_steps_interval, self.config.eval_epoch_interval
@@ -78,7 +78,7 @@ class EvaluationLoss:
         )
 
     def evaluate(self, assembly: Assembly, step: int) -> dict[str, float]:
-        """The mean loss of each dataset by its metric's name, with the weights that validation uses."""
+        """The mean loss of each dataset by its metric's name, with the weights that `ema_validation` selects."""
         weights = weights_to_use(self.ema, self.ema_validation)
         total = len(weights) * self.config.eval_timesteps * sum(map(len, self.datasets.values()))
         losses: dict[str, float] = {}
@@ -102,7 +102,7 @@ class EvaluationLoss:
         return torch.cat(losses).mean().item()
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
-        """The loss of a sample at each noise level, `1`."""
+        """The loss of a sample at each noise level, each of shape `1`."""
         batch = self.read(sample).to(assembly.accelerator.device)
         for index, sigma in enumerate(even_sigmas(self.config.eval_timesteps)):
             noise = sample_noise(batch.latents, [generator_for(self.seed, 0, index, 0, f"evaluate {sample.full_name}")])
@@ -111,10 +111,11 @@ class EvaluationLoss:
             yield diffusion_loss(prediction, noisy, assembly.settings.loss)
 
     def _intervals(self, step: int, epochs: float) -> int:
-        """How many whole intervals of so many epochs lie before the end of a step."""
+        """The number of complete intervals of `epochs` epochs by the end of a step."""
+        # The tolerance keeps rounding from moving the end of an interval to the next step.
         return math.floor(step / (self.steps_per_epoch * epochs) + 1e-9)
 
 
 def even_sigmas(count: int) -> list[float]:
-    """The middles of so many equal parts of 0 to 1: neither a clean input nor pure noise is among them."""
+    """The midpoints of `count` equal parts of [0, 1], which exclude a clean input and pure noise."""
     return [(index + 0.5) / count for index in range(count)]

@@ -1,4 +1,4 @@
-"""What a validation renders: the prompts, their file names and their sizes. Free of torch."""
+"""Validation prompts, their file names and sizes. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from simpletuner.models.spec import FamilySpec
 UNCONDITIONAL = "unconditional"
 PRIMARY = "validation"
 SMALLEST_SIDE = 128
-LONGEST_NAME = 120  # bytes
+# Bytes. File systems allow 255, but step, size and suffix are added.
+LONGEST_NAME = 120
 
-# A short list of our own for `validation_prompt_library`: a subject, a place, a style, writing, a crowd.
+# For `validation_prompt_library`: a person, a landscape, a style, a crowded scene, writing.
 BUILT_IN = {
     "portrait": "portrait of an old sailor with a grey beard, soft window light",
     "mountains": "a mountain lake at sunrise, mist over the water, snow on the peaks",
@@ -32,7 +33,7 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class ValidationPrompt:
-    """One prompt; `short_name` is safe in a file name, `nickname` is what the user called it."""
+    """One prompt; `short_name` is safe in a file name, `nickname` is the user's name for it."""
 
     short_name: str
     nickname: str
@@ -40,7 +41,7 @@ class ValidationPrompt:
 
 
 def collect_prompts(config: ValidationConfig, problems: list[Problem]) -> list[ValidationPrompt]:
-    """All prompts of the run: unconditional, libraries, then the primary one; names are unique."""
+    """All prompts of the run, with unique names: unconditional, libraries, then the primary one."""
     if config.validation_disable:
         return []
     library: list[tuple[str, str]] = []
@@ -51,7 +52,7 @@ def collect_prompts(config: ValidationConfig, problems: list[Problem]) -> list[V
     prompts: list[ValidationPrompt] = []
     if not config.validation_disable_unconditional:
         prompts.append(ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, ""))
-    taken = {UNCONDITIONAL, PRIMARY}  # our own names, which a library cannot take away
+    taken = {UNCONDITIONAL, PRIMARY}  # reserved: a library's prompt of that name is renamed
     for nickname, prompt in library:
         prompts.append(ValidationPrompt(_unique(file_safe(nickname), taken), nickname, prompt))
     if config.validation_prompt:
@@ -83,15 +84,15 @@ def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str]]:
 
 
 def file_safe(name: str) -> str:
-    """A nickname as part of a file name: letters and signs of any script, digits, dot, dash and underscore stay."""
+    """A nickname as part of a file name, with letters, marks and digits of any script, dots, dashes and underscores."""
     kept = "".join(each if each in "._-" or unicodedata.category(each)[0] in "LMN" else " " for each in name)
     return _cut(re.sub(r"_*\s+_*", "_", kept.strip())).strip("._") or "prompt"
 
 
 def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool, problems: list[Problem]) -> list[Size]:
-    """The sizes of `validation_resolution` as the model can render them: moved to its grid, with a warning.
+    """Round the sizes of `validation_resolution` to multiples that the model can render, with a warning.
 
-    A side under 128 px is an error, since it usually means megapixels; `lenient` (`i_know_what_i_am_doing`) allows it.
+    A side under 128 px is an error, since usually megapixels are meant; `lenient` (`i_know_what_i_am_doing`) allows it.
     """
     key = "validation_resolution"
     fitting = []
@@ -106,7 +107,7 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool, problem
             message = f"{shown} is not a multiple of {spec.size_multiple} px; {snapped[0]}x{snapped[1]} is rendered."
             problems.append(Problem(key, message, fatal=False))
         if max(snapped) > spec.largest_side:
-            problems.append(Problem(key, f"{shown} is larger than {spec.largest_side} px, where the model ends."))
+            problems.append(Problem(key, f"{shown} is larger than {spec.largest_side} px, the model's limit."))
         fitting.append(snapped)
     return fitting
 
@@ -116,7 +117,7 @@ def _snap(length: int, multiple: int) -> int:
 
 
 def _cut(name: str) -> str:
-    """The name, short enough to leave room for step and size in a file name of 255 bytes."""
+    """The name cut to `LONGEST_NAME`, never within a character."""
     return name.encode()[:LONGEST_NAME].decode(errors="ignore")
 
 

@@ -1,8 +1,8 @@
-"""Previews: what the model draws now, with the family's stock pipeline and cached embeddings.
+"""Previews, rendered with the family's stock pipeline and cached embeddings.
 
-Rendering happens between steps, without gradients, and leaves no trace in training: each step seeds its own random
-numbers, and the weights that the moving average replaces come back bit for bit. The VAE and the transformer take turns
-on the device where both together would not fit.
+They are rendered between steps, without gradients, and do not affect training: each step seeds its own random numbers,
+and weights that the moving average replaces are restored bit for bit. Where the VAE and the transformer do not fit
+together, they take turns on the device.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, RunningPhase
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.ema import Ema
+from simpletuner.training.finite import stop_if_result_not_finite
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
 from simpletuner.validation.clip_writer import write_mp4
@@ -39,7 +40,7 @@ from simpletuner.validation.prompts import ValidationPrompt
 
 
 def place_vae(vae: nn.Module, transformer: nn.Module, config: OffloadConfig, device: torch.device) -> None:
-    """Put a loaded VAE where the configuration wants it; by default it stays whole on the device."""
+    """Apply the configured offloading to a loaded VAE; by default it stays on the device."""
     if config.group_offload_vae:
         offload_layers(vae, config, device)
     elif config.enable_model_cpu_offload:
@@ -47,9 +48,9 @@ def place_vae(vae: nn.Module, transformer: nn.Module, config: OffloadConfig, dev
 
 
 def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> None:
-    """Let the VAE come to the device for encoding and decoding only, and the transformer leave meanwhile.
+    """Move the VAE to the device only while it encodes or decodes, and the transformer to the CPU meanwhile.
 
-    Parameters stay the same objects, so training goes on behind a preview as if nothing had moved.
+    Parameters stay the same objects, so the optimizer still refers to them afterwards.
     """
     vae.to("cpu")
     for name in ("encode", "decode"):
@@ -68,7 +69,7 @@ def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> 
         setattr(vae, name, alone)
 
 
-REHEARSED_STEPS = 2
+REHEARSED_STEPS = 2  # the fewest that every sampler accepts
 IMAGE_FOLDER, BENCHMARK_FOLDER = "validation_images", "benchmarks/base_model"
 PREVIEW_FOLDERS = (IMAGE_FOLDER, BENCHMARK_FOLDER)
 FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}
@@ -76,9 +77,9 @@ FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jp
 
 @dataclass(frozen=True)
 class Subject:
-    """One thing to render: a prompt with its embeddings, and for i2i and i2v the picture it starts from.
+    """A prompt with its embeddings, and for i2i and i2v the source picture.
 
-    All are asked for with the size of the preview, since a prompt may hold the picture.
+    All are functions of the preview's size, since the source picture is fitted to it and may be part of the prompt.
     """
 
     prompt: ValidationPrompt
@@ -109,13 +110,13 @@ class Shot:
 
 @dataclass
 class ValidationRunner:
-    """Callback that renders at step 0, at the configured intervals and at the end.
+    """Callback that renders previews at step 0, at the configured intervals and at the end.
 
     Attributes:
-        seed: of the run; used where `validation_seed` is unset.
+        seed: of the run; used if `validation_seed` is unset.
         frame_rate: of preview clips; None for families of pictures.
-        recorded: previews of the step that the session continues after; they are not rendered again.
-        lacking: previews were due at that step, so that those which a kill has cost are rendered at the start.
+        recorded: previews of the step that the session resumes from; they are not rendered again.
+        lacking: whether previews were due at that step; those lost to a kill are rendered at the start.
     """
 
     config: RunConfig
@@ -150,28 +151,32 @@ class ValidationRunner:
             self.render(assembly, state)
 
     def is_due(self, state: TrainState, epochs_done: int) -> bool:
-        """Whether an interval ends with a step; `state.epochs_done` is from before it."""
+        """Whether an interval ends with this step; `state.epochs_done` does not include it yet."""
         validation = self.config.validation
         by_step = state.global_step % validation.validation_step_interval == 0
         by_epoch = state.passed(validation.validation_epoch_interval, epochs_done)
         return (by_step or by_epoch) and state.global_step >= validation.validate_after_step
 
     def render(self, assembly: Assembly, state: TrainState, *, benchmark: bool = False) -> None:
-        """Render every prompt at every size now, but for what is recorded already, and once a step.
+        """Render every prompt at every size now, except for recorded previews; at most once a step.
 
         Args:
-            benchmark: the model is untrained; the files go to `benchmarks/base_model`.
+            benchmark: the model is untrained; files are written to `benchmarks/base_model`.
 
         Raises:
-            Interrupted: a stop was requested; what was rendered before is recorded.
+            Interrupted: a stop was requested; previews rendered so far are recorded.
+            NonFiniteError: a weight is NaN or infinite.
         """
         step = state.global_step
-        shots = [shot for shot in self._shots(step, benchmark) if not any(map(shot.is_in, self._recorded_at(step)))]
+        recorded = [record for record in self.recorded if record.step == step]
+        shots = [shot for shot in self._shots(step, benchmark) if not any(map(shot.is_in, recorded))]
         if not shots or self._rendered_at == step or not assembly.world.is_main:
             return
         title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
         try:
             with self.events.phase(title, len(shots), unit, PREVIEWS) as phase, quiet(assembly):
+                stop_if_result_not_finite(assembly, self.ema)
+                # Grouped, because each change to the average and back copies all weights.
                 for use_ema, group in itertools.groupby(shots, key=lambda shot: shot.ema):
                     with self.ema.applied() if use_ema and self.ema else nullcontext():
                         for shot in group:
@@ -182,18 +187,15 @@ class ValidationRunner:
             self._release()
 
     def rehearse(self, assembly: Assembly) -> None:
-        """Render the first subject at the largest size in as few steps as samplers take, and throw it away."""
+        """Render the first subject at the largest size in `REHEARSED_STEPS`, and discard the result."""
         width, height = max(self.sizes, key=lambda size: size[0] * size[1])
         with quiet(assembly):
             request = self._request(self.subjects[0], width, height, self._seed(0, 0))
             self._load_pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
         self._release()
 
-    def _recorded_at(self, step: int) -> Sequence[MediaRecord]:
-        return [record for record in self.recorded if record.step == step]
-
     def _shots(self, step: int, benchmark: bool) -> Iterator[Shot]:
-        """Everything that a round shows."""
+        """All previews of one round."""
         for use_ema in [False] if benchmark else weights_to_use(self.ema, self.config.ema.ema_validation):
             for subject in self.subjects:
                 for width, height in self.sizes:
@@ -239,7 +241,7 @@ class ValidationRunner:
     def _path(
         self, prompt: ValidationPrompt, step: int, index: int, frames: list[Image], use_ema: bool, benchmark: bool
     ) -> Path:
-        """File names tell the true size, of clips also the true number of frames (`768x512@61`)."""
+        """The file name has the actual size, and for clips the actual number of frames (`768x512@61`)."""
         is_clip = self.frame_rate is not None
         suffix = "mp4" if is_clip else FORMATS[self.config.validation.validation_image_format][1]
         dimensions = f"{frames[0].width}x{frames[0].height}" + (f"@{len(frames)}" if is_clip else "")
@@ -266,9 +268,9 @@ class ValidationRunner:
         return self._pipeline
 
     def _release(self) -> None:
-        """Free the VAE on a GPU, where memory is scarce; on a CPU it stays for the next time.
+        """Free the VAE on a GPU, where memory is scarce; on a CPU it is kept for the next previews.
 
-        Nobody else may hold the pipeline by now: what is still in use is neither collected nor given back.
+        No other reference to the pipeline may exist at this point, or its memory would not be freed.
         """
         if torch.cuda.is_available() and not self.config.caching.keep_vae_loaded:
             self._pipeline = None
@@ -277,7 +279,7 @@ class ValidationRunner:
 
 
 def weights_to_use(ema: Ema | None, ema_validation: str) -> list[bool]:
-    """Whether to validate with the moving average: never, only, or beside the trained weights."""
+    """For each set of weights to validate with, whether it is the moving average."""
     if ema is None:
         return [False]
     return {"none": [False], "ema_only": [True], "comparison": [False, True]}[ema_validation]
@@ -285,7 +287,7 @@ def weights_to_use(ema: Ema | None, ema_validation: str) -> list[bool]:
 
 @contextmanager
 def quiet(assembly: Assembly) -> Iterator[None]:
-    """Evaluation mode without gradients, and the global random states put back afterwards."""
+    """Evaluation mode without gradients; global random states are restored afterwards."""
     states = random_states()
     assembly.transformer.eval()
     try:

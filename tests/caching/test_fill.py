@@ -160,6 +160,34 @@ def test_a_vae_that_overflows_fills_no_cache(
     assert not list(workspace.path("output/cache/vae").rglob("*.safetensors*"))
 
 
+def test_a_text_encoder_that_overflows_fills_no_cache(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encode = Kandinsky5TextEncoder.encode
+
+    def broken(self: Any, requests: Any) -> Any:
+        embeds = encode(self, requests)
+        next(each for each in embeds[-1].values() if each.is_floating_point()).fill_(float("nan"))
+        return embeds
+
+    monkeypatch.setattr(Kandinsky5TextEncoder, "encode", broken)
+    assert workspace.run("cache", "fill") == 2
+    assert "The text encoder gave values that are not finite for pictures/p" in capsys.readouterr().err
+    assert not list(workspace.path("output/cache/text").rglob("*.zst"))
+    assert not list(workspace.path("cache/text").rglob("*.zst"))
+
+
+def test_an_entry_that_is_not_finite_is_found_and_encoded_again(workspace: Workspace) -> None:
+    assert workspace.run("cache", "fill") == 0
+    entry = next(workspace.path("cache/text").rglob("*.zst"))
+    store, key = CacheStore(entry.parents[1]), entry.name.partition(".")[0]
+    spoilt = {name: each * float("nan") if each.is_floating_point() else each for name, each in store.read(key).items()}
+    store.write(key, spoilt, store.provenance(key))
+    assert workspace.run("cache", "verify") == 2
+    assert workspace.train() == 0
+    assert workspace.run("cache", "verify") == 0
+
+
 def test_a_picture_changed_after_the_plan_is_not_stored_under_its_old_hash(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from simpletuner.budget.ready import ready_plan
+from simpletuner.cli.train import parse_settings
+from simpletuner.config.schema import EmaConfig
+from simpletuner.errors import NonFiniteError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
+from simpletuner.run.publish import publish
+from simpletuner.run.records import find_result
+from simpletuner.training.ema import Ema
 from simpletuner.training.full import FullModel
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
+from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, STEP_NOTE
 from simpletuner.training.trained import Release
 from tests.fidelity.family import make_config
 from tests.training.assembly import lora_of, make_assembly
+from tests.workspace import Workspace
 
 
 def make_release(checkpoint: Path, adapter: Any) -> Release:
@@ -51,6 +60,39 @@ def test_a_file_that_was_not_written_as_trained_never_replaces_a_good_one(
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
         lora.publish(tmp_path, release, None)
     assert good.read_bytes() == before
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_nothing_that_is_not_finite_is_published(
+    tmp_path: Path, t2i_checkpoint: Path, kind: str, averaged: bool
+) -> None:
+    workspace = Workspace.create(tmp_path, t2i_checkpoint, model_type=kind)
+    assembly = make_assembly(t2i_checkpoint, model_type=kind)
+    ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu"))
+    weights = ema.average if averaged else assembly.parameters
+    name = next(iter(weights))
+    weights[name].data.view(-1)[0] = float("nan")
+    with workspace.inside():
+        plan, _ = ready_plan(*parse_settings([]))
+        with pytest.raises(NonFiniteError, match=f"not saved: .*{re.escape(name)}"):
+            publish(plan, assembly, ema, {})
+    assert not list(tmp_path.rglob(LORA_FILE))
+    assert not list(tmp_path.rglob(PIPELINE_FOLDER))
+
+
+def test_only_the_result_of_the_last_step_is_reported(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    workspace = Workspace.create(tmp_path, t2i_checkpoint)
+    lora = lora_of(make_assembly(t2i_checkpoint))
+    with workspace.inside():
+        plan, _ = ready_plan(*parse_settings([]))
+        assert find_result(plan, 4) is None
+        lora.write(plan.output_dir, note={STEP_NOTE: "2"})
+        assert find_result(plan, 4) is None, "a stale file is no result"
+        lora.write(plan.output_dir, note={STEP_NOTE: "4"})
+        found = find_result(plan, 4)
+        assert found is not None
+        assert found.path == LORA_FILE
 
 
 def test_a_pipeline_that_was_not_written_as_trained_is_not_published(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from simpletuner.config.schema import EmaConfig
 from simpletuner.diffusion.batch import Batch
-from simpletuner.errors import NonFiniteError
+from simpletuner.errors import NonFiniteError, UserError
 from simpletuner.training import step
+from simpletuner.training.checkpoints import save_checkpoint
+from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_weights_not_finite
-from simpletuner.training.state import Assembly
+from simpletuner.training.manifest import STATE_FOLDER, Identity
+from simpletuner.training.state import Assembly, TrainState
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 from tests.training.test_step import CAPTIONS, Batches, part
 
@@ -117,9 +122,9 @@ def test_equal_batches_are_divided_by_their_number() -> None:
     for counts in ([1] * 7, [3] * 3, [5] * 10):
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([0.1])
-        step.weigh_samples_alike([parameter], counts)
+        step.equalise_samples([parameter], counts)
         assert parameter.grad.item() == torch.tensor(0.1).item()
-        assert {step.even_share(counts[:done], len(counts)) for done in range(1, len(counts) + 1)} == {len(counts)}
+        assert {step.loss_divisor(counts[:done], len(counts)) for done in range(1, len(counts) + 1)} == {len(counts)}
 
 
 def spoil(assembly: Assembly, *names: str) -> list[str]:
@@ -160,3 +165,38 @@ def test_weights_that_are_not_finite_are_named() -> None:
     stop_if_weights_not_finite(sound)
     with pytest.raises(NonFiniteError, match=r"1 of 3 trained tensors .* not saved: c"):
         stop_if_weights_not_finite({**sound, "c": torch.tensor([0.0, -math.inf])})
+
+
+@pytest.mark.parametrize("part", ["weight", "average", "module"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, t2i_checkpoint: Path, kind: str, part: str) -> None:
+    assembly = make_assembly(t2i_checkpoint, model_type=kind)
+    assembly.modules["Projector"] = nn.Linear(2, 2)
+    ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu"))
+    name = list(assembly.parameters)[3]
+    spoilt = {
+        "weight": assembly.parameters[name],
+        "average": ema.average[name],
+        "module": assembly.modules["Projector"].bias,
+    }
+    spoilt[part].data.view(-1)[0] = math.nan
+    named = {"weight": name, "average": f"EMA of {name}", "module": "Projector.bias"}[part]
+    identity = Identity("kandinsky5-image", "t2i-lite-sft", kind, 1, seed=1, datasets="", versions={})
+    loader: Any = None  # never asked
+    with pytest.raises(NonFiniteError, match=f"not saved: {re.escape(named)}"):
+        save_checkpoint(tmp_path / "checkpoint-1", assembly, TrainState(1), loader, ema, identity, {}, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_nothing_that_is_not_finite_is_loaded(tmp_path: Path, t2i_checkpoint: Path, kind: str) -> None:
+    assembly = make_assembly(t2i_checkpoint, model_type=kind)
+    name, parameter = list(assembly.parameters.items())[3]
+    parameter.data.view(-1)[0] = math.inf
+    (tmp_path / STATE_FOLDER).mkdir()
+    assembly.trained.save(tmp_path, ema=None, note={})
+    assembly.trained.save_exact(tmp_path)
+    parameter.data.zero_()
+    with pytest.raises(UserError, match=f"NaN or infinite values in {re.escape(name)}; choose an earlier"):
+        assembly.trained.load(tmp_path)
+    assert not parameter.any(), "nothing was loaded"

@@ -114,6 +114,16 @@ def test_another_rank_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
         start_from(other, path)
 
 
+def test_a_file_that_is_not_finite_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    lora = trained(t2i_checkpoint)
+    name, parameter = next(iter(lora.parameters().items()))
+    parameter.data[0] = float("nan")
+    path = lora.write(tmp_path, note={})
+    module = name.partition(".lora_")[0]
+    with pytest.raises(UserError, match=f"init_lora: .* NaN or infinite values in {module}"):
+        start_from(trained(t2i_checkpoint), path)
+
+
 def test_untrained_lora_changes_nothing(t2i_checkpoint: Path) -> None:
     batch = fixed_noise(make_batch(t2i_checkpoint, ["a star", "b"]))
     plain = make_adapter(t2i_checkpoint)
