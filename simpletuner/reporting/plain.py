@@ -19,10 +19,10 @@ from simpletuner.reporting.events import (
 from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, reached, size_text
 from simpletuner.reporting.progress import LastingStream
 
-# A log should stay readable: about this many lines a run, and a sign of life at least this often.
+# A log should stay readable: about this many lines per run, and at least one in this many seconds.
 TRAINING_LINES = 30
 LONGEST_SILENCE = 60.0
-# A phase tells every tenth, but not more often than this; a slow one tells every now and then.
+# A phase prints a line per tenth, and at least one in LONGEST_PAUSE, but never within SHORTEST_PAUSE. Seconds.
 SHORTEST_PAUSE = 2.0
 LONGEST_PAUSE = 15.0
 
@@ -32,7 +32,7 @@ class PlainDisplay:
 
     Args:
         stream: written and flushed line by line.
-        now: the clock; tests bring their own.
+        now: the clock; tests pass their own.
     """
 
     def __init__(self, stream: TextIO | LastingStream, now: Callable[[], float] = time.monotonic) -> None:
@@ -110,13 +110,13 @@ def step_line(pace: Pace, report: StepDone) -> str:
 
 
 class _PhaseLines:
-    """When a phase under way is worth a line."""
+    """Decides when the progress of a phase is worth a line."""
 
     def __init__(self, phase: PhaseStarted, now: float) -> None:
         self._phase, self._told_at, self._told_tenth = phase, now, 0
 
     def due(self, event: PhaseAdvanced, now: float) -> str:
-        """The line that is due now, or none."""
+        """The line that is due now, or an empty one."""
         total, pause = self._phase.total, now - self._told_at
         tenth = event.done * 10 // total if total else self._told_tenth
         if pause < SHORTEST_PAUSE or (tenth == self._told_tenth and pause < LONGEST_PAUSE):

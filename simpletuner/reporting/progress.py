@@ -1,7 +1,7 @@
-"""What a person sees while a run goes: phases with bars, then the training steps.
+"""What a person sees during a run: phases with bars, then the training steps.
 
-A display is a subscriber of the run's events: live (`terminal.py`) or plain lines (`plain.py`). It may be lost on the
-way, with a closed terminal or pipe, and the run goes on without it.
+A display subscribes to the run's events: live (`terminal.py`) or plain lines (`plain.py`). If the terminal or pipe
+closes, the run continues without it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class Display(Protocol):
     def __call__(self, event: Event) -> None: ...
 
     def close(self) -> None:
-        """Leave the terminal in order. May be called more than once."""
+        """Restore the terminal. May be called more than once."""
 
 
 @contextmanager
 def shown_events(stream: TextIO | None = None) -> Iterator[EventStream]:
-    """A stream of events that a person sees; an exception leaves the terminal in order, too.
+    """A stream of events with a display, which restores the terminal at the end, also after an exception.
 
     Args:
-        stream: where to write; None is standard output.
+        stream: where to write; None means standard output.
     """
     with closing(make_display(stream)) as display:
         yield EventStream(display)
 
 
 def make_display(stream: TextIO | None = None) -> Display:
-    """The live display on a terminal, plain lines anywhere else."""
+    """The live display on a terminal, plain lines elsewhere."""
     stream = stream or sys.stdout
     lasting = LastingStream(stream)
     if stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-        # rich takes a tenth of a second to import, which `--dry-run | less` need not spend.
+        # Importing rich takes a tenth of a second, which `--dry-run | less` need not spend.
         from simpletuner.reporting.terminal import LiveDisplay
 
         return LiveDisplay(lasting)
@@ -51,7 +51,7 @@ def make_display(stream: TextIO | None = None) -> Display:
 
 
 class LastingStream:
-    """A text stream that goes silent when nobody can read it any more, where others raise."""
+    """A text stream that discards output once its reader is gone, where others raise."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -81,8 +81,8 @@ class LastingStream:
 
 
 def silence(stream: TextIO) -> None:
-    """Send what a dead stream still holds, and gets later, nowhere; Python would complain about it at exit."""
+    """Redirect a dead stream to /dev/null: flushing its buffer at exit would raise."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError):  # a stream of a test has no number
+    with contextlib.suppress(OSError):  # a stream in memory has no file number
         os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

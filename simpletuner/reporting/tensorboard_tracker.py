@@ -22,7 +22,7 @@ class TensorboardTracker:
     Args:
         folder: event files go here; each session adds one.
         output_dir: paths of previews are relative to it.
-        start_step: what an earlier session wrote after this step is hidden.
+        start_step: hides what an earlier session wrote after this step.
     """
 
     name = "tensorboard"
