@@ -10,13 +10,8 @@ import typer
 DEFAULT_FILE = Path("config/config.json")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("configure")(configure)
-
-
 def configure(
-    file: Annotated[Path, typer.Argument(help="The file to write, or to edit when it is there.")] = DEFAULT_FILE,
+    file: Annotated[Path, typer.Argument(help="The file to write, or to edit if it exists.")] = DEFAULT_FILE,
     defaults: Annotated[
         bool, typer.Option("--defaults", help="Ask nothing: write the file with every default.")
     ] = False,
