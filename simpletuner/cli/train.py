@@ -1,4 +1,4 @@
-"""`simpletuner train` and `simpletuner plan`."""
+"""`simpletuner train`, `plan` and `configure`: the commands around one configuration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,6 +38,7 @@ def quick_imports() -> Iterator[None]:
 
 # Unknown options are settings, which the option schema parses, not click.
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+DEFAULT_FILE = Path("config/config.json")
 
 
 def train(
@@ -136,6 +138,19 @@ def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
 
     show_plan(*weigh_plan(arguments, problems), sys.stdout)
     raise_if_fatal(problems)  # a run that does not fit is refused below the numbers that show why
+
+
+def configure(
+    file: Annotated[Path, typer.Argument(help="The file to write, or to edit if it exists.")] = DEFAULT_FILE,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Ask nothing: write the file with every default.")
+    ] = False,
+) -> None:
+    """Write config.json by answering questions; ? explains each. The dataset file is never touched."""
+    from simpletuner.cli.wizard.session import run_session
+    from simpletuner.cli.wizard.talk import Talk
+
+    run_session(file, Talk(defaults=defaults))
 
 
 def parse_settings(tokens: list[str]) -> tuple[Arguments, list[Problem]]:

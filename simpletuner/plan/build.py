@@ -6,7 +6,7 @@ Nothing here loads a weight, imports torch or writes a file. Problems are collec
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -184,12 +184,7 @@ def _plan_family(
     source = ModelSource.from_config(spec, flavour, config)
     spec = spec.for_checkpoint(flavour, source)
     config = _fit_grid(config, spec)
-    problems.extend(check_family(config, spec))
-    problems.extend(check_flavour(config, spec, flavour))
-    problems.extend(spec.check(config, flavour))
-    model_problems = source.problems()
-    problems.extend(model_problems or (*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source)))
-    problems.extend(check_tread(config, spec, source))
+    problems.extend(_check_model(config, spec, flavour, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
     problems.extend(check_prompts(prompts, config.validation.validation_negative_prompt))
@@ -199,7 +194,8 @@ def _plan_family(
     context = DataContext.of(config, spec, flavour.task)
     datasets = build_datasets(entries, context, problems) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
-    _check_datasets(config, datasets, trained, problems)
+    if not trained and not any(problem.fatal for problem in problems):
+        problems.append(Problem("data_backend_config", "names no dataset to train on."))
     problems.extend(check_datasets(config, spec, flavour, datasets))
     problems.extend(check_packages(config.precision))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
@@ -229,6 +225,16 @@ def _plan_family(
         same_data=same_data,
         warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)),
     )
+
+
+def _check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """Whether the settings fit the family and its checkpoint, and the checkpoint is complete."""
+    yield from check_family(config, spec)
+    yield from check_flavour(config, spec, flavour)
+    yield from spec.check(config, flavour)
+    # The content of a checkpoint that cannot be found or read need not be checked.
+    yield from source.problems() or (*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source))
+    yield from check_tread(config, spec, source)
 
 
 def _fit_grid(config: RunConfig, spec: FamilySpec) -> RunConfig:
@@ -297,26 +303,6 @@ def _sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> list
     if value is None:
         return []
     return fit_sizes(value, spec, lenient=config.run.i_know_what_i_am_doing, problems=problems)
-
-
-def _check_datasets(
-    config: RunConfig, datasets: Sequence[Dataset], trained: Sequence[Dataset], problems: list[Problem]
-) -> None:
-    if not trained and not any(problem.fatal for problem in problems):
-        problems.append(Problem("data_backend_config", "names no dataset to train on."))
-    regularised = [each.config.id for each in trained if each.config.is_regularisation_data]
-    if regularised and config.model.model_type == "full":
-        message = "needs model_type lora: the base model's prediction is the one without the LoRA."
-        problems.append(Problem(f"{regularised[0]}.is_regularisation_data", message))
-    ids = [each.config.id for each in datasets]
-    for chosen in config.validation.eval_dataset_id or []:
-        if chosen not in ids:
-            message = f"{chosen!r} is not the id of a dataset ({', '.join(ids)}).{did_you_mean(chosen, ids)}"
-            problems.append(Problem("eval_dataset_id", message))
-    for each in trained:
-        if each.id in (config.validation.eval_dataset_id or []):
-            message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
-            problems.append(Problem("eval_dataset_id", message, fatal=False))
 
 
 def _check_last_epoch(config: RunConfig, trained: Sequence[Dataset], length: Length, problems: list[Problem]) -> None:

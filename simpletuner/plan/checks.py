@@ -15,7 +15,7 @@ from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
 from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem, shorten
+from simpletuner.errors import Problem, did_you_mean, shorten
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, missing_layers
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -284,6 +284,7 @@ def check_datasets(
     config: RunConfig, spec: FamilySpec, flavour: Flavour, datasets: Sequence[Dataset]
 ) -> Iterator[Problem]:
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
+    yield from _check_choices(config, datasets)
     previewed = config.validation.eval_dataset_id or []
     evaluation = config.evaluation
     if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
@@ -305,6 +306,24 @@ def check_datasets(
                 "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
             )
             yield Problem(dataset.id, message, fatal=False)
+
+
+def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
+    """Regularisation data needs a LoRA; datasets chosen for previews must exist and should not be trained."""
+    trained, ids = [each for each in datasets if each.config.is_trained], [each.id for each in datasets]
+    regularised = [each.id for each in trained if each.config.is_regularisation_data]
+    if regularised and config.model.model_type == "full":
+        message = "needs model_type lora: the base model's prediction is the one without the LoRA."
+        yield Problem(f"{regularised[0]}.is_regularisation_data", message)
+    chosen = config.validation.eval_dataset_id or []
+    for name in chosen:
+        if name not in ids:
+            message = f"{name!r} is not the id of a dataset ({', '.join(ids)}).{did_you_mean(name, ids)}"
+            yield Problem("eval_dataset_id", message)
+    for each in trained:
+        if each.id in chosen:
+            message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
+            yield Problem("eval_dataset_id", message, fatal=False)
 
 
 def check_prompts(prompts: Sequence[ValidationPrompt], negative: str | None) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ def comparison_section(grid: PreviewGrid) -> Html | None:
     shown = [row for row in grid.rows if _has_two(row.plain) or _has_two(row.averaged)]
     if not shown:
         return None
-    is_video = any(cell.is_video for row in shown for cell in row.plain if cell)
+    is_video = any(cell.record.is_video for row in shown for cell in row.plain if cell)
     hint = "Untrained model on the left, newest step on the right." if is_video else "Drag across a picture."
     return section("Before and after", element("div.comparisons"), hint=hint, id="comparison", hidden=True)
 
@@ -59,7 +59,7 @@ def _preview(cell: Cell | None) -> Html:
     weights = "EMA, " if record.ema else ""
     name = f"{record.short_name}, {weights}step {record.step}"
     size = {"width": record.width, "height": record.height}
-    if cell.is_video:
+    if record.is_video:
         media = element("video", src=cell.source, muted=True, loop=True, playsinline=True, preload="metadata", **size)
     else:
         media = element("img", src=cell.source, alt=name, loading="lazy", **size)

@@ -48,6 +48,10 @@ class MediaRecord:
     ema: bool = False
     index: int = 0
 
+    @property
+    def is_video(self) -> bool:
+        return Path(self.path).suffix.lower() in (".mp4", ".webm")
+
 
 class StepLines:
     """A file of JSON lines that each carry a `step`, open for appending.

@@ -45,10 +45,6 @@ class Cell:
     record: MediaRecord
     source: str
 
-    @property
-    def is_video(self) -> bool:
-        return Path(self.record.path).suffix.lower() in VIDEO_MIME
-
 
 @dataclass(frozen=True)
 class Row:
@@ -157,7 +153,7 @@ def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:
         modified = path.stat().st_mtime_ns
     except OSError:
         return ""
-    if path.suffix.lower() in VIDEO_MIME:
+    if record.is_video:
         return _pack_video(path, record.path, modified, allowance)
     return _pack_picture(path, modified, allowance)
 

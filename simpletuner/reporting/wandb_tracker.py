@@ -16,7 +16,6 @@ from simpletuner.reporting.trackers import wandb_mode
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "wandb_run.json"
-VIDEO_SUFFIXES = (".mp4", ".webm")
 # Every update of the scatter plot sends all of its points again, so it is updated rarely and the points are limited.
 TIMESTEPS_EVERY = 100
 TIMESTEPS_KEPT = 5000
@@ -85,8 +84,8 @@ class WandbTracker:
         groups: dict[str, list[Any]] = {}
         for record in media:
             path = str(self._output_dir / record.path)
-            is_video = path.endswith(VIDEO_SUFFIXES)
-            item = wandb.Video(path, caption=record.prompt) if is_video else wandb.Image(path, caption=record.prompt)
+            kind = wandb.Video if record.is_video else wandb.Image
+            item = kind(path, caption=record.prompt)
             groups.setdefault(f"validation/{record.short_name}{'/ema' if record.ema else ''}", []).append(item)
         if groups and step >= self._first_step:
             self._run.log(groups, step=step)
