@@ -164,7 +164,7 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 
 def test_reporting_imports_without_torch() -> None:
     modules = (
-        "curves environment events log metrics pace page plain previews progress report requests terminal trackers"
+        "curves environment events log metrics pace page previews progress report requests terminal trackers"
     )
     code = (
         "import importlib, sys\n"
