@@ -50,19 +50,15 @@ def _idle(offload: OffloadConfig, streams: bool) -> Iterator[Problem]:
 
 def _exclusions(config: RunConfig) -> Iterator[Problem]:
     """Settings that exclude group offload."""
-    key = "enable_group_offload"
-    if config.offload.enable_model_cpu_offload:
-        message = "and enable_model_cpu_offload exclude each other: one streams the blocks, the other moves them all."
-        yield Problem(key, message)
-    if config.launch.fsdp_enable:
-        message = "and fsdp_enable exclude each other: FSDP shards the weights that group offload would stream."
-        yield Problem(key, message)
-    if config.model.model_type == "full":
-        message = (
-            "and model_type full exclude each other: only frozen weights can stream, "
-            "and a full fine-tune has none; use model_type lora."
-        )
-        yield Problem(key, message)
+    moves_all, is_full = config.offload.enable_model_cpu_offload, config.model.model_type == "full"
+    needs_frozen = "only frozen weights can stream, and a full fine-tune has none; use model_type lora."
+    for is_set, other, reason in (
+        (moves_all, "enable_model_cpu_offload", "one streams the blocks, the other moves them all."),
+        (config.launch.fsdp_enable, "fsdp_enable", "FSDP shards the weights that group offload would stream."),
+        (is_full, "model_type full", needs_frozen),
+    ):
+        if is_set:
+            yield Problem("enable_group_offload", f"and {other} exclude each other: {reason}")
 
 
 def _graphs(config: RunConfig) -> Iterator[Problem]:

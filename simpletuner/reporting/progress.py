@@ -117,7 +117,7 @@ class PlainDisplay:
         self._now = now
         self._pace: Pace | None = None
         self._every = 1
-        self._told_at = 0.0
+        self._printed_at = 0.0
         self._phases: dict[PhaseStarted, _PhaseLines] = {}
 
     def __call__(self, event: Event) -> None:
@@ -147,7 +147,7 @@ class PlainDisplay:
         if event.state == "running":
             self._pace = Pace.of(event)
             self._every = max(1, -(-(event.total_steps - event.step) // TRAINING_LINES))
-            self._told_at = self._now()
+            self._printed_at = self._now()
             note = f", continuing after step {event.step}" if event.step else ""
             self._say(f"Training: {event.total_steps} steps{note}")
         elif event.state in ENDED:
@@ -159,8 +159,8 @@ class PlainDisplay:
         if self._pace is None:
             raise RuntimeError("the state `running` comes before the first step")
         due = event.step % self._every == 0 or event.step in (self._pace.start_step + 1, self._pace.total_steps)
-        if due or self._now() - self._told_at >= LONGEST_SILENCE:
-            self._told_at = self._now()
+        if due or self._now() - self._printed_at >= LONGEST_SILENCE:
+            self._printed_at = self._now()
             self._say(step_line(self._pace, event))
 
     def _say(self, text: str) -> None:
@@ -190,13 +190,13 @@ class _PhaseLines:
     """Decides when the progress of a phase is worth a line."""
 
     def __init__(self, phase: PhaseStarted, now: float) -> None:
-        self._phase, self._told_at, self._told_tenth = phase, now, 0
+        self._phase, self._printed_at, self._printed_tenth = phase, now, 0
 
     def due(self, event: PhaseAdvanced, now: float) -> str:
         """The line that is due now, or an empty one."""
-        total, pause = self._phase.total, now - self._told_at
-        tenth = event.done * 10 // total if total else self._told_tenth
-        if pause < SHORTEST_PAUSE or (tenth == self._told_tenth and pause < LONGEST_PAUSE):
+        total, pause = self._phase.total, now - self._printed_at
+        tenth = event.done * 10 // total if total else self._printed_tenth
+        if pause < SHORTEST_PAUSE or (tenth == self._printed_tenth and pause < LONGEST_PAUSE):
             return ""
-        self._told_at, self._told_tenth = now, tenth
+        self._printed_at, self._printed_tenth = now, tenth
         return f"{self._phase.title}: {reached(self._phase, event.done)}" + (f" ({event.note})" if event.note else "")

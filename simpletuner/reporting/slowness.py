@@ -31,7 +31,7 @@ REASONS = {
 
 
 @dataclass
-class _Course:
+class _ShapeHistory:
     """Steps of one shape: all durations sorted, for medians, and the latest ones in order of time."""
 
     seconds: list[float] = field(default_factory=list)
@@ -46,14 +46,16 @@ class _Course:
 
     def slowdown(self) -> float:
         """The median of the recent steps relative to the median of all; 1 until enough are known."""
-        usual = middle(self.seconds)
+        usual = sorted_median(self.seconds)
         if len(self.seconds) < ENOUGH or not usual:
             return 1.0
         return median(sum(parts.values()) for parts in self.recent) / usual
 
     def growth(self) -> dict[str, float]:
         """By how many seconds each part of a step grew."""
-        return {name: median(p[name] for p in self.recent) - middle(values) for name, values in self.parts.items()}
+        return {
+            name: median(p[name] for p in self.recent) - sorted_median(values) for name, values in self.parts.items()
+        }
 
 
 class SlowSteps:
@@ -65,7 +67,7 @@ class SlowSteps:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._courses: dict[Hashable, _Course] = {}
+        self._histories: dict[Hashable, _ShapeHistory] = {}
         self._slow: set[Hashable] = set()
         self._ended: float | None = None
         self._skip = 0
@@ -78,17 +80,17 @@ class SlowSteps:
         """
         if self._follows_a_pause(seconds):
             return None
-        course = self._courses.setdefault(shape, _Course())
+        history = self._histories.setdefault(shape, _ShapeHistory())
         waits = {WEIGHTS: weights_seconds or 0.0, DATA: data_seconds}
-        course.add({COMPUTE: max(0.0, seconds - sum(waits.values())), **waits})
-        slowdown = course.slowdown()
+        history.add({COMPUTE: max(0.0, seconds - sum(waits.values())), **waits})
+        slowdown = history.slowdown()
         if slowdown < RECOVERED:
             self._slow.discard(shape)
         if slowdown < SLOWER:
             return None
         begins = not self._slow
         self._slow.add(shape)
-        return self._notice(course) if begins else None
+        return self._notice(history) if begins else None
 
     def _follows_a_pause(self, seconds: float) -> bool:
         """Whether other work ran just before; its after-effects (cold allocator, moved weights) slow a step or two."""
@@ -99,9 +101,9 @@ class SlowSteps:
         self._skip = max(0, self._skip - 1)
         return skipped
 
-    def _notice(self, course: _Course) -> str:
-        recent, usual = median(sum(parts.values()) for parts in course.recent), middle(course.seconds)
-        growth = course.growth()
+    def _notice(self, history: _ShapeHistory) -> str:
+        recent, usual = median(sum(parts.values()) for parts in history.recent), sorted_median(history.seconds)
+        growth = history.growth()
         reason = REASONS[max(growth, key=lambda name: growth[name])]
         return (
             f"Steps became slower: the last {RECENT} of this shape took {pace_text(recent)}, "
@@ -109,6 +111,6 @@ class SlowSteps:
         )
 
 
-def middle(ordered: Sequence[float]) -> float:
+def sorted_median(ordered: Sequence[float]) -> float:
     """The upper median of sorted values, without sorting them again as `statistics` would."""
     return ordered[len(ordered) // 2] if ordered else 0.0

@@ -53,7 +53,7 @@ class Question:
         is_open: answers other than `names` are allowed.
         implied: further settings that an answer decides; None removes one.
         follows: the default depends on another setting, so the key is written only if it differs.
-        other: (value, draft) -> better values for one that does not fit.
+        alternatives: (value, draft) -> better values for one that does not fit.
         meanings: values that words stand for.
     """
 
@@ -66,7 +66,7 @@ class Question:
     is_open: bool = False
     implied: Callable[[Any], dict[str, Any]] = lambda value: {}
     follows: bool = False
-    other: Callable[[str, Draft], list[str]] = lambda value, draft: []
+    alternatives: Callable[[str, Draft], list[str]] = lambda value, draft: []
     meanings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -101,14 +101,14 @@ class Question:
             return [Problem(self.key, message)]
         if value is None and self.option.required:
             return [Problem(self.key, "is required.")]
-        better = self.other(str(value), draft) if value is not None else []
+        better = self.alternatives(str(value), draft) if value is not None else []
         if better:
             return [Problem(self.key, f"{value} does not fit the model; {_near(better)}.")]
         return []
 
     def suggestion(self, answer: str, choices: Mapping[str, str], draft: Draft) -> str | None:
         """What to propose after an invalid answer; None if it was spelled right and is wrong for another reason."""
-        better = self.other(answer, draft)
+        better = self.alternatives(answer, draft)
         if better or answer in choices:
             return better[-1] if better else None
         return nearest(answer, choices, cutoff=MISSPELLED)
@@ -243,8 +243,10 @@ STEPS = (
         (
             Question("validation_prompt", "Prompt for previews"),
             Question("user_prompt_library", "File with more prompts", propose=prompt_library),
-            Question("validation_resolution", "Preview size, width x height", other=nearest_sizes),
-            Question("validation_num_video_frames", "Preview length in frames", when=_is_video, other=nearest_lengths),
+            Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
+            Question(
+                "validation_num_video_frames", "Preview length in frames", when=_is_video, alternatives=nearest_lengths
+            ),
             Question("framerate", "Frames per second", when=_is_video),
             Question("validation_guidance", "Guidance scale (how closely previews follow the prompt)"),
             Question("validation_num_inference_steps", "Sampling steps"),
@@ -308,7 +310,7 @@ def _other_length(steps: Any) -> dict[str, Any]:
 QUESTIONS = [question for step in STEPS for question in step.questions]
 
 
-def pointless(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
+def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
     """Keys whose questions no longer apply with these changes, and what a yes to them implied. The review drops them.
 
     Keys of the loaded file are kept, and epochs of 0, which a number of steps implies.

@@ -18,7 +18,7 @@ from simpletuner.cli.wizard.config_file import (
     show_next_steps,
     unusable_keys,
 )
-from simpletuner.cli.wizard.questions import QUESTIONS, STEPS, Question, pointless
+from simpletuner.cli.wizard.questions import QUESTIONS, STEPS, Question, stale_keys
 from simpletuner.cli.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem
@@ -38,7 +38,7 @@ def run_session(file: Path, talk: Talk) -> bool:
 
     Raises:
         UserError: the file cannot be read or written, or the input has ended.
-        KeyboardInterrupt: the answers so far are kept beside the file.
+        KeyboardInterrupt: the answers so far are kept next to the file.
     """
     check_target(file)
     talk.say("Settings for training", "bold")
@@ -101,7 +101,7 @@ class Progress:
             raise InputEnded("There is no question before the first. Nothing was written.")
 
     def keep(self) -> Path:
-        """Save the answers beside the file."""
+        """Save the answers next to the file."""
         path = kept_answers(self.draft.file)
         path.parent.mkdir(parents=True, exist_ok=True)
         following = QUESTIONS[min(self.position, len(QUESTIONS) - 1)].key
@@ -158,7 +158,7 @@ def review(draft: Draft, talk: Talk) -> bool:
     """Show all settings, and ask again for those that the user names, until the answer is yes or no."""
     owners = {question.key: question for question in QUESTIONS}
     while True:
-        draft.change(dict.fromkeys(pointless(draft, {})))
+        draft.change(dict.fromkeys(stale_keys(draft, {})))
         _show(draft, talk)
         verb = "Replace" if draft.file.exists() else "Write"
         note = f", and keep what is there as {backup_of(draft.file).name}" if draft.file.exists() else ""

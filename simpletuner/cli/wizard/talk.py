@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from simpletuner.cli.wizard.questions import Question, pointless
+from simpletuner.cli.wizard.questions import Question, stale_keys
 from simpletuner.config.option import parse_flag
 from simpletuner.errors import ConfigError, UserError, nearest
 from simpletuner.plan.draft import Draft
@@ -156,7 +156,7 @@ class Talk:
         if question.key in draft.loaded and value == draft.values.get(question.key):
             return True  # problems of the file were shown when it was loaded
         changes = question.changes(value, draft)
-        judged = {**dict.fromkeys(pointless(draft, changes)), **changes}
+        judged = {**dict.fromkeys(stale_keys(draft, changes)), **changes}
         problems = question.refusals(value, choices, draft) or draft.weigh(question.key, judged)
         fatal = [problem for problem in problems if problem.fatal]
         if self.defaults and fatal:
