@@ -31,7 +31,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.plain import PlainDisplay
+from simpletuner.reporting.progress import PlainDisplay
 from simpletuner.run.records import RunRecord
 from simpletuner.training.assemble import TrainingSpec, assemble
 from simpletuner.training.optimizers import build_optimizer

@@ -14,7 +14,7 @@ import typer
 from typer.exceptions import TyperException
 
 from simpletuner.atomic import DISK_FULL_CODES, READ_ONLY_CODES
-from simpletuner.cli import cache, configure, examples, help, train
+from simpletuner.cli import cache, examples, help, train
 from simpletuner.errors import ConfigError, SimpleTunerError
 from simpletuner.redaction import redact
 
@@ -28,9 +28,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-train.register(app)
-configure.register(app)
-help.register(app)
+app.command("train", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(train.train)
+app.command("plan", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(train.plan)
+app.command("configure")(train.configure)
+app.command("help")(help.show_help)
 app.add_typer(cache.app, name="cache")
 app.add_typer(examples.app, name="examples")
 
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SimpleTunerError as error:
         return _complain(f"error: {error}" if error.exit_code == USAGE else str(error), error.exit_code)
     except BrokenPipeError:
-        # The reader of a pipe (head, less) has gone. Nothing can be written at exit either.
+        # The reader of a pipe (head, less) is gone. The flush of stdout at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything ends in one line
@@ -96,7 +97,7 @@ def _complain_about_problems(error: ConfigError) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    with suppress(OSError):  # nobody may be left to read it
+    with suppress(OSError):  # stderr may be closed
         print(redact(text), file=sys.stderr)
     return code
 
@@ -105,6 +106,6 @@ def run() -> None:
     """Entry point of the `simpletuner` command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A file name that is not UTF-8, or a terminal that knows no Hindi, must not end a run.
+            # A file name that is not UTF-8, or a terminal without the characters of a caption, must not end a run.
             stream.reconfigure(errors="backslashreplace")
     sys.exit(main())

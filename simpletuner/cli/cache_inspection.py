@@ -1,4 +1,4 @@
-"""What `simpletuner cache` finds out about the entries of a plan."""
+"""What the commands of `simpletuner cache` report about the entries of a plan."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def verify_caches(plan: Plan, say: Say) -> str:
             say(f"{folder}/{damage.key}: {damage.reason}")
     if damaged:
         raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
-    return f"Every entry in {', '.join(map(str, folders))} is whole."
+    return f"Every entry in {', '.join(map(str, folders))} is intact."
 
 
 def clean_caches(plan: Plan, say: Say, *, remove: bool) -> str:
-    """Name the entries that the plan does not refer to, and delete them where that is asked for."""
+    """List the entries that the plan does not refer to, and delete them with `remove`."""
     listing = _listing(plan)
     entries: list[AnyEntry] = [*listing.texts, *listing.latents, *listing.features]
     wanted = {entry.key.digest() for entry in entries}
@@ -71,7 +71,7 @@ def explain_caching(plan: Plan, file: str) -> Iterator[str]:
 
 
 def cache_folders(plan: Plan) -> list[Path]:
-    """Every cache folder of a plan that is there, once."""
+    """Every existing cache folder of a plan, without duplicates."""
     folders = [text_folder(plan)]
     for dataset in plan.datasets:
         folders += [text_folder(plan, dataset), dataset.latent_dir]
@@ -91,7 +91,7 @@ def _of_family(folder: Path, garbage: Garbage, family: str) -> Garbage:
 
 
 def _origin(folder: Path, key: str) -> dict[str, Any]:
-    """Where an entry came from; empty when it is too damaged to say."""
+    """Where an entry came from; empty if it is too damaged to read."""
     try:
         return explain(folder, key)
     except DamagedEntryError:

@@ -28,7 +28,7 @@ def list_examples() -> None:
 
 
 def _about(name: str) -> str:
-    """What an example trains, read off its config."""
+    """What an example trains, from its config."""
     import json
 
     from simpletuner.config.locate import EXAMPLES_ALIAS, example_file

@@ -18,16 +18,11 @@ WIDTH = 78
 
 
 class SettingsCommand(TyperCommand):
-    """A command that takes settings; its `--help` names the sections they are explained in."""
+    """A command that takes settings; its `--help` also lists their sections."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
         typer.echo("\n".join(sections_help()))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("help")(show_help)
 
 
 def show_help(
@@ -42,15 +37,15 @@ def show_help(
 
 
 def sections_help() -> Iterator[str]:
-    """The sections of the settings, and how to read on."""
-    yield "\nSettings: key=value, --key value or --flag; they beat the file. Sections:\n"
+    """The sections of the settings, and how to look one up."""
+    yield "\nSettings: key=value, --key value or --flag; they override the file. Sections:\n"
     names = [f"{name} ({len(options)})" for name, options in _sections().items()]
     yield textwrap.fill(", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     yield "\nsimpletuner help KEY explains one, help SECTION a section, help WORD searches."
 
 
 def settings_help(wanted: str) -> list[str]:
-    """What is known about a key, a section, or everything that mentions the words.
+    """The help of a key, of a section, or of every key that mentions the words.
 
     Raises:
         UserError: nothing is found.
@@ -101,7 +96,7 @@ def _indented(text: str) -> str:
 
 
 def summary(option: Option) -> Iterator[str]:
-    """A key with its values, its default and its help, in a few lines."""
+    """A key with its help, allowed values and default, in a few lines."""
     status = "; not available yet" if option.planned else ""
     yield f"--{option.name}"
     text = f"{option.help} [{allowed(option)}; default {default_of(option)}{status}]"

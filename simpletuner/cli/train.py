@@ -1,4 +1,4 @@
-"""`simpletuner train` and `simpletuner plan`."""
+"""`simpletuner train`, `plan` and `configure`: the commands around one configuration."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.help import SettingsCommand
 from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import without the garbage collector, and freeze what was imported.
+    """Import without garbage collection, and exempt what was imported from it.
 
-    Does nothing in a process that has imported torch already: its objects are not ours to freeze.
+    Importing torch creates many long-lived objects, which every later collection would visit in vain. Does nothing if
+    torch is imported already: the process is then not ours, and neither are its objects.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -35,14 +36,9 @@ def quick_imports() -> Iterator[None]:
         gc.enable()
 
 
-# Unknown options are settings; the option schema, and not click, decides what they mean.
+# Unknown options are settings, which the option schema parses, not click.
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to the application."""
-    app.command("train", cls=SettingsCommand, context_settings=PASS_THROUGH)(train)
-    app.command("plan", cls=SettingsCommand, context_settings=PASS_THROUGH)(plan)
+DEFAULT_FILE = Path("config/config.json")
 
 
 def train(
@@ -83,7 +79,7 @@ def train(
         begun = plan.resume.step if plan.resume else 0
         summary = "\n".join(start_lines(plan, budget))
         events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
-        # torch comes in here, after everything that could fail cheaply.
+        # torch is imported here, after every check that is quick without it.
         with events.phase("Loading torch"), quick_imports():
             from simpletuner.run.train import run_plan
 
@@ -92,7 +88,7 @@ def train(
 
 
 def prepare_output(plan: Plan) -> None:
-    """Create the output folder: some file systems show only then that nothing can be written.
+    """Create the output folder; on some file systems only this shows that it is not writable.
 
     Raises:
         UserError: it cannot be created.
@@ -107,11 +103,11 @@ def plan(
     context: typer.Context,
     device_memory: Annotated[
         str | None,
-        typer.Option("--device-memory", metavar="GB", help="Plan for a GPU with so much memory."),
+        typer.Option("--device-memory", metavar="GB", help="Plan for a GPU with this much memory."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
 ) -> None:
-    """Check everything that needs no weights, and print what a run would do, take and need."""
+    """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
     arguments, problems = parse_settings(context.args)
     if device_memory is not None:
         arguments.settings.append(("plan_device_memory_gb", device_memory))
@@ -141,11 +137,24 @@ def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
     from simpletuner.config.load import raise_if_fatal
 
     show_plan(*weigh_plan(arguments, problems), sys.stdout)
-    raise_if_fatal(problems)  # that it does not fit: the numbers above show why
+    raise_if_fatal(problems)  # a run that does not fit is refused below the numbers that show why
+
+
+def configure(
+    file: Annotated[Path, typer.Argument(help="The file to write, or to edit if it exists.")] = DEFAULT_FILE,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Ask nothing: write the file with every default.")
+    ] = False,
+) -> None:
+    """Write config.json by answering questions; ? explains each. The dataset file is never touched."""
+    from simpletuner.cli.wizard.session import run_session
+    from simpletuner.cli.wizard.talk import Talk
+
+    run_session(file, Talk(defaults=defaults))
 
 
 def parse_settings(tokens: list[str]) -> tuple[Arguments, list[Problem]]:
-    """The settings that were typed, and what is wrong with how they were typed."""
+    """The settings on the command line, and problems of their syntax."""
     import simpletuner.models.registry  # noqa: F401 - families declare options of their own
     from simpletuner.config.arguments import parse_arguments
 

@@ -1,12 +1,12 @@
-"""From typed settings to a plan: what will be trained, on what, for how long, and what stands in the way.
+"""From typed settings to a plan: what will be trained, on which data, for how long, and every problem found.
 
-Nothing here loads a weight, imports torch or writes a file. Every problem is collected before the first complaint.
+Nothing here loads a weight, imports torch or writes a file. Problems are collected and reported together.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,19 +46,19 @@ from simpletuner.world import World
 
 
 def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Flavour, list[DatasetConfig]]:
-    """The flavour with the task that the datasets ask for, and the datasets with that question answered.
+    """The flavour with the task that the datasets select, and the datasets with `is_i2v` resolved.
 
-    A flavour without a choice is left as it is. One with a choice has its other task as soon as one trained dataset
-    sets `video.is_i2v`; datasets beside it that do not are trained as before, from noise alone.
+    Only a flavour with a `dataset_task` has a choice: it takes that task as soon as one trained dataset sets
+    `video.is_i2v`. The other datasets of the run are still trained from noise alone.
     """
     if flavour.dataset_task is None:
         return flavour, list(entries)
     if any(entry.is_trained and entry.video.is_i2v for entry in entries):
         flavour = replace(flavour, task=flavour.dataset_task)
-    return flavour, [_answered(entry) for entry in entries]
+    return flavour, [_resolve_i2v(entry) for entry in entries]
 
 
-def _answered(entry: DatasetConfig) -> DatasetConfig:
+def _resolve_i2v(entry: DatasetConfig) -> DatasetConfig:
     if not entry.holds_clips:
         return entry
     video = entry.video.model_copy(update={"is_i2v": bool(entry.video.is_i2v)})
@@ -79,11 +79,11 @@ class Plan:
     """A run that has passed every check that needs no weights.
 
     Attributes:
-        seed: decided, also where the user left it open.
+        seed: resolved, even if the user did not set one.
         text_caches: the text_embeds entries of the dataset file.
         resume: the checkpoint to continue from, None for a fresh run.
-        same_data: its datasets and batch size are those of this plan, so the order of samples continues, too.
-        warnings: what the user should know and need not mend.
+        same_data: the checkpoint has the datasets and batch size of this plan, so the sample order continues too.
+        warnings: what the user should know but need not fix.
     """
 
     config: RunConfig
@@ -113,24 +113,24 @@ class Plan:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a checkpoint of the last step is there, and the result is of that step."""
+        """Whether the last step has a checkpoint, and the published result is of that step."""
         if self.resume is None or self.resume.step < self.length.total_steps:
             return False
         return result_step(self.output_dir, self.config.model.model_type) == self.resume.step
 
     @cached_property
     def techniques(self) -> tuple[TechniqueSpec, ...]:
-        """What changes the mathematics of a step."""
+        """The techniques that change the computation of a step."""
         regularised = frozenset(each.id for each in self.trained if each.config.is_regularisation_data)
         return chosen_techniques(self.config, regularised)
 
     def sampler(self, world: World | None = None) -> Sampler:
-        """The order of samples, from the beginning, for one of the processes; the first one unless said."""
+        """The sample order from the beginning, for one process (default: the first)."""
         return make_sampler(self.trained, self.config, self.seed, world)
 
 
 def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
-    """Check everything that can be checked and decide everything that can be decided.
+    """Check everything that can be checked before weights are loaded, and resolve every open setting.
 
     Raises:
         ConfigError: with every problem at once.
@@ -152,11 +152,11 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
 
 
 def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec | None:
-    """The family that the strongest layer names."""
+    """The family named by the layer with the highest precedence, which is the last one."""
     found = [canonical(layer, []).get("model_family") for layer in layers]  # resolve() reports the problems
     named = [value for value in found if value is not None]
     if not named:
-        return None  # resolve() says that the key is required
+        return None  # resolve() reports the missing key
     name = canonical_family_name(str(named[-1]))
     if name in FAMILIES:
         return FAMILIES[name]
@@ -167,7 +167,7 @@ def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec 
 
 
 def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world: World | None = None) -> Sampler:
-    """The sampler of a run for one of its processes; the first of `num_processes` unless said."""
+    """The sampler of a run for one of its processes (default: the first of `num_processes`)."""
     return Sampler(
         trained,
         seed=seed,
@@ -180,15 +180,11 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
 def _plan_family(
     config: RunConfig, spec: FamilySpec, path: Path, entries: list[DatasetConfig], problems: list[Problem]
 ) -> Plan:
-    flavour, entries = settle_task(_find_flavour(config, spec, problems), entries)
+    flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     source = ModelSource.from_config(spec, flavour, config)
-    config, spec = _fit_grid(config, spec.for_checkpoint(flavour, source))
-    problems.extend(check_family(config, spec))
-    problems.extend(check_flavour(config, spec, flavour))
-    problems.extend(spec.check(config, flavour))
-    model_problems = source.problems()
-    problems.extend(model_problems or (*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source)))
-    problems.extend(check_tread(config, spec, source))
+    spec = spec.for_checkpoint(flavour, source)
+    config = _fit_grid(config, spec)
+    problems.extend(_check_model(config, spec, flavour, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
     problems.extend(check_prompts(prompts, config.validation.validation_negative_prompt))
@@ -198,9 +194,11 @@ def _plan_family(
     context = DataContext.of(config, spec, flavour.task)
     datasets = build_datasets(entries, context, problems) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
-    _check_datasets(config, datasets, trained, problems)
+    if not trained and not any(problem.fatal for problem in problems):
+        problems.append(Problem("data_backend_config", "names no dataset to train on."))
     problems.extend(check_datasets(config, spec, flavour, datasets))
     problems.extend(check_packages(config.precision))
+    # What follows needs whole datasets: with problems so far it would only report their consequences.
     raise_if_fatal(problems)
     if spec.check_sizes is not None:
         buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
@@ -229,17 +227,26 @@ def _plan_family(
     )
 
 
-def _fit_grid(config: RunConfig, spec: FamilySpec) -> tuple[RunConfig, FamilySpec]:
-    """Let a family default for the pixel grid follow what the checkpoint needs."""
+def _check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """Whether the settings fit the family and its checkpoint, and the checkpoint is complete."""
+    yield from check_family(config, spec)
+    yield from check_flavour(config, spec, flavour)
+    yield from spec.check(config, flavour)
+    # The content of a checkpoint that cannot be found or read need not be checked.
+    yield from source.problems() or (*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source))
+    yield from check_tread(config, spec, source)
+
+
+def _fit_grid(config: RunConfig, spec: FamilySpec) -> RunConfig:
+    """The settings with the pixel grid that the checkpoint needs, unless the user set one."""
     if config.is_explicit("aspect_bucket_alignment"):
-        return config, spec
+        return config
     alignment = spec.defaults["aspect_bucket_alignment"]
-    datasets = config.datasets.model_copy(update={"aspect_bucket_alignment": alignment})
-    return replace(config, datasets=datasets), spec
+    return replace(config, datasets=config.datasets.model_copy(update={"aspect_bucket_alignment": alignment}))
 
 
 def plan_length(config: RunConfig, sampler: Sampler) -> Length:
-    """Steps and epochs of a run: `max_train_steps`, else so many epochs (1 unless set)."""
+    """Steps and epochs of a run: `max_train_steps`, else `num_train_epochs` (default 1)."""
     accumulation = config.schedule.gradient_accumulation_steps
     per_epoch = sampler.batches_per_epoch(1)
     steps = config.schedule.max_train_steps or 0
@@ -250,17 +257,18 @@ def plan_length(config: RunConfig, sampler: Sampler) -> Length:
 
 
 def count_batches(sampler: Sampler, epochs: int) -> int:
-    """Batches in the first so many epochs."""
+    """Number of batches in the first `epochs` epochs."""
     configs = [dataset.config for dataset in sampler.datasets]
     if any(each.crop_aspect == "random" or each.start_step > 1 or each.end_step is not None for each in configs):
         return sum(sampler.batches_per_epoch(epoch) for epoch in range(1, epochs + 1))
-    # Between the epochs in which datasets come and go, one is as long as the next.
+    # All epochs between two changes have the same length, so one of each stretch is counted.
     changes = {each.start_epoch for each in configs} | {each.end_epoch + 1 for each in configs if each.end_epoch}
     edges = [1, *sorted(epoch for epoch in changes if 1 < epoch <= epochs), epochs + 1]
     return sum((last - first) * sampler.batches_per_epoch(first) for first, last in itertools.pairwise(edges))
 
 
-def _find_flavour(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> Flavour:
+def find_flavour(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> Flavour:
+    """The flavour that the settings name; the default one in place of an unknown name."""
     name = config.model.model_flavour
     try:
         return spec.flavour(name)
@@ -277,48 +285,28 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     if config.model.model_type != "lora":
         return targets
     folder = source["transformer"].local_folder()
-    # Weights in another format than safetensors show their names only when they are loaded.
+    # Only safetensors files list their weights without being loaded; others are checked then.
     modules = linear_modules(folder) if folder else {}
     problems.extend(check_init_lora(config.lora, list(modules), targets))
     if modules:
         problems.extend(check_targets(modules, targets))
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
     if narrowest is not None and config.lora.lora_rank > narrowest:
-        message = f"{config.lora.lora_rank} is more than the narrowest layer is wide ({narrowest})."
+        message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
         problems.append(Problem("lora_rank", message, fatal=False))
     return targets
 
 
 def _sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> list[tuple[int, int]]:
-    """The sizes of use; what is trained may depend on them also where nothing is rendered."""
+    """Preview sizes. They are needed without previews too: Kandinsky fits its rope scale to them."""
     value = config.validation.validation_resolution
     if value is None:
         return []
     return fit_sizes(value, spec, lenient=config.run.i_know_what_i_am_doing, problems=problems)
 
 
-def _check_datasets(
-    config: RunConfig, datasets: Sequence[Dataset], trained: Sequence[Dataset], problems: list[Problem]
-) -> None:
-    if not trained and not any(problem.fatal for problem in problems):
-        problems.append(Problem("data_backend_config", "names no dataset to train on."))
-    regularised = [each.config.id for each in trained if each.config.is_regularisation_data]
-    if regularised and config.model.model_type == "full":
-        message = "needs model_type lora: the base model's prediction is the one without the LoRA."
-        problems.append(Problem(f"{regularised[0]}.is_regularisation_data", message))
-    ids = [each.config.id for each in datasets]
-    for chosen in config.validation.eval_dataset_id or []:
-        if chosen not in ids:
-            message = f"{chosen!r} is not the id of a dataset ({', '.join(ids)}).{did_you_mean(chosen, ids)}"
-            problems.append(Problem("eval_dataset_id", message))
-    for each in trained:
-        if each.id in (config.validation.eval_dataset_id or []):
-            message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
-            problems.append(Problem("eval_dataset_id", message, fatal=False))
-
-
 def _check_last_epoch(config: RunConfig, trained: Sequence[Dataset], length: Length, problems: list[Problem]) -> None:
-    """A run by steps needs samples up to its last step."""
+    """A run counted in steps needs samples up to its last step."""
     ends = [each.config.end_epoch for each in trained if each.config.probability > 0]
     last = max((end for end in ends if end is not None), default=0)
     if None in ends or last == 0 or not config.schedule.max_train_steps:

@@ -1,4 +1,4 @@
-"""Rules between keys: what contradicts, what has no effect, and what is not built yet."""
+"""Rules between keys: contradictions, keys without effect, and features that are not available yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
 from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem, shorten
+from simpletuner.errors import Problem, did_you_mean, shorten
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, missing_layers
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -25,18 +25,18 @@ from simpletuner.reporting.trackers import check_trackers
 from simpletuner.validation.prompts import ValidationPrompt
 
 HIGHEST_USUAL_RATE = 0.1
-RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # rates of 1 mean something there
-SMALLEST_RESOLUTION = 64  # pixels; less is meant as megapixels
+RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
+SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 
 def check_config(config: RunConfig) -> list[Problem]:
-    """All problems and hints that the settings alone show, whatever the family."""
+    """All problems that show in the settings alone, for every family."""
     return [problem for rule in RULES for problem in rule(config)]
 
 
 def check_planned(config: RunConfig) -> Iterator[Problem]:
-    """Keys whose subject is not built: refused when they switch it on, noted when they change nothing."""
+    """Keys of features that are not available: refused if they switch one on, a warning if they only adjust it."""
     values = config.flat()
     for option in all_options().values():
         value = values[option.name]
@@ -47,16 +47,16 @@ def check_planned(config: RunConfig) -> Iterator[Problem]:
             shown = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             yield Problem(option.name, f"{shown} is not available yet; remove the key to go on without it.")
         elif option.planned == "detail" and value != option.default:
-            yield Problem(option.name, "changes nothing yet: what it belongs to is not available.", fatal=False)
+            yield Problem(option.name, "has no effect yet: the feature it belongs to is not available.", fatal=False)
 
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
-    """The output folder can be written to, now, before anything has cost time; the caches can be folders."""
+    """The output folder must be writable, checked before anything takes time; cache paths must not be files."""
     run = config.run
     problem = why_not_writable("output_dir", Path(run.output_dir).expanduser())
     if problem is not None:
         yield problem
-        return  # caches often lie in it
+        return  # caches are often inside it and would repeat the problem
     keys = {"cache_dir": run.cache_dir, "cache_dir_text": run.cache_dir_text, "cache_dir_vae": run.cache_dir_vae}
     for key, folder in keys.items():
         problem = why_no_folder(key, Path(folder).expanduser()) if folder else None
@@ -65,7 +65,7 @@ def check_output(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_schedule(config: RunConfig) -> Iterator[Problem]:
-    """Steps or epochs, one of them."""
+    """Exactly one of steps and epochs."""
     schedule = config.schedule
     steps, epochs = schedule.max_train_steps or 0, schedule.num_train_epochs
     if steps > 0 and (epochs or 0) > 0:
@@ -78,7 +78,7 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
-    """End below start, where the rate falls."""
+    """A decaying rate must end below its start; a rate must be plausible and scaled in one way only."""
     optimizer = config.optimizer
     rate = learning_rate(optimizer, config.model.model_type)
     if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
@@ -92,18 +92,18 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_flow(config: RunConfig) -> Iterator[Problem]:
-    """One law for sigmas, one shift."""
+    """One distribution of sigmas and one shift."""
     flow = config.flow
     if flow.flow_use_uniform_schedule and flow.flow_use_beta_schedule:
         yield Problem("flow_use_beta_schedule", "and flow_use_uniform_schedule exclude each other.")
     if flow.flow_schedule_auto_shift and config.is_explicit("flow_schedule_shift"):
         yield Problem("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.", fatal=False)
     if config.loss.snr_gamma is not None:
-        yield Problem("snr_gamma", "means nothing for flow models and has no effect.", fatal=False)
+        yield Problem("snr_gamma", "has no effect: it does not apply to flow models.", fatal=False)
 
 
 def check_memory(config: RunConfig) -> Iterator[Problem]:
-    """Precision that excludes something."""
+    """Precisions that exclude other settings."""
     precision = config.precision
     is_quantised = precision.base_model_precision not in PLAIN_PRECISIONS
     if config.model.model_type == "full" and is_quantised:
@@ -125,27 +125,28 @@ def check_lora(config: RunConfig) -> Iterator[Problem]:
     lora, base = config.lora, config.precision.base_model_precision
     if lora.lora_init_type == "loftq":
         yield Problem(
-            "lora_init_type", "'loftq' is not supported: it replaces the base by a quantised one; use default."
+            "lora_init_type", "'loftq' is not supported: it replaces the base with a quantised one; use default."
         )
     if lora.lora_init_type in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
         message = f"{lora.lora_init_type!r} changes the base, which base_model_precision {base!r} does not allow."
         yield Problem("lora_init_type", f"{message} Use default or gaussian.")
     elif lora.lora_init_type in ("olora", "pissa") and transformer_dtype(config.precision) != "fp32":
-        message = f"{lora.lora_init_type!r} takes part of the base out of it, and what is left is rounded to"
-        reason = f"{transformer_dtype(config.precision)}: more than the LoRA changes. Use default or gaussian, or"
-        yield Problem("lora_init_type", f"{message} {reason} base_model_precision fp32.")
+        dtype = transformer_dtype(config.precision)
+        message = f"{lora.lora_init_type!r} moves part of the base into the LoRA and rounds the rest to {dtype},"
+        reason = "which changes more than the LoRA does. Use default or gaussian, or base_model_precision fp32."
+        yield Problem("lora_init_type", f"{message} {reason}")
     if lora.use_dora and lora.lora_init_type in ("olora", "pissa"):
         message = f"and lora_init_type {lora.lora_init_type} exclude each other: the saved difference has no DoRA form."
         yield Problem("use_dora", message)
     if config.model.model_type == "full":
         for key in filter(config.is_explicit, type(lora).model_fields):
-            # Weights to start from cannot be left out without a word; the others only describe a LoRA.
+            # Dropping the weights to start from would change the result; the other keys only describe a LoRA.
             message = "has no effect: model_type full trains every weight and no LoRA."
             yield Problem(key, message, fatal=key == "init_lora")
 
 
 def check_text(config: RunConfig) -> Iterator[Problem]:
-    """Captions."""
+    """Captions must be dropped now and then for guidance to work."""
     if config.text.caption_dropout_probability == 0:
         message = "is 0: the model never sees the empty caption, so guidance will suffer; 0.1 is usual."
         yield Problem("caption_dropout_probability", message, fatal=False)
@@ -155,33 +156,33 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
     """Intervals of the evaluation loss."""
     evaluation = config.evaluation
     if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
-        yield Problem("eval_epoch_interval", "and eval_steps_interval are both given; both are kept.", fatal=False)
+        yield Problem("eval_epoch_interval", "and eval_steps_interval are both given; both are used.", fatal=False)
 
 
 def check_rest(config: RunConfig) -> Iterator[Problem]:
-    """Optimizer, speed and trackers know their own rules."""
+    """Rules that are kept next to the optimizers, the speed settings and the trackers."""
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
 
 
 def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
-    """Keys that mean nothing for this family, and limits that the family sets."""
+    """Keys without effect for this family, and limits that the family sets."""
     length = config.text.tokenizer_max_length
     if length is not None and length > spec.text_length_cap:
         message = f"{length} is more than {spec.title} takes; {spec.text_length_cap} is used."
         yield Problem("tokenizer_max_length", message, fatal=False)
     if config.caching.vae_enable_patch_conv and not spec.slices_convolutions:
-        message = f"has no effect: the VAE of {spec.title} is not the one it is for."
+        message = f"has no effect: the VAE of {spec.title} is not the one it applies to."
         yield Problem("vae_enable_patch_conv", message, fatal=False)
     if not spec.fast_blocks:
         for key in filter(config.is_explicit, (*BLOCK_KEYS, "attention_mechanism")):
-            message = f"has no effect: the blocks of {spec.title} run as diffusers made them."
+            message = f"has no effect: the blocks of {spec.title} are diffusers' own, unchanged."
             yield Problem(key, message, fatal=False)
     if spec.media == "video":
         yield from check_frames(config, spec)
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
-        message = f"'comfyui': ComfyUI has no {spec.title} of its own that would know the keys; leave it at diffusers."
+        message = f"'comfyui': ComfyUI has no built-in {spec.title} that could load it; use diffusers."
         yield Problem("lora_format", message)
     for group in family_groups():
         if group is not spec.options:
@@ -190,12 +191,12 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     vae = config.model.pretrained_vae_model_name_or_path
     base = config.model.pretrained_model_name_or_path
     if vae is not None and base is not None and vae != base:
-        message = f"{vae!r} is another model than pretrained_model_name_or_path {base!r}."
+        message = f"{vae!r} is not the same model as pretrained_model_name_or_path {base!r}."
         yield Problem("pretrained_vae_model_name_or_path", message, fatal=False)
 
 
 def check_frames(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
-    """The length of preview clips."""
+    """Preview clips must fill whole latent frames."""
     frames, stride = config.validation.validation_num_video_frames, spec.frame_stride
     if frames is not None and (frames - 1) % stride:
         below = (frames - 1) // stride * stride + 1
@@ -204,7 +205,7 @@ def check_frames(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
 
 
 def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iterator[Problem]:
-    """Keys that this flavour has no use for."""
+    """Keys that this flavour does not use."""
     if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
         message = f"has no effect: {flavour.name} starts from noise, not from a picture."
         yield Problem("validation_using_datasets", message, fatal=False)
@@ -215,7 +216,7 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
 
 
 def check_text_encoders(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
-    """The second encoder: whether there is one, and that both compute in one dtype."""
+    """The precision of the second encoder: whether there is one, and that both compute in one dtype."""
     second = config.precision.text_encoder_2_precision
     if spec.text_encoders < 2:
         if second != "no_change":
@@ -227,9 +228,9 @@ def check_text_encoders(config: RunConfig, spec: FamilySpec) -> Iterator[Problem
 
 
 def check_tread(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
-    """Token routes, against the number of blocks where the checkpoint is on this machine.
+    """Token routes, compared with the number of blocks if the checkpoint is on this machine.
 
-    A family whose tokens cannot be left out says why in its own checks.
+    A family that cannot skip tokens says why in its own checks.
     """
     if spec.token_blocks is not None and config.tread.routes:
         blocks = (source.read_config("transformer") or {}).get(spec.token_blocks)
@@ -237,7 +238,10 @@ def check_tread(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Ite
 
 
 def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
-    """Whether the parts on this machine are of the family and hold every weight: nothing may be drawn at random."""
+    """Whether the parts on this machine are of the family and hold every weight.
+
+    The libraries initialise a missing weight at random with no more than a warning.
+    """
     for role, component in spec.components.items():
         config = source.read_config(role) if component.kind else None
         if config is None:
@@ -252,7 +256,10 @@ def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> It
 
 
 def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
-    """All blocks that its config.json counts, all alike, and every weight beside them; widths show at loading."""
+    """Every block that its config.json counts, all with the same weights, and every weight outside the blocks.
+
+    Shapes are checked when the weights are loaded.
+    """
     part, config = source["transformer"], source.read_config("transformer")
     found = part.weight_shapes()
     if config is None or not found:
@@ -276,7 +283,8 @@ def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) 
 def check_datasets(
     config: RunConfig, spec: FamilySpec, flavour: Flavour, datasets: Sequence[Dataset]
 ) -> Iterator[Problem]:
-    """Entries that nothing uses, keys of theirs without effect, and what evaluation lacks."""
+    """Entries that nothing uses, keys without effect, and what evaluation lacks."""
+    yield from _check_choices(config, datasets)
     previewed = config.validation.eval_dataset_id or []
     evaluation = config.evaluation
     if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
@@ -300,8 +308,26 @@ def check_datasets(
             yield Problem(dataset.id, message, fatal=False)
 
 
+def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
+    """Regularisation data needs a LoRA; datasets chosen for previews must exist and should not be trained."""
+    trained, ids = [each for each in datasets if each.config.is_trained], [each.id for each in datasets]
+    regularised = [each.id for each in trained if each.config.is_regularisation_data]
+    if regularised and config.model.model_type == "full":
+        message = "needs model_type lora: the base model's prediction is the one without the LoRA."
+        yield Problem(f"{regularised[0]}.is_regularisation_data", message)
+    chosen = config.validation.eval_dataset_id or []
+    for name in chosen:
+        if name not in ids:
+            message = f"{name!r} is not the id of a dataset ({', '.join(ids)}).{did_you_mean(name, ids)}"
+            yield Problem("eval_dataset_id", message)
+    for each in trained:
+        if each.id in chosen:
+            message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
+            yield Problem("eval_dataset_id", message, fatal=False)
+
+
 def check_prompts(prompts: Sequence[ValidationPrompt], negative: str | None) -> Iterator[Problem]:
-    """Control tokens in prompts."""
+    """Prompts must not contain control tokens: the tokenizer would read them as the end of the prompt or a picture."""
     texts = [(each.nickname, each.prompt) for each in prompts] + [("validation_negative_prompt", negative or "")]
     for name, text in texts:
         token = control_token(text)
@@ -310,7 +336,7 @@ def check_prompts(prompts: Sequence[ValidationPrompt], negative: str | None) -> 
 
 
 def check_cache_folders(entries: Sequence[DatasetConfig]) -> Iterator[Problem]:
-    """The cache folders that datasets name can be folders."""
+    """Cache paths that datasets name must not be files."""
     for entry in entries:
         for key, folder in (("cache_dir", entry.cache_dir), ("cache_dir_vae", entry.cache_dir_vae)):
             problem = why_no_folder(f"{entry.id}.{key}", Path(folder).expanduser()) if folder else None
@@ -319,7 +345,7 @@ def check_cache_folders(entries: Sequence[DatasetConfig]) -> Iterator[Problem]:
 
 
 def _check_resolution(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
-    """Megapixels where pixels are meant."""
+    """A resolution in pixels that looks like megapixels."""
     resolution, kind = dataset.config.resolution, dataset.config.resolution_type
     if resolution is not None and resolution < SMALLEST_RESOLUTION and kind != "area":
         message = (
@@ -330,7 +356,7 @@ def _check_resolution(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
 
 
 def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
-    """Rules that need the length of the run."""
+    """Warm-up must end before the run does."""
     warmup = config.optimizer.lr_warmup_steps
     if warmup >= total_steps > 0 and warmup > 0:
         message = (

@@ -1,4 +1,4 @@
-"""The settings so far, judged by the same rules as a training run. Shared by wizard and page; it never raises."""
+"""Unfinished settings, judged by the same rules as a training run. Shared by wizard and page; never raises."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from simpletuner.config.load import Layer, RunConfig, resolve, with_family
 from simpletuner.config.locate import DATASET_FILE, launch_layer, read_env_layer
 from simpletuner.config.schema import all_options
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.build import find_family
+from simpletuner.plan.build import find_family, find_flavour
 from simpletuner.plan.checks import check_config, check_family, check_total, check_tread
 from simpletuner.validation.prompts import collect_prompts, fit_sizes
 
@@ -30,7 +30,7 @@ class Judgement:
 
     @property
     def by_key(self) -> dict[str, list[Problem]]:
-        """The problems under the key that they are about, each once."""
+        """The problems by the key that they are about, without duplicates."""
         found: dict[str, list[Problem]] = {}
         for problem in dict.fromkeys(self.problems):
             found.setdefault(problem.where, []).append(problem)
@@ -38,7 +38,7 @@ class Judgement:
 
 
 class Draft:
-    """A config.json in the making.
+    """An unfinished config.json.
 
     Attributes:
         file: where it will be written.
@@ -49,7 +49,7 @@ class Draft:
     def __init__(self, file: Path, values: Mapping[str, Any] | None = None) -> None:
         self.file = file
         self.loaded = frozenset(values or {})
-        # What every config needs; the questions that decide it start from here.
+        # Every config needs these; an answer replaces them.
         required = {"model_family": next(iter(FAMILIES)), "model_type": all_options()["model_type"].choices[0]}
         self.values: dict[str, Any] = {**required, **(values or {})}
         self.judgement = self.judge(self.values)
@@ -64,21 +64,21 @@ class Draft:
 
     @property
     def dataset_file(self) -> str:
-        """Where the dataset file is, or will be."""
+        """Path of the dataset file, whether or not it exists."""
         return str(self.config.run.data_backend_config or (self.file.parent / DATASET_FILE).as_posix())
 
     def effective(self, key: str) -> Any:
-        """The value that training would use now: as written, of the family, or the default of the key."""
+        """The value that training would use now: as written, else the family's or the key's default."""
         return self.values[key] if key in self.values else self.config.flat()[key]
 
     def weigh(self, key: str, changes: Mapping[str, Any]) -> list[Problem]:
-        """Problems of a key with these changes, and those that they would bring to others; None takes a key out."""
+        """Problems that a key has with these changes, and new ones of other keys; None removes a key."""
         known = set(self.judgement.problems)
         problems = self.judge(self._with(changes)).problems
         return [problem for problem in problems if problem.where == key or problem not in known]
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Make the changes; values are kept in their own types, so that "1e-4" becomes a number."""
+        """Apply the changes; None removes a key. Values are converted to their type, so "1e-4" becomes a number."""
         values = self._with(changes)
         self.judgement = self.judge(values)
         flat = self.config.flat()
@@ -88,12 +88,12 @@ class Draft:
         }
 
     def judge(self, values: Mapping[str, Any]) -> Judgement:
-        """Everything that the settings alone show to be wrong or doubtful."""
+        """Every problem that shows in the settings alone."""
         problems: list[Problem] = []
         answers = Layer("", list(values.items()))
         spec = find_family([answers], problems) or next(iter(FAMILIES.values()))
         config = resolve(with_family([*self._weaker(), answers], spec.defaults, spec.fixed), problems)
-        flavour = _find_flavour(config, spec, problems)
+        flavour = find_flavour(config, spec, problems)
         problems += [*check_config(config), *check_family(config, spec), *spec.check(config, flavour)]
         problems += check_tread(config, spec, ModelSource.from_config(spec, flavour, config))
         problems += check_total(config, config.schedule.max_train_steps or 0)
@@ -106,21 +106,12 @@ class Draft:
         return Judgement(config, spec, flavour, problems)
 
     def _weaker(self) -> list[Layer]:
-        """What training reads beside the file."""
+        """The layers of lower precedence that training reads besides the file."""
         path = self.file.with_name("config.env")
         return [launch_layer(), *([read_env_layer(path, [])] if path.is_file() else [])]
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in {**self.values, **changes}.items() if value is not None}
-
-
-def _find_flavour(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> Flavour:
-    name = config.model.model_flavour
-    if name is None or name in spec.flavour_names:
-        return spec.flavour(name)
-    message = f"{name!r} is not one of: {', '.join(spec.flavour_names)}.{did_you_mean(name, spec.flavour_names)}"
-    problems.append(Problem("model_flavour", message))
-    return spec.flavours[0]
 
 
 def _refers_to_environment(value: Any) -> bool:

@@ -28,7 +28,10 @@ TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
 def make_catalogue(plan: Plan) -> Catalogue | None:
-    """The cache entries of a plan, or None while a part of the checkpoint is not on this machine."""
+    """The cache entries of a plan, or None while a part of the checkpoint is not on this machine.
+
+    Keys hold the content of the encoders, so there are none before a download.
+    """
     folders = {role: plan.source[role].local_folder() for role in ("vae", *TEXT_ROLES) if role in plan.source.parts}
     present = {role: folder for role, folder in folders.items() if folder is not None}
     if len(present) < len(folders):
@@ -73,7 +76,7 @@ def _completed(plan: Plan) -> dict[str, Callable[[str], str]]:
 
 
 def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
-    """The text cache of a dataset, or of prompts that belong to none: its entry's folder, else the family's own."""
+    """The text cache of a dataset, or of the prompts (None): the folder of its entry, else the family's default."""
     entry = text_entry_of(dataset.config if dataset else DatasetConfig(id="prompts"), plan.text_caches)
     if entry is not None and entry.cache_dir:
         return Path(entry.cache_dir).expanduser()
@@ -82,7 +85,7 @@ def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
 
 @dataclass(frozen=True)
 class Listing:
-    """Every cache entry that a run reads in an epoch: captions and prompts, latents and features."""
+    """Every cache entry that a run reads in an epoch: captions and prompts, latents, and features of techniques."""
 
     plan: Plan
     epoch: int
@@ -92,23 +95,23 @@ class Listing:
     features: Sequence[FeatureEntry]
 
     def holds_for(self, plan: Plan, epoch: int) -> bool:
-        """Whether another plan reads the same entries, as far as that can be told without listing them again."""
+        """Whether another plan certainly reads the same entries; False if that would take listing them again."""
         same_epoch = epoch == self.epoch or not any(each.changes_each_epoch for each in plan.datasets)
         return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
 
     @cached_property
     def missing_texts(self) -> list[TextEntry]:
-        """The captions that were not in their cache when this was asked first."""
+        """The captions that were not cached at the first access."""
         return missing(self.texts)
 
     @cached_property
     def missing_latents(self) -> list[LatentEntry]:
-        """The latents that were not in their cache when this was asked first."""
+        """The latents that were not cached at the first access."""
         return missing(self.latents)
 
 
 def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
-    """What the run reads in an epoch."""
+    """The entries that the run reads in an epoch; a text shared by training and evaluation is listed once."""
     dropout = plan.config.text.caption_dropout_probability > 0
     watched = evaluated(plan)
     texts = catalogue.texts_of(plan.trained, epoch, with_empty=dropout)
@@ -122,12 +125,12 @@ def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
 
 
 def feature_kinds(plan: Plan) -> list[FeatureKind]:
-    """What the techniques of a run cache of every sample."""
+    """The features that the techniques of a run cache for every sample."""
     return [kind for technique in plan.techniques for kind in technique.features]
 
 
 def evaluated(plan: Plan) -> list[Dataset]:
-    """The eval datasets whose loss is measured, each with the samples that it is measured on."""
+    """The eval datasets whose loss is measured, cut to the samples that it is measured on."""
     if not plan.config.evaluation.measures_loss:
         return []
     most = plan.config.validation.num_eval_images
@@ -136,7 +139,7 @@ def evaluated(plan: Plan) -> list[Dataset]:
 
 
 def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
-    """The embeddings that validation needs, the negative prompt among them."""
+    """The embeddings that validation needs, including the negative prompt."""
     if not plan.prompts:
         return []
     pictures: list[Sample | None] = [None]
@@ -153,9 +156,9 @@ def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
 
 
 def preview_sources(plan: Plan) -> list[Sample | None]:
-    """What previews start from: nothing, source pictures (i2i), or clips whose first frame is taken (i2v).
+    """What previews start from: nothing (None), source pictures (i2i), or the first frame of clips (i2v).
 
-    They come from `eval_dataset_id`, else from the first datasets that are trained.
+    They come from `eval_dataset_id`, else from the trained datasets.
     """
     if plan.flavour.task not in ("i2i", "i2v"):
         return [None]

@@ -1,4 +1,4 @@
-"""What the machine says about a run: environment variables that are no settings, folders that can be written to."""
+"""Checks of the machine: environment variables that are not settings, and folders that must be writable."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from simpletuner.reporting.log import log_level
 from simpletuner.world import launched_sizes
 
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
-WITHOUT_EFFECT = ("ACCELERATE_EXTRA_ARGS",)
+WITHOUT_EFFECT = "ACCELERATE_EXTRA_ARGS"
 
 
 def check_environment() -> Iterator[Problem]:
-    """Variables whose value cannot be used, and those that nothing here listens to."""
+    """Variables with an invalid value or without effect."""
     try:
         parse_flag(os.environ.get(ALLOW_OTHER_BATCH_SIZE) or "0")
     except ValueError:
@@ -34,9 +34,9 @@ def check_environment() -> Iterator[Problem]:
             "`simpletuner train` by itself, or unset the variable."
         )
         yield Problem(name, message)
-    for name in WITHOUT_EFFECT:
-        if os.environ.get(name):
-            yield Problem(name, "has no effect yet: one process trains on one device, without a launcher.", fatal=False)
+    if os.environ.get(WITHOUT_EFFECT):
+        message = "has no effect yet: one process trains on one device, without a launcher."
+        yield Problem(WITHOUT_EFFECT, message, fatal=False)
 
 
 def allows_other_batch_size() -> bool:
@@ -48,14 +48,14 @@ def allows_other_batch_size() -> bool:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest parent that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
 def why_no_folder(key: str, folder: Path) -> Problem | None:
-    """Why a folder that a key names cannot be one; None where it can. A complete cache may well be read-only."""
+    """Why the path that a key names cannot be a folder, or None. A complete cache may be read-only."""
     parent = existing(folder)
     if parent.is_dir():
         return None
@@ -63,11 +63,8 @@ def why_no_folder(key: str, folder: Path) -> Problem | None:
 
 
 def why_not_writable(key: str, folder: Path) -> Problem | None:
-    """Why a folder that a key names cannot be made or written to; None where it can."""
+    """Why the folder that a key names cannot be created or written to, or None."""
     parent = existing(folder)
-    problem = why_no_folder(key, folder)
-    if problem is not None:
-        return problem
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
-    return None
+    if not parent.is_dir() or os.access(parent, os.W_OK | os.X_OK):
+        return why_no_folder(key, folder)
+    return Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")

@@ -1,4 +1,4 @@
-"""Whether and where a run continues, and what must be as it was."""
+"""Whether and where a run continues, and which settings must be unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import allows_other_batch_size
 from simpletuner.training.manifest import Checkpoint, Identity, select_checkpoint
 
-# What trained weights and their optimizer's state cannot do without; other settings may be changed on purpose.
+# Trained weights and optimizer state do not fit another value of these; other settings may be changed on purpose.
 FIXED = frozenset(
     {
         "optimizer",
@@ -38,7 +38,7 @@ FIXED = frozenset(
 
 
 def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
-    """The seed of a run: 0 comes from the clock, -1 and None from the system's random source.
+    """The seed of a run: 0 means the clock, -1 and None the system's random source.
 
     A run that continues keeps a seed that was drawn when it began.
     """
@@ -57,7 +57,7 @@ def check_resume(
     targets: Targets,
     problems: list[Problem],
 ) -> Checkpoint | None:
-    """The checkpoint to continue from; what must be as it was is compared before anything is loaded."""
+    """The checkpoint to continue from; what must be unchanged is compared before anything is loaded."""
     output_dir = Path(config.run.output_dir).expanduser()
     checkpoint = select_checkpoint(config.run.resume_from_checkpoint, output_dir, problems)
     if checkpoint is None:
@@ -75,7 +75,7 @@ def check_resume(
     if identity.train_batch_size != size:
         allowed = config.run.i_know_what_i_am_doing or allows_other_batch_size()
         message = f"{checkpoint.path} was trained with train_batch_size {identity.train_batch_size}, not {size}."
-        hint = "" if allowed else " i_know_what_i_am_doing allows it; data order then starts anew."
+        hint = "" if allowed else " i_know_what_i_am_doing allows it; the data order then starts over."
         problems.append(Problem(key, message + hint, fatal=not allowed))
     problems.extend(_check_base(config, checkpoint))
     problems.extend(_check_weights(source, checkpoint))
@@ -88,7 +88,7 @@ def identify(
     config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource, targets: Targets, *,
     seed: int, trained: Sequence[Dataset], versions: dict[str, str],
 ) -> Identity:  # fmt: skip
-    """What a checkpoint of a run belongs to."""
+    """The identity that a run writes into its checkpoints."""
     return Identity(
         model_family=spec.name,
         model_flavour=flavour.name,
@@ -104,15 +104,15 @@ def identify(
 
 
 def weight_identities(source: ModelSource) -> dict[str, str]:
-    """The content of every model of a checkpoint that is on this machine, by its role."""
+    """The content digest of every model that is on this machine, by role."""
     folders = {role: part.local_folder() for role, part in source.parts.items() if role != "scheduler"}
     return {role: checkpoint_identity(folder) for role, folder in folders.items() if folder is not None}
 
 
 def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[str, Any]:
-    """The settings that a step's result depends on, beside those that may change on the way: rates, steps, intervals.
+    """The settings that a step's result depends on, apart from rates, steps and intervals, which may change.
 
-    Of values with a default that depends on others, the one in effect.
+    A default that depends on other settings is written as the value in effect.
     """
     lora, precision = config.lora, config.precision
     fixed: dict[str, Any] = {
@@ -128,7 +128,7 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
             "peft_lora_target_modules": targets,
         }
     groups = (config.flow, config.loss, config.text, config.family.of(spec.options), config.tread, config.ema)
-    # Models are compared by their content, not by where they are.
+    # Models are compared by content (`weight_identities`), not by location.
     values = {key: value for group in groups for key, value in group.model_dump().items()}
     changeable = {key: value for key, value in values.items() if not key.endswith("_name_or_path")}
     changeable |= {
@@ -140,7 +140,7 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
 
 
 def sample_order(trained: Sequence[Dataset], seed: int) -> dict[str, Any]:
-    """What decides, beside the samples themselves, which of them meet in a batch and what is seen of them."""
+    """Besides the samples themselves, what decides which of them share a batch and how they are cropped."""
     order: dict[str, Any] = {"seed": seed}
     for dataset in trained:
         sizes = Counter(f"{'x'.join(map(str, each.geometry.size))}@{each.frames}" for each in dataset.samples)
@@ -162,11 +162,11 @@ def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Prob
 
 
 def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Values that a checkpoint cannot continue with, and others that are another experiment from here on."""
+    """Changed settings: those that the checkpoint cannot continue with, and those that only change the experiment."""
     for key, old in checkpoint.manifest.identity.settings.items():
         if key in new and new[key] != old:
             is_fixed = key in FIXED
-            hint = "choose another output_dir" if is_fixed else "from here on the new one counts"
+            hint = "choose another output_dir" if is_fixed else "the new value applies from here on"
             message = f"{checkpoint.path} was trained with {_written(old)}, not {_written(new[key])}; {hint}."
             yield Problem(key, message, fatal=is_fixed)
 
@@ -176,12 +176,12 @@ def _written(value: object) -> str:
 
 
 def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
-    """A LoRA makes up for the errors of the base it was trained on, so another precision of it is worth a word."""
+    """A LoRA learns to compensate the rounding of its base, so another base precision deserves a warning."""
     settings = read_json(checkpoint.path / "config.json", [])
     old = settings.get("base_model_precision", "no_change") if isinstance(settings, dict) else "no_change"
     new = config.precision.base_model_precision
     if quantisation(old) != quantisation(new):
-        message = f"{new!r}: {checkpoint.path.name} was trained with {old!r}, so the base is no longer quite the same."
+        message = f"{new!r}: {checkpoint.path.name} was trained with {old!r}, so the base weights differ slightly."
         yield Problem("base_model_precision", message, fatal=False)
 
 
@@ -189,11 +189,11 @@ def _check_order(new: Mapping[str, Any], resume: Checkpoint) -> Iterator[Problem
     for key, old in resume.manifest.identity.order.items():
         if key in new and new[key] != old:
             message = f"{resume.path.name} was trained with {_written(old)}, not {_written(new[key])}"
-            yield Problem(key, f"{message}; its epoch begins anew.", fatal=False)
+            yield Problem(key, f"{message}; its epoch starts over.", fatal=False)
 
 
 def fingerprint(datasets: Sequence[Dataset]) -> str:
-    """Stands for the samples of datasets: their names, contents and repeats."""
+    """A digest of the samples of datasets: their names, contents and repeats."""
     samples = [[each.id, each.repeats, [[one.name, one.content] for one in each.samples]] for each in datasets]
     return digest({"datasets": samples})
 
@@ -201,7 +201,7 @@ def fingerprint(datasets: Sequence[Dataset]) -> str:
 def has_same_data(
     config: RunConfig, resume: Checkpoint | None, trained: Sequence[Dataset], seed: int, problems: list[Problem]
 ) -> bool:
-    """Whether the order of samples can continue where the checkpoint left it."""
+    """Whether the sample order can continue where the checkpoint stopped."""
     if resume is None:
         return True
     changed = list(_check_order(sample_order(trained, seed), resume))
@@ -210,7 +210,7 @@ def has_same_data(
         return False
     if fingerprint(trained) != resume.manifest.identity.datasets:
         if not config.datasets.override_dataset_config:
-            message = f"the datasets are not those that {resume.path.name} was trained on; its epoch begins anew."
+            message = f"the datasets are not those that {resume.path.name} was trained on; its epoch starts over."
             problems.append(Problem("data_backend_config", message, fatal=False))
         return False
     return resume.manifest.identity.train_batch_size == config.schedule.train_batch_size

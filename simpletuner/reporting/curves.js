@@ -1,6 +1,6 @@
 "use strict";
 
-// Charts. Texts reach the page through textContent only, never as HTML.
+// Charts. Texts are set through textContent only, never as HTML.
 function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -25,7 +25,7 @@ function readable(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-// Round numbers inside [low, high], about `count` of them.
+// About `count` round numbers within [low, high], for the ticks of an axis.
 function linearTicks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -44,7 +44,7 @@ function logTicks(low, high) {
   return inside.length > 7 ? inside.filter((tick) => Number.isInteger(Number(Math.log10(tick).toFixed(6)))) : inside;
 }
 
-// A few wild values should not flatten the rest: they may leave the frame of the raw curve.
+// Outliers of the raw curve may leave the frame, so that they do not flatten the rest.
 function valueRange(series, logarithmic) {
   let values = series.flatMap((one) => [...one.raw, ...one.smooth]).map((point) => point[1]);
   if (logarithmic) values = values.filter((value) => value > 0);
@@ -60,7 +60,7 @@ function valueRange(series, logarithmic) {
   return [low >= 0 ? Math.max(0, low - air) : low - air, high + air];
 }
 
-// The point whose place is nearest to a wanted one; places grow with the steps.
+// The point nearest to a position; positions grow with the steps.
 function nearest(points, wanted, place = (step) => step) {
   let [low, high] = [0, points.length - 1];
   while (low < high) {
@@ -72,7 +72,7 @@ function nearest(points, wanted, place = (step) => step) {
   return points[low];
 }
 
-// From a step to the hours spent until then, between the known points of [step, hours].
+// The hours spent until a step, interpolated between the known points [step, hours].
 function interpolator(points) {
   return (step) => {
     const after = points.findIndex((point) => point[0] >= step);
@@ -112,7 +112,7 @@ class Plot {
     this.draw();
   }
 
-  // Where a step stands on the horizontal axis: the step itself, or the hours spent until then.
+  // Position of a step on the horizontal axis: the step itself, or the hours spent until then.
   place(step) {
     return this.overTime ? this.hoursAt(step) : step;
   }

@@ -1,4 +1,4 @@
-"""From the rows of the run record to curves small enough to put into a page."""
+"""Charts from the rows of the run record, thinned out so that a page stays small."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from simpletuner.reporting.pace import RunningMean
 
 Point = tuple[int, float]
 
-POINTS = 1000
+POINTS = 1000  # more than a chart has pixels
 # A curve is smoothed over this share of its length, within these bounds in steps.
 SMOOTHING_SHARE, SHORTEST_SPAN, LONGEST_SPAN = 0.05, 5, 200
-# A curve that goes up and down over its whole range this often is noise; a schedule does so once or twice.
+# A curve that travels this many times its range is noisy; a schedule goes up and down once or twice.
 NOISY_TRAVEL = 4
-# Not measurements of the step.
+# Columns that are not measurements.
 BOOKKEEPING = frozenset({"step", "time", "epoch"})
-# Parts of each step, and the same parts as shares, which would draw the same lines again.
 WAITS = {"data_seconds": "for data", "weights_seconds": "for weights"}
+# The same waits as shares of a step; charts of them would repeat the curves.
 SHARES = ("compute_share", "data_share", "weights_share")
-TIMESTEPS = 1000
+TIMESTEPS = 1000  # the largest timestep: pure noise
 BARS = 20
 
 
@@ -32,7 +32,7 @@ class Series:
 
     Attributes:
         raw: measured values, thinned out.
-        smooth: running average, or empty when the raw line is smooth enough to be read.
+        smooth: running average; empty if the raw line is smooth already.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Chart:
     """A figure of the report.
 
     Attributes:
-        note: how to read it, in a few words.
+        note: how to read it, briefly.
         log: offer a logarithmic axis.
         minor: shown only on request.
         bars: a histogram instead of curves; x is not a step.
@@ -71,10 +71,10 @@ class Chart:
 
 
 def charts_of(rows: Sequence[Mapping[str, Any]], *, with_mfu: bool = True) -> list[Chart]:
-    """The charts that the recorded metrics allow, the most important first.
+    """A chart of every recorded metric, the most important first.
 
     Args:
-        with_mfu: model FLOP utilisation means something; on a CPU it does not.
+        with_mfu: include model FLOP utilisation, which means little on a CPU.
     """
     charts = [chart for chart in (_loss_chart(rows), _learning_rate_chart(rows)) if chart]
     taken = {"train_loss", "learning_rate", "mfu", *WAITS, *SHARES, *_evaluation_keys(rows)}
@@ -99,13 +99,13 @@ def charts_of(rows: Sequence[Mapping[str, Any]], *, with_mfu: bool = True) -> li
 
 
 def hours_of(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """(step, hours spent in steps so far), for charts over time; pauses between sessions do not count."""
+    """(step, hours spent in steps so far), for charts over time; time between sessions does not count."""
     spent = accumulate(seconds / 3600 for _, seconds in points_of(rows, "seconds"))
     return thin([(step, hours) for (step, _), hours in zip(points_of(rows, "seconds"), spent, strict=True)])
 
 
 def points_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
-    """(step, value) of every row in which the metric is a number."""
+    """(step, value) of every row whose metric is a number; true and false are not."""
     return [
         (row["step"], float(row[key]))
         for row in rows
@@ -123,19 +123,19 @@ def smoothed(name: str, points: Sequence[Point]) -> Series:
 
 
 def is_noisy(points: Sequence[Point]) -> bool:
-    """Whether the curve goes up and down so much that an average helps: it only delays a clean schedule."""
+    """Whether a running average helps; a clean schedule it would only delay."""
     values = [value for _, value in points]
     travelled = sum(abs(after - before) for before, after in pairwise(values))
     return len(values) > SHORTEST_SPAN and travelled > NOISY_TRAVEL * (max(values) - min(values))
 
 
 def smoothing_span(count: int) -> int:
-    """Over about how many steps a curve of `count` points is averaged."""
+    """Number of steps over which a curve of `count` points is averaged."""
     return round(min(max(count * SMOOTHING_SHARE, SHORTEST_SPAN), LONGEST_SPAN))
 
 
 def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` points, evenly chosen; the first and the last are always among them."""
+    """At most `limit` evenly spaced points, including the first and the last."""
     if len(points) <= limit:
         return list(points)
     last = len(points) - 1
@@ -143,7 +143,7 @@ def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
 
 
 def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` points that keep the envelope: lowest and highest of each stretch, so that no spike is lost."""
+    """At most `limit` points: the lowest and highest of each stretch, so that no spike is lost."""
     if len(points) <= limit:
         return list(points)
     stretches = limit // 2

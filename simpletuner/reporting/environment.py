@@ -1,4 +1,4 @@
-"""What a run ran on: versions, operating system, device. For the report, the model card and bug reports."""
+"""Versions, operating system and device of a run, for the report, the model card and bug reports."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PACKAGES = (
 
 
 def describe_environment(device: str | None = None) -> dict[str, str]:
-    """Names and values, in the order in which people want to read them.
+    """Names and values, the most interesting first.
 
     Args:
-        device: what training runs on; None asks torch when it is loaded already, and never loads it.
+        device: what training runs on; None asks torch, but only if it is imported already.
     """
     environment = {
         "device": device or describe_device(),
@@ -38,7 +38,7 @@ def describe_environment(device: str | None = None) -> dict[str, str]:
 
 
 def package_versions() -> dict[str, str]:
-    """Version of each package that matters for the result; absent ones are left out."""
+    """Version of each installed package that affects the result."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -49,7 +49,7 @@ def package_versions() -> dict[str, str]:
 
 
 def describe_device() -> str:
-    """The accelerator's name and memory, `cpu`, or `unknown` as long as nobody has imported torch."""
+    """The accelerator's name and memory, `cpu`, or `unknown` until torch is imported."""
     if "torch" not in sys.modules:
         return "unknown"
     import torch

@@ -1,7 +1,7 @@
 """What happens in a run, as one stream of events. Free of torch.
 
-Whoever encodes, trains, renders or saves publishes; the display, the record, the trackers and the report subscribe.
-None of them changes anything in training, and none knows of the others.
+Encoding, training, rendering and saving publish; the display, the record, the trackers and the report subscribe.
+Subscribers do not change training and do not know each other.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from simpletuner.reporting.metrics import MediaRecord
 
 RunState = Literal["starting", "running", "stopping", "finished", "failed", "interrupted"]
 ENDED: frozenset[RunState] = frozenset({"finished", "failed", "interrupted"})
-# Why a run failed or was interrupted is told by whoever started it.
+# States whose message a display shows. The command line reports why a run failed or was interrupted.
 SHOWN: frozenset[RunState] = frozenset({"starting", "stopping", "finished"})
-# Kinds of phases that come again and again while a run trains.
+# Kinds of phases that recur during training.
 CACHING, EVALUATION, PREVIEWS, SAVING = "caching", "evaluation", "previews", "saving"
 
-EVALUATED = "loss/val/"  # begins the names of evaluation losses
+EVALUATED = "loss/val/"  # prefix of the names of evaluation losses
 
 
-@dataclass(frozen=True, eq=False)  # two phases may have one title
+@dataclass(frozen=True, eq=False)  # compared by identity: two phases may have the same title
 class PhaseStarted:
-    """A piece of work beside the steps begins.
+    """Work outside the training steps begins.
 
     Attributes:
         title: for people.
-        total, unit: its size, None where it is not known, and what is counted (`captions`).
-        kind: what its duration says something about: `caching`, `evaluation`, `previews`; empty for anything else.
+        total, unit: its size (None if unknown), and what is counted (`captions`).
+        kind: of a recurring phase, whose duration predicts the next: `caching`, `evaluation`, `previews`; else empty.
     """
 
     title: str
@@ -45,7 +45,7 @@ class PhaseStarted:
 
 @dataclass(frozen=True)
 class PhaseAdvanced:
-    """`done` units are done; the note says what is being worked on (a file name)."""
+    """`done` units are done; the note names the current one (a file name)."""
 
     phase: PhaseStarted
     done: int
@@ -54,7 +54,7 @@ class PhaseAdvanced:
 
 @dataclass(frozen=True)
 class PhaseEnded:
-    """A phase is over, `complete` unless an error or a stop request ended it."""
+    """A phase has ended; `complete` is false if an error or a stop request cut it short."""
 
     phase: PhaseStarted
     done: int
@@ -64,7 +64,7 @@ class PhaseEnded:
 
 @dataclass(frozen=True)
 class StepDone:
-    """Numbers of one finished optimizer step.
+    """One finished optimizer step.
 
     Attributes:
         step: counted from 1, over all sessions of the run.
@@ -72,11 +72,11 @@ class StepDone:
         metrics: losses, learning rate and gradient size by their logged names.
         seconds: wall time of the step, including the wait for data.
         data_wait_seconds: part of `seconds` in which the next batch was not ready.
-        weights_wait_seconds: part of `seconds` in which streamed weights were not there; None when none are streamed.
-        mfu: model FLOP utilisation, in units of the device's measured matmul rate; None where it is not known.
-        memory_bytes: peak memory of the device, of this process on a CPU; None where it is not measured.
-        epochs: planned epochs, None when steps decide.
-        timesteps: at which the samples of this step were trained.
+        weights_wait_seconds: part of `seconds` spent waiting for streamed weights; None if none are streamed.
+        mfu: model FLOP utilisation, relative to the device's measured matmul rate; None if unknown.
+        memory_bytes: peak memory of the device, on a CPU of this process; None if not measured.
+        epochs: planned epochs; None if the run is counted in steps.
+        timesteps: of the samples of this step.
     """
 
     step: int
@@ -101,7 +101,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Losses on data that is not trained on, by their logged names. Comes before the `StepDone` of its step."""
+    """Losses on held-out data, by their logged names. Published before the `StepDone` of its step."""
 
     step: int
     losses: Mapping[str, float]
@@ -126,7 +126,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Notice:
-    """A line for people; a `warning` is something to look into."""
+    """A line for people; a `warning` deserves attention."""
 
     text: str
     warning: bool = False
@@ -134,12 +134,12 @@ class Notice:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Work that comes again while a run trains.
+    """Work that recurs during training.
 
     Attributes:
-        every: steps from one round to the next, a fraction where epochs decide.
-        seconds: that a round is expected to take, until one was measured.
-        at_end: one more comes after the last step, if that is not the end of an interval.
+        every: steps between two rounds; not a whole number if epochs decide.
+        seconds: expected duration of a round, used until one was measured.
+        at_end: there is one more after the last step, unless an interval ends there.
     """
 
     every: float
@@ -147,7 +147,8 @@ class Rounds:
     at_end: bool = False
 
     def after(self, step: int, total: int) -> int:
-        """How many rounds are still to come after a step."""
+        """Number of rounds still to come after a step."""
+        # The small term absorbs the rounding of fractions, so that a round at exactly `total` counts.
         count = int(total / self.every + 1e-9) - int(step / self.every + 1e-9)
         return count + (self.at_end and step < total and total % self.every > 1e-9)
 
@@ -157,9 +158,9 @@ class StateChanged:
     """The run as a whole.
 
     Attributes:
-        step, total_steps: where it is and where it will end.
-        message: why it stopped, or what it has made; lines for people.
-        rounds: what comes again and again, by the kind of its phases; given with `running`.
+        step, total_steps: the last finished step, and the planned number of steps.
+        message: why it stopped, or what it produced; lines for people.
+        rounds: recurring work by the kind of its phases; given with `running`.
     """
 
     state: RunState
@@ -178,12 +179,12 @@ Subscriber = Callable[[Event], None]
 
 @dataclass
 class StopRequest:
-    """Whether somebody asked the run to stop after the step under way."""
+    """Whether the run was asked to stop after the current step."""
 
     requested: bool = False
 
     def check(self) -> None:
-        """Leave work that may be cut short.
+        """Called where work can be cut short.
 
         Raises:
             Interrupted: a stop was requested.
@@ -193,34 +194,34 @@ class StopRequest:
 
 
 class EventStream:
-    """Hands every event to every subscriber, in order, from any thread.
+    """Passes every event to every subscriber, in order; thread-safe.
 
     Attributes:
-        stop: checked wherever a phase begins or advances, so that phases end early.
+        stop: checked whenever a phase begins or advances, so that it can end early.
     """
 
     def __init__(self, *subscribers: Subscriber) -> None:
         self._subscribers = list(subscribers)
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: a subscriber may publish
         self.stop = StopRequest()
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """From now on."""
+        """Pass all further events to the subscriber as well."""
         self._subscribers.append(subscriber)
 
     def publish(self, event: Event) -> None:
-        """Tell everybody."""
+        """Pass an event to all subscribers."""
         with self._lock:
             for subscriber in self._subscribers:
                 subscriber(event)
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Publish a line for people."""
         self.publish(Notice(text))
 
     @contextmanager
     def phase(self, title: str, total: int | None = None, unit: str = "", kind: str = "") -> Iterator[RunningPhase]:
-        """Work that takes a while; its end, and how it ended, is told when the block ends.
+        """Publish the start of a phase, and its end when the block is left.
 
         Raises:
             Interrupted: the run was asked to stop.
@@ -237,13 +238,13 @@ class EventStream:
 
 
 class RunningPhase:
-    """A piece of work of known or unknown size, under way."""
+    """A phase in progress."""
 
     def __init__(self, stream: EventStream, phase: PhaseStarted) -> None:
         self._stream, self.phase, self.done = stream, phase, 0
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """`count` more units are done; the note says what is being worked on (a file name).
+        """`count` more units are done; the note names the current one (a file name).
 
         Raises:
             Interrupted: the run was asked to stop.

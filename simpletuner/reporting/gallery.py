@@ -1,4 +1,4 @@
-"""Pictures and clips of a run as HTML: before and after, every preview, and what it was trained on."""
+"""Pictures and clips of a run as HTML: before and after, all previews, and training samples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NO_PROMPT = "(empty prompt)"
 
 
 def comparison_section(grid: PreviewGrid) -> Html | None:
-    """Filled by `page.js` with the previews of the grid, so that no picture is in the file twice."""
+    """An empty section that `page.js` fills with previews from the grid, so that no picture is embedded twice."""
     shown = [row for row in grid.rows if _has_two(row.plain) or _has_two(row.averaged)]
     if not shown:
         return None
-    is_video = any(cell.is_video for row in shown for cell in row.plain if cell)
+    is_video = any(cell.record.is_video for row in shown for cell in row.plain if cell)
     hint = "Untrained model on the left, newest step on the right." if is_video else "Drag across a picture."
     return section("Before and after", element("div.comparisons"), hint=hint, id="comparison", hidden=True)
 
@@ -26,7 +26,7 @@ def _has_two(cells: Sequence[Cell | None]) -> bool:
 
 
 def previews_section(grid: PreviewGrid) -> Html | None:
-    """A row for each prompt, a column for each step; the average's preview stands below that of the weights."""
+    """A row per prompt and a column per step; EMA previews stand below those of the trained weights."""
     if not grid.rows:
         return None
     left_out = [
@@ -59,7 +59,7 @@ def _preview(cell: Cell | None) -> Html:
     weights = "EMA, " if record.ema else ""
     name = f"{record.short_name}, {weights}step {record.step}"
     size = {"width": record.width, "height": record.height}
-    if cell.is_video:
+    if record.is_video:
         media = element("video", src=cell.source, muted=True, loop=True, playsinline=True, preload="metadata", **size)
     else:
         media = element("img", src=cell.source, alt=name, loading="lazy", **size)
@@ -78,7 +78,7 @@ def _preview(cell: Cell | None) -> Html:
 
 
 def samples_section(samples: Sequence[TrainingSample], total: int) -> Html | None:
-    """Some of the pictures or clips that the run learns from, cropped as they are trained."""
+    """Some of the training pictures or clips, cropped as they are trained."""
     if not samples:
         return None
     some = f"{len(samples)} of {total:,} files. " if len(samples) < total else ""

@@ -1,7 +1,4 @@
-"""HTML written in Python: elements whose texts and attributes are escaped unless they are HTML themselves.
-
-The report is built from it, and whatever else shows a page of this program. Nothing here imports torch.
-"""
+"""HTML written in Python: elements whose texts and attributes are escaped unless they are `Html`. Free of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ Child: TypeAlias = "str | int | Iterable[Child] | None"
 
 
 class Html(str):
-    """Text that is HTML already and is not escaped again."""
+    """Text that is HTML already and is not escaped."""
 
     __slots__ = ()
 
@@ -30,8 +27,8 @@ def element(tag: str, *children: Child, **attributes: Attribute) -> Html:
     Args:
         tag: `div`, or with classes `div.card.wide`.
         children: text, elements and nested sequences of them; None, True and False are left out.
-        attributes: `data_step=3` is written `data-step="3"`, and `for_` as `for`. True stands for an attribute
-            without a value; None and False leave it out.
+        attributes: `data_step=3` becomes `data-step="3"`, and `for_` becomes `for`. True means an attribute without
+            a value; None and False leave it out.
     """
     name, *classes = tag.split(".")
     if classes:
@@ -41,17 +38,18 @@ def element(tag: str, *children: Child, **attributes: Attribute) -> Html:
 
 
 def join(*children: Child) -> Html:
-    """Several children behind each other, without an element around them."""
+    """Concatenated children, without an element around them."""
     return Html("".join(map(_render, children)))
 
 
 def breakable(text: str) -> Html:
-    """A path or name that may break after its separators, and nowhere else."""
+    """A path or name that may wrap after its separators only."""
     return Html(re.sub(r"([/\\_.:-]+)", r"\1<wbr>", escape(text, quote=False)))
 
 
 def data_block(name: str, value: object) -> Html:
-    """JSON for a script of the page to read, written so that it cannot end its own element."""
+    """JSON for a script of the page to read."""
+    # Escaped, so that a text such as `</script>` cannot end the element.
     text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return element("script", Html(text), type="application/json", id=name)
 
@@ -60,9 +58,9 @@ def document(title: str, body: Child, *, policy: str, scripts: Iterable[str] = (
     """A whole page with the styles and scripts inside it.
 
     Args:
-        policy: the Content-Security-Policy of a page that no server sends.
-        scripts: names of files of this package, in the order in which they run.
-        refresh: seconds after which a browser without JavaScript loads the page again.
+        policy: the Content-Security-Policy, as a meta element because no server sends the page.
+        scripts: names of files in this package, in the order in which they run.
+        refresh: seconds after which a browser without JavaScript reloads the page.
     """
     head = (
         element("meta", charset="utf-8"),

@@ -1,33 +1,24 @@
-"""Logging of a run: what matters on the console, everything in `debug.log`, no secret in either."""
+"""Logging of a run: important records on the console, everything in `debug.log`, secrets in neither."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
 from simpletuner.errors import UserError, did_you_mean
-from simpletuner.redaction import redact, redact_settings
+from simpletuner.redaction import redact
 
-__all__ = ["LEVELS", "adopt_library_loggers", "log_level", "redact", "redact_settings", "setup_logging"]
-
-LEVELS: Mapping[str, int] = {
-    "DEBUG": logging.DEBUG,
-    "INFO": logging.INFO,
-    "WARNING": logging.WARNING,
-    "ERROR": logging.ERROR,
-    "CRITICAL": logging.CRITICAL,
-}
+LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
 OWN_LOGGER = "simpletuner"
-# These install console handlers of their own and stop their records from reaching ours.
+# These install their own console handlers and do not propagate records to ours.
 STUBBORN_LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "transformers")
 
 
 def log_level(name: str | None = None) -> int:
-    """The level of that name, of SIMPLETUNER_LOG_LEVEL when None, or INFO.
+    """The level of that name, else the one in SIMPLETUNER_LOG_LEVEL, else INFO.
 
     Raises:
         UserError: there is no such level.
@@ -44,13 +35,13 @@ def log_level(name: str | None = None) -> int:
 def setup_logging(level: str | None = None, debug_file: Path | None = Path("debug.log")) -> None:
     """Send records to the console (`level` and above) and to the debug file (DEBUG and above, appended).
 
-    Of other packages only warnings reach the console; the file has their INFO records too. Called again, it
-    replaces what it set up before.
+    From other packages only warnings reach the console; the file also gets their INFO records. A second call replaces
+    the handlers of the first.
 
     Raises:
         UserError: the level is unknown.
     """
-    # Libraries draw progress bars of their own, across ours; they look at this when they are imported.
+    # The hub's own progress bars would overwrite ours; it reads this variable when it is imported.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     console = ConsoleHandler()
     console.setLevel(log_level(level))
@@ -69,9 +60,9 @@ def setup_logging(level: str | None = None, debug_file: Path | None = Path("debu
 
 
 def adopt_library_loggers() -> None:
-    """Take over the loggers of libraries that print to the console by themselves.
+    """Redirect the loggers of libraries that print to the console themselves.
 
-    They set that up when they are imported, so it is worth another call after the models are loaded.
+    They set that up when they are imported, so this is called again after the models are loaded.
     """
     for name in STUBBORN_LIBRARIES:
         logger = logging.getLogger(name)
@@ -80,10 +71,7 @@ def adopt_library_loggers() -> None:
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Writes to whatever `sys.stderr` is at that moment.
-
-    While the live display runs, `sys.stderr` is a proxy that prints above the display.
-    """
+    """Writes to the current `sys.stderr`, which is a proxy printing above the live display while that runs."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -94,7 +82,7 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 class DebugFile(logging.FileHandler):
-    """Ends, where others print a traceback for every record, when the disk takes no more."""
+    """Stops writing when the disk is full, where the standard handler prints a traceback for every record."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exc_info()[1], OSError):
@@ -104,9 +92,9 @@ class DebugFile(logging.FileHandler):
 
 
 class RedactingFormatter(logging.Formatter):
-    """Hides secrets in the finished text, so that arguments and tracebacks are covered as well as the message.
+    """Redacts the formatted text, so that secrets in arguments and tracebacks are covered too.
 
-    An INFO line needs no label on the console: most lines are INFO.
+    Most console lines are INFO, so that label is dropped.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -115,7 +103,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 def belongs_on_console(record: logging.LogRecord) -> bool:
-    """Own records, and what other packages find worth a warning; Python's own warnings go to the file only."""
+    """Our own records, and warnings of other packages; warnings of Python's `warnings` go to the file only."""
     if record.name == OWN_LOGGER or record.name.startswith(OWN_LOGGER + "."):
         return True
     return record.levelno >= logging.WARNING and record.name != "py.warnings"
@@ -136,7 +124,7 @@ def _install(handlers: list[logging.Handler]) -> None:
             old.close()
     for handler in handlers:
         root.addHandler(handler)
-    # DEBUG records of other packages are so many that writing them would slow the run down.
+    # Other packages write so many DEBUG records that they would slow the run down.
     root.setLevel(logging.INFO)
     logging.getLogger(OWN_LOGGER).setLevel(logging.DEBUG)
     logging.captureWarnings(True)

@@ -1,7 +1,7 @@
 """The record of a run: `training_metrics.jsonl` and `validation_media.jsonl`, one JSON object a line.
 
-Both are appended and flushed line by line, so that a killed run loses nothing but the line it was writing. A run
-that resumes at step S first drops what was recorded after S, because it will record those steps again.
+Both are appended and flushed line by line, so that a killed run loses at most the line it was writing. A run that
+resumes at step S first drops the rows after S, because it will record those steps again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class MediaRecord:
     Attributes:
         step: optimizer step at which it was rendered; 0 is the untrained model.
         short_name: of the prompt (`unconditional`, a nickname of the library, `validation`).
-        prompt: what was asked for.
+        prompt: its full text.
         path: of the file, relative to output_dir, with forward slashes.
         width, height: true size in pixels.
         seed: of the initial noise.
         ema: rendered with the averaged weights.
-        index: tells samples of one prompt apart.
+        index: distinguishes samples of one prompt.
     """
 
     step: int
@@ -48,13 +48,17 @@ class MediaRecord:
     ema: bool = False
     index: int = 0
 
+    @property
+    def is_video(self) -> bool:
+        return Path(self.path).suffix.lower() in (".mp4", ".webm")
+
 
 class StepLines:
     """A file of JSON lines that each carry a `step`, open for appending.
 
     Args:
-        path: created when missing.
-        resume_step: lines of later steps are dropped first, and a torn last line; 0 for a fresh run, which keeps none.
+        path: created if missing.
+        resume_step: lines of later steps and a torn last line are dropped first; 0 for a fresh run, which drops all.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
@@ -65,7 +69,7 @@ class StepLines:
         self.drop(lambda row: resume_step == 0 or row["step"] > resume_step)
 
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Take lines out, and torn ones with them."""
+        """Remove the rows for which `unwanted` is true, and torn lines."""
         before = self.path.read_bytes()
         rows = ((line, _parse(line)) for line in before.splitlines(keepends=True))
         kept = b"".join(line for line, row in rows if row is not None and not unwanted(row))
@@ -74,8 +78,8 @@ class StepLines:
             write_atomically(self.path, kept)
             self._file = self.path.open("ab", buffering=0)
 
-    def append(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one line; it is in the hands of the operating system when this returns.
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write one line, unbuffered: it survives a kill of the process once this returns.
 
         Raises:
             DiskFullError: there was no space; the torn line is dropped at the next start.
@@ -90,21 +94,15 @@ class StepLines:
         self._file.close()
 
 
-class MetricsFile:
+class MetricsFile(StepLines):
     """`training_metrics.jsonl`: the step, the time in seconds since 1970, and the metrics of that step."""
 
-    def __init__(self, path: Path, resume_step: int = 0) -> None:
-        self._lines = StepLines(path, resume_step)
-
     def append(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Record the metrics of one optimizer step. NaN and infinity become null: JSON has no word for them."""
-        self._lines.append(step, {"time": round(time.time(), 3), **metrics})
-
-    def close(self) -> None:
-        self._lines.close()
+        """Record the metrics of one optimizer step. NaN and infinity become null: JSON has no notation for them."""
+        self.write(step, {"time": round(time.time(), 3), **metrics})
 
 
-class MediaFile:
+class MediaFile(StepLines):
     """`validation_media.jsonl`: every preview of the run.
 
     Attributes:
@@ -112,22 +110,19 @@ class MediaFile:
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
-        self._lines = StepLines(path, resume_step)
+        super().__init__(path, resume_step)
         self.paths = {record.path for record in read_media(path)}
 
     def append(self, record: MediaRecord) -> None:
-        """Record one rendered preview; one that is rendered again into the same file has one line, the later."""
+        """Record one rendered preview, in place of an earlier one in the same file."""
         if record.path in self.paths:
-            self._lines.drop(lambda row: row.get("path") == record.path)
+            self.drop(lambda row: row.get("path") == record.path)
         self.paths.add(record.path)
-        self._lines.append(record.step, asdict(record))
-
-    def close(self) -> None:
-        self._lines.close()
+        self.write(record.step, asdict(record))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, oldest first. No file: no rows. A torn last line is left out."""
+    """The rows of a metrics file, oldest first; none if there is no file. A torn last line is left out."""
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
@@ -137,7 +132,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The metrics of each step, oldest first; what was measured after a step was recorded is put with it."""
+    """The metrics of each step, oldest first. Rows of one step (losses, then an evaluation) are merged."""
     steps: dict[int, dict[str, Any]] = {}
     for row in read_rows(path):
         steps.setdefault(row["step"], {}).update(row)
@@ -145,7 +140,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def read_media(path: Path) -> list[MediaRecord]:
-    """The previews of a media file. One that was rendered twice into the same file counts once, as the last."""
+    """The previews of a media file. If a file was rendered twice, only the last record counts."""
     names = {field.name for field in fields(MediaRecord)}
     records = (MediaRecord(**{name: row[name] for name in names & row.keys()}) for row in read_rows(path))
     return list({record.path: record for record in records}.values())

@@ -20,19 +20,19 @@ from simpletuner.reporting.events import (
     StepDone,
 )
 
-# A loss jumps with the noise level that was drawn; some fifty steps show where it goes.
+# The loss depends strongly on the noise level that was drawn; an average over some fifty steps shows the trend.
 LOSS_MEMORY = 0.98
-# The pace changes with the bucket, and the remaining time should follow it.
+# The pace changes with the bucket, and the remaining time should follow it within some ten steps.
 PACE_MEMORY = 0.9
-# Points kept of the course of the smoothed loss, which is drawn a few characters wide.
+# Points kept of the smoothed loss, which is drawn only a few characters wide.
 LOSS_POINTS = 1000
 
 
 class RunningMean:
-    """Exponential average without the pull towards zero of its first values.
+    """Exponential moving average with bias correction.
 
-    With memory m the weight of a value falls by m for each later one; dividing by the sum of the weights,
-    1 - m^n, makes the first averages plain means (Kingma and Ba 2015, section 3).
+    With memory m, a value loses the factor m in weight with each later one. Dividing by the sum of the weights,
+    1 - m^n, removes the bias towards zero of the first averages (Kingma and Ba 2015, section 3).
     """
 
     def __init__(self, memory: float) -> None:
@@ -42,7 +42,7 @@ class RunningMean:
         self._weight = 0.0
 
     def add(self, value: float) -> float:
-        """Take in one more value and return the average."""
+        """Add a value and return the average."""
         self._weighted = self.memory * self._weighted + (1 - self.memory) * value
         self._weight = self.memory * self._weight + (1 - self.memory)
         self.value = self._weighted / self._weight
@@ -50,10 +50,10 @@ class RunningMean:
 
 
 class Pace:
-    """What the displays say about the steps so far, and about what is still to come.
+    """Averages over the steps so far, and the remaining time.
 
     Args:
-        rounds: what comes beside the steps, by kind.
+        rounds: recurring work between the steps, by kind.
     """
 
     def __init__(self, total_steps: int, start_step: int, rounds: Mapping[str, Rounds] | None = None) -> None:
@@ -74,17 +74,17 @@ class Pace:
 
     @classmethod
     def of(cls, running: StateChanged) -> Pace:
-        """The pace of a session that begins."""
+        """The pace of a starting session."""
         return cls(running.total_steps, running.step, running.rounds)
 
     def note(self, event: Event) -> None:
-        """Take in whatever says how long something took; other events change nothing."""
+        """Use an event that carries a duration; ignore others."""
         match event:
             case StepDone():
                 self._add(event)
             case PhaseEnded() if event.complete:
                 self._round_seconds[event.phase.kind] = event.seconds
-                if event.phase.kind == CACHING:  # an epoch with new crops: the step that waits for it is no measure
+                if event.phase.kind == CACHING:  # a step that waits for new crops is not representative
                     self._within_step += event.seconds
             case CheckpointSaved():
                 self._round_seconds[SAVING] = event.seconds
@@ -118,7 +118,7 @@ class Pace:
 
     @property
     def step(self) -> int:
-        """Where the run is."""
+        """The last finished step of the run."""
         return self.last.step if self.last else self.start_step
 
     @property
@@ -127,7 +127,7 @@ class Pace:
 
     @property
     def remaining_seconds(self) -> float:
-        """Until the run is finished: steps, and the previews, evaluations, saves and new crops between them."""
+        """Time until the run is finished: steps, and the previews, evaluations, saves and new crops between them."""
         steps = max(0, self.total_steps - self.step) * self._seconds.value
         return steps + sum(
             rounds.after(self.step, self.total_steps) * self._round_seconds[kind]
@@ -136,13 +136,13 @@ class Pace:
 
     @property
     def shares(self) -> dict[str, float]:
-        """What the recent steps spent their time on."""
+        """How the recent steps spent their time."""
         streams = self.last is not None and self.last.weights_wait_seconds is not None
         return shares(self._seconds.value, self._data.value, self._weights.value if streams else None)
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation of the recent steps, where it is known."""
+        """Model FLOP utilisation of the recent steps, if known."""
         known = self.last is not None and self.last.mfu is not None and self._seconds.value > 0
         return self._useful.value / self._seconds.value if known else None
 
@@ -179,14 +179,14 @@ def pace_text(seconds: float) -> str:
 
 
 def size_text(count: int) -> str:
-    """Bytes in the largest unit that leaves a number above 1: `11.4 GiB`."""
+    """Bytes in the largest unit that gives a number of at least 1: `11.4 GiB`."""
     power = max(0, min(4, (count.bit_length() - 1) // 10))
     size, unit = count / 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{size:.0f} {unit}" if size >= 100 or power == 0 else f"{size:.1f} {unit}"
 
 
 def amount(count: int, unit: str) -> str:
-    """`1,204 captions`; the bare number when nothing is known about what it counts, `done` when nothing was counted."""
+    """`1,204 captions`; just the number if there is no unit, and `done` if nothing was counted."""
     if not unit:
         return f"{count:,}" if count else "done"
     return f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
@@ -197,16 +197,16 @@ WORDED = {COMPUTE: "compute", WEIGHTS: "waiting for weights", DATA: "waiting for
 
 
 def shares(seconds: float, data_seconds: float, weights_seconds: float | None = None) -> dict[str, float]:
-    """What part of the time each of the three took; they add up to 1.
+    """Shares of the time for computing and waiting; they add up to 1.
 
     Args:
-        seconds: of one step or of many, the waits included.
-        weights_seconds: None where no weights are streamed; they then have no share.
+        seconds: of one step or of many, including the waits.
+        weights_seconds: None if no weights are streamed; they then have no share.
     """
     if seconds <= 0:
         return {}
     waits = {DATA: data_seconds} if weights_seconds is None else {WEIGHTS: weights_seconds, DATA: data_seconds}
-    # A wait is measured on its own clock and may seem a hair longer than the step it is part of.
+    # Waits are measured separately and may come out slightly longer than the step they are part of.
     parts = {name: min(1.0, wait / seconds) for name, wait in waits.items()}
     return {COMPUTE: max(0.0, 1.0 - sum(parts.values())), **parts}
 
@@ -217,12 +217,12 @@ def shares_text(parts: dict[str, float]) -> str:
 
 
 def mfu_text(mfu: float) -> str:
-    """`MFU 41 %`: model FLOP utilisation, the model's own arithmetic in units of the device's measured matmul rate."""
+    """`MFU 41 %`: model FLOP utilisation, the model's arithmetic relative to the device's measured matmul rate."""
     return f"MFU {mfu * 100:.0f} %"
 
 
 def line_of(event: CheckpointSaved | Evaluated | MediaRendered | Notice) -> str:
-    """What a display says about an event; nothing where a bar shows it already."""
+    """What a display prints about an event; empty if a bar shows it already."""
     match event:
         case CheckpointSaved():
             gone = f" (removed {', '.join(path.name for path in event.removed)})" if event.removed else ""
@@ -237,7 +237,7 @@ def line_of(event: CheckpointSaved | Evaluated | MediaRendered | Notice) -> str:
 
 
 def ending(event: PhaseEnded) -> str:
-    """`1,204 captions in 4:05`, or where the phase stopped."""
+    """`1,204 captions in 4:05`, or `stopped at 12/40 pictures (30 %)`."""
     if event.complete:
         return f"{amount(event.done, event.phase.unit)} in {clock(event.seconds)}"
     return f"stopped at {reached(event.phase, event.done)}"

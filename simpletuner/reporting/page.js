@@ -1,6 +1,6 @@
 "use strict";
 
-// ---- Clips: all that are in view play together ----
+// ---- Clips: all visible ones play together ----
 
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 let playing = !calm.matches;
@@ -19,12 +19,12 @@ function run(clip) {
 }
 
 function watch(clip) {
-  clip.muted = true; // the attribute alone does not mute a clip that a script made
+  clip.muted = true; // the attribute alone does not mute a clip that was created by a script
   watcher.observe(clip);
   return clip;
 }
 
-// Clips of one length show the same moment.
+// Clips of the same length are kept in sync.
 function keepTogether() {
   const leaders = new Map();
   for (const clip of inView) {
@@ -57,7 +57,7 @@ function pictureOf(item) {
   return element("img", { src: item.source, alt: item.label, ...size });
 }
 
-// ---- What the page shows, as items in the order of the page ----
+// ---- The previews and samples, as items in page order ----
 
 function itemOf(button, group, name, prompt) {
   const media = button.firstElementChild;
@@ -84,7 +84,7 @@ setInterval(keepTogether, 400);
 
 // ---- Before and after ----
 
-// Two pictures of one size on top of each other, and a line between them that follows the finger.
+// Two pictures of the same size on top of each other, with a divider that can be dragged.
 function slider(before, after) {
   const input = element("input", { type: "range", min: "0", max: "100", step: "0.1", value: "50", "aria-label": "Compare" });
   const box = element("div", { class: "compare" }, pictureOf(before), pictureOf(after), element("span", { class: "handle" }),
@@ -122,7 +122,7 @@ if (comparisonSection) {
   comparisonSection.hidden = !place.childElementCount;
 }
 
-// ---- The viewer: one picture or clip as large as the window allows, with its prompt ----
+// ---- The viewer: one picture or clip, fitted to the window, with its prompt ----
 
 const viewer = document.getElementById("viewer");
 const view = { index: 0, compare: false, natural: false };
@@ -135,7 +135,7 @@ function button(text, label, act, { disabled = false, pressed = null } = {}) {
   return made;
 }
 
-// The same step (and weights) in the next group, or its first item.
+// The item of the same step (and weights) in the next group, else its first item.
 function neighbour(direction) {
   const here = items[view.index];
   const others = items.filter((item) => item.group === here.group + direction);
@@ -190,7 +190,7 @@ for (const copy of document.querySelectorAll(".snippet .copy")) {
   });
 }
 
-// ---- A run that goes on: load the page again, and look as before ----
+// ---- While the run goes on: reload the page and restore its state ----
 
 const KEPT = `report ${location.pathname}`;
 const folds = [...document.querySelectorAll("details")];
@@ -214,7 +214,7 @@ function restore() {
   requestAnimationFrame(() => scrollTo(0, state.scroll));
 }
 
-// Not while somebody looks at a picture, drags, or has marked text.
+// Not while the viewer is open, a picture is dragged, or text is selected.
 let held = false;
 addEventListener("pointerdown", () => { held = true; });
 addEventListener("pointerup", () => { held = false; });

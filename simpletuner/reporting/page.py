@@ -18,12 +18,12 @@ from simpletuner.reporting.pieces import (
 from simpletuner.reporting.previews import build_grid
 from simpletuner.reporting.report import ReportData
 
-# The page may show what is inside it, and videos beside it; it asks for nothing else.
+# The page may show what it contains and video files next to it, and load nothing else.
 POLICY = (
     "default-src 'none'; img-src data:; media-src data: 'self' file:; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 )
-# Seconds between two looks at a run that goes on. A finished report stays as it is.
+# Seconds after which the page of a running session reloads; a finished report does not.
 REFRESH = 30
 
 
@@ -51,6 +51,6 @@ def render_page(data: ReportData) -> str:
 def _footer(refresh: int | None) -> Html:
     now = datetime.now().astimezone()
     written = element("time", now.strftime("%Y-%m-%d %H:%M:%S %Z"), datetime=now.isoformat(timespec="seconds"))
-    news = f" It refreshes itself every {refresh} seconds while the run goes on." if refresh else ""
+    news = f" It reloads every {refresh} seconds while the run goes on." if refresh else ""
     text = ("Written by simpletuner on ", written, f". This file needs no network and no other file.{news}")
     return element("footer", text, data_refresh=refresh)

@@ -1,7 +1,4 @@
-"""The parts of a page about a run, each a function from data to HTML: facts, charts, settings, files, result.
-
-The report puts them behind each other; a server can show them one by one.
-"""
+"""The parts of a page about a run, each a function from data to HTML: facts, charts, settings, files, result."""
 
 from __future__ import annotations
 
@@ -15,23 +12,23 @@ from simpletuner.reporting.html import Attribute, Child, Html, breakable, data_b
 from simpletuner.reporting.pace import clock, pace_text, shares, shares_text
 from simpletuner.reporting.report import LedgerRow, ReportData, Result, SettingRow
 
-# More rows make the page heavy; the plan (`--dry-run`) lists them all.
+# More rows would make the page slow; the plan (`--dry-run`) lists them all.
 LEDGER_ROWS = 500
-OPEN_UP_TO = 24
+OPEN_UP_TO = 24  # files; a longer list starts folded
 
 
 def section(title: str, *children: Child, hint: Child = None, **attributes: Attribute) -> Html:
-    """A part of the page under its heading."""
+    """A part of the page with its heading."""
     return element("section", element("h2", title), hint and element("p.hint", hint), children, **attributes)
 
 
 def definitions(kind: str, pairs: Iterable[tuple[str, str]]) -> Html:
-    """Names with their values, laid out as a grid."""
+    """Names with their values, in a grid."""
     return element(f"dl.{kind}", [element("div", element("dt", name), element("dd", value)) for name, value in pairs])
 
 
 def header(data: ReportData) -> Html:
-    """What was trained, how far it is, and the figures one asks for first."""
+    """What is trained, the progress, and the key figures."""
     share = min(1.0, data.step / data.total_steps) if data.total_steps else 1.0
     done = element("span", style=f"width:{share * 100:.2f}%")
     return element(
@@ -47,7 +44,7 @@ def header(data: ReportData) -> Html:
 
 
 def facts(data: ReportData) -> Iterator[tuple[str, str]]:
-    """The figures of a run in words."""
+    """The key figures of a run, as (name, text)."""
     yield "Step", f"{data.step:,} of {data.total_steps:,}"
     losses = [value for _, value in points_of(data.metrics, "train_loss")]
     if losses:
@@ -71,19 +68,19 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
 
 
 def has_accelerator(data: ReportData) -> bool:
-    """Whether the run is on a GPU: the share of a CPU's matmul rate tells nobody anything."""
+    """Whether the run is on a GPU; on a CPU the share of the matmul rate says little."""
     return data.environment.get("device", "unknown") not in ("cpu", "unknown")
 
 
 def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What all steps of the record together spent their time on."""
+    """How all steps of the record together spent their time."""
     seconds, waited, streamed = (points_of(rows, key) for key in ("seconds", "data_seconds", "weights_seconds"))
     sums = [sum(value for _, value in points) for points in (seconds, waited, streamed)]
     return shares(sums[0], sums[1], sums[2] if streamed else None)
 
 
 def result_section(result: Result | None) -> Html | None:
-    """The file, its size, and a program that uses it."""
+    """The published file, its size, and a program that uses it."""
     if result is None:
         return None
     size = f"{result.size / 1e6:,.1f} MB" if result.size < 1e9 else f"{result.size / 1e9:,.1f} GB"
@@ -100,7 +97,7 @@ def result_section(result: Result | None) -> Html | None:
 
 
 def charts_section(rows: Sequence[Mapping[str, Any]], *, with_mfu: bool) -> Html | None:
-    """Every chart of a record, the minor ones folded away, with the data that the script draws."""
+    """Every chart of a record with the data that the script draws; minor charts are folded."""
     charts = charts_of(rows, with_mfu=with_mfu)
     if not charts:
         return None
@@ -131,7 +128,7 @@ def figure(chart: Chart, *, wide: bool = False) -> Html:
 
 
 def settings_section(settings: Sequence[SettingRow]) -> Html | None:
-    """What is not at its default, and who set it; the rest folded away."""
+    """Options that differ from their defaults and what set them; the rest is folded."""
     if not settings:
         return None
     changed = [setting for setting in settings if setting.changed]
@@ -156,13 +153,13 @@ def settings_table(settings: Sequence[SettingRow]) -> Html:
 
 
 def table(heads: Sequence[str], rows: Iterable[Html]) -> Html:
-    """Rows under their heads."""
+    """A table with column headings."""
     head = element("thead", element("tr", [element("th", head, scope="col") for head in heads]))
     return element("table.rows", head, element("tbody", rows))
 
 
 def ledger_section(ledger: Sequence[LedgerRow]) -> Html | None:
-    """Counts for each dataset, then the files; those not used come first, because one looks for them."""
+    """Counts of each dataset, then its files; unused files come first, since readers look for those."""
     if not ledger:
         return None
     ordered = sorted(ledger, key=lambda row: row.used)

@@ -1,7 +1,7 @@
-"""The previews of a run as a grid, with the pictures packed into the page.
+"""The previews of a run as a grid, with the pictures embedded in the page.
 
-A page must stay small enough to be mailed: rows, columns and bytes per picture are limited, and the first and the
-last step are always kept.
+The page should stay small enough to mail, so rows, columns and bytes per picture are limited. The first and the last
+step are always kept.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAIN_PROMPT = "validation"
 ROWS = 24
 CELLS = 96
 FEWEST_COLUMNS = 4
-# Bytes of all previews before base64 makes them a third larger.
+# Bytes of all previews; base64 adds a third.
 BUDGET = 6_000_000
 SIDES = (1024, 768, 512, 384, 256, 128)
 QUALITY = 82
 THUMBNAIL_SIDE = 320
-# What a calm photograph needs at that quality.
+# What a smooth photograph takes at that quality; larger sides need not be tried for a smaller allowance.
 FEWEST_BYTES_PER_PIXEL = 0.08
 MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
@@ -39,24 +39,20 @@ class Cell:
     """One preview in the page.
 
     Attributes:
-        source: a data URI; for a video too large to pack, its path relative to the page; empty when the file is gone.
+        source: a data URI; for a video too large to embed, its path relative to the page; empty if the file is gone.
     """
 
     record: MediaRecord
     source: str
 
-    @property
-    def is_video(self) -> bool:
-        return Path(self.record.path).suffix.lower() in VIDEO_MIME
-
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt over the steps; None where it was not rendered.
+    """One prompt over the steps; None at steps where it was not rendered.
 
     Attributes:
         plain: rendered with the trained weights.
-        averaged: with the EMA weights at the same steps; empty when there are none.
+        averaged: rendered with the EMA weights at the same steps; empty if there are none.
     """
 
     name: str
@@ -77,13 +73,12 @@ class PreviewGrid:
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """A picture or clip of the dataset, as it is trained.
+    """A picture or clip of the dataset, cropped as it is trained.
 
     Attributes:
-        source: a data URI.
+        source: the picture, or the first frame of a clip, as a data URI.
         captions: the alternatives.
-        is_clip: the source is its first frame.
-        edited_from: the source picture of a pair, as a data URI; empty when there is none.
+        edited_from: the source picture of a pair, as a data URI; empty if there is none.
     """
 
     name: str
@@ -93,12 +88,12 @@ class TrainingSample:
     edited_from: str = ""
 
 
-# Rows are told apart by prompt, index and size; plain and averaged weights share one.
+# A row is one prompt, index and size; previews of plain and averaged weights share it.
 _Key = tuple[str, int, int, int]
 
 
 def build_grid(records: Sequence[MediaRecord], output_dir: Path) -> PreviewGrid:
-    """Choose rows and columns and pack their pictures: `validation_prompt` first, the empty prompt last.
+    """Choose rows and columns and embed their pictures: `validation_prompt` first, the empty prompt last.
 
     Args:
         records: all previews of the run.
@@ -139,7 +134,7 @@ def thumbnail(picture: Image.Image) -> str:
 
 
 def choose_steps(steps: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` of the sorted steps: the first, the last and evenly spaced ones between."""
+    """At most `limit` of the sorted steps: the first, the last and evenly spaced ones in between."""
     if len(steps) <= limit:
         return list(steps)
     span = steps[-1] - steps[0]
@@ -148,7 +143,7 @@ def choose_steps(steps: Sequence[int], limit: int) -> list[int]:
 
 
 def _allowance(count: int) -> int:
-    """Bytes for one picture. It changes only when the number doubles, so that most pictures are packed once."""
+    """Bytes for one of `count` pictures, which changes only when `count` doubles: a change re-encodes all of them."""
     return BUDGET // (1 << max(0, count - 1).bit_length())
 
 
@@ -158,14 +153,14 @@ def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:
         modified = path.stat().st_mtime_ns
     except OSError:
         return ""
-    if path.suffix.lower() in VIDEO_MIME:
+    if record.is_video:
         return _pack_video(path, record.path, modified, allowance)
     return _pack_picture(path, modified, allowance)
 
 
 @lru_cache(maxsize=4 * CELLS)
 def _pack_picture(path: Path, modified: int, allowance: int) -> str:
-    """The file itself when it is small enough, else the largest smaller copy that is. `modified` is for the cache."""
+    """The file itself if it is small enough, else the largest reduced copy that is. `modified` is a cache key."""
     content = path.read_bytes()
     mime = MIME.get(path.suffix.lower())
     if mime and len(content) <= allowance:
@@ -185,7 +180,7 @@ def _pack_video(path: Path, relative: str, modified: int, allowance: int) -> str
 
 
 def _smaller_copy(picture: Image.Image, allowance: int) -> bytes:
-    """The picture at the first side length at which it fits. Sides at which pictures never fit are not tried."""
+    """The picture at the largest side length at which it fits; sides that certainly do not fit are skipped."""
     content = b""
     for side in [side for side in SIDES if side**2 * FEWEST_BYTES_PER_PIXEL <= allowance] or SIDES[-1:]:
         picture.thumbnail((side, side), reducing_gap=2.0)

@@ -1,19 +1,37 @@
-"""What a person sees while a run goes: phases with bars, then the training steps.
+"""What a person sees during a run: phases with bars, then the training steps.
 
-A display is a subscriber of the run's events: live (`terminal.py`) or plain lines (`plain.py`). It may be lost on the
-way, with a closed terminal or pipe, and the run goes on without it.
+A display subscribes to the run's events: plain lines, here, or a live display (`terminal.py`). If the terminal or pipe
+closes, the run continues without it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Protocol, TextIO
 
-from simpletuner.reporting.events import Event, EventStream
+from simpletuner.reporting.events import (
+    ENDED,
+    SHOWN,
+    Event,
+    EventStream,
+    PhaseAdvanced,
+    PhaseEnded,
+    PhaseStarted,
+    StateChanged,
+    StepDone,
+)
+from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, reached, size_text
+
+# A log should stay readable: about this many lines per run, and at least one in this many seconds.
+TRAINING_LINES = 30
+LONGEST_SILENCE = 60.0
+# A phase prints a line per tenth, and at least one in LONGEST_PAUSE, but never within SHORTEST_PAUSE. Seconds.
+SHORTEST_PAUSE = 2.0
+LONGEST_PAUSE = 15.0
 
 
 class Display(Protocol):
@@ -22,36 +40,34 @@ class Display(Protocol):
     def __call__(self, event: Event) -> None: ...
 
     def close(self) -> None:
-        """Leave the terminal in order. May be called more than once."""
+        """Restore the terminal. May be called more than once."""
 
 
 @contextmanager
 def shown_events(stream: TextIO | None = None) -> Iterator[EventStream]:
-    """A stream of events that a person sees; an exception leaves the terminal in order, too.
+    """A stream of events with a display, which restores the terminal at the end, also after an exception.
 
     Args:
-        stream: where to write; None is standard output.
+        stream: where to write; None means standard output.
     """
     with closing(make_display(stream)) as display:
         yield EventStream(display)
 
 
 def make_display(stream: TextIO | None = None) -> Display:
-    """The live display on a terminal, plain lines anywhere else."""
+    """The live display on a terminal, plain lines elsewhere."""
     stream = stream or sys.stdout
     lasting = LastingStream(stream)
     if stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-        # rich takes a tenth of a second to import, which `--dry-run | less` need not spend.
+        # Importing rich takes a tenth of a second, which `--dry-run | less` need not spend.
         from simpletuner.reporting.terminal import LiveDisplay
 
         return LiveDisplay(lasting)
-    from simpletuner.reporting.plain import PlainDisplay
-
     return PlainDisplay(lasting)
 
 
 class LastingStream:
-    """A text stream that goes silent when nobody can read it any more, where others raise."""
+    """A text stream that discards output once its reader is gone, where others raise."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -81,8 +97,106 @@ class LastingStream:
 
 
 def silence(stream: TextIO) -> None:
-    """Send what a dead stream still holds, and gets later, nowhere; Python would complain about it at exit."""
+    """Redirect a dead stream to /dev/null: flushing its buffer at exit would raise."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError):  # a stream of a test has no number
+    with suppress(OSError):  # a stream in memory has no file number
         os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+class PlainDisplay:
+    """Throttled lines on a stream.
+
+    Args:
+        stream: written and flushed line by line.
+        now: the clock; tests pass their own.
+    """
+
+    def __init__(self, stream: TextIO | LastingStream, now: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._now = now
+        self._pace: Pace | None = None
+        self._every = 1
+        self._printed_at = 0.0
+        self._phases: dict[PhaseStarted, _PhaseLines] = {}
+
+    def __call__(self, event: Event) -> None:
+        if self._pace is not None:
+            self._pace.note(event)
+        match event:
+            case PhaseStarted():
+                self._phases[event] = _PhaseLines(event, self._now())
+            case PhaseAdvanced():
+                self._say(self._phases[event.phase].due(event, self._now()))
+            case PhaseEnded():
+                del self._phases[event.phase]
+                self._say(f"{event.phase.title}: {ending(event)}")
+            case StepDone():
+                self._step(event)
+            case StateChanged():
+                self._change(event)
+            case _:
+                self._say(line_of(event))
+
+    def close(self) -> None:
+        if self._pace is not None:
+            self._say(self._pace.summary())
+            self._pace = None
+
+    def _change(self, event: StateChanged) -> None:
+        if event.state == "running":
+            self._pace = Pace.of(event)
+            self._every = max(1, -(-(event.total_steps - event.step) // TRAINING_LINES))
+            self._printed_at = self._now()
+            note = f", continuing after step {event.step}" if event.step else ""
+            self._say(f"Training: {event.total_steps} steps{note}")
+        elif event.state in ENDED:
+            self.close()
+        if event.state in SHOWN:
+            self._say(event.message)
+
+    def _step(self, event: StepDone) -> None:
+        if self._pace is None:
+            raise RuntimeError("the state `running` comes before the first step")
+        due = event.step % self._every == 0 or event.step in (self._pace.start_step + 1, self._pace.total_steps)
+        if due or self._now() - self._printed_at >= LONGEST_SILENCE:
+            self._printed_at = self._now()
+            self._say(step_line(self._pace, event))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+
+
+def step_line(pace: Pace, report: StepDone) -> str:
+    """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GiB  compute 99 %, …`"""
+    epochs = f"/{report.epochs}" if report.epochs else ""
+    parts = [
+        f"step {report.step}/{pace.total_steps}",
+        f"epoch {report.epoch}{epochs}",
+        f"loss {pace.loss:.4f}",
+        f"lr {report.learning_rate:.2e}",
+        pace_text(pace.seconds_per_step),
+        f"{clock(pace.remaining_seconds)} left",
+    ]
+    if report.memory_bytes is not None:
+        parts.append(size_text(report.memory_bytes))
+    parts.append(pace.speed)
+    return "  ".join(parts)
+
+
+class _PhaseLines:
+    """Decides when the progress of a phase is worth a line."""
+
+    def __init__(self, phase: PhaseStarted, now: float) -> None:
+        self._phase, self._printed_at, self._printed_tenth = phase, now, 0
+
+    def due(self, event: PhaseAdvanced, now: float) -> str:
+        """The line that is due now, or an empty one."""
+        total, pause = self._phase.total, now - self._printed_at
+        tenth = event.done * 10 // total if total else self._printed_tenth
+        if pause < SHORTEST_PAUSE or (tenth == self._printed_tenth and pause < LONGEST_PAUSE):
+            return ""
+        self._printed_at, self._printed_tenth = now, tenth
+        return f"{self._phase.title}: {reached(self._phase, event.done)}" + (f" ({event.note})" if event.note else "")

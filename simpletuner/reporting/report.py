@@ -1,7 +1,7 @@
-"""`training_report.html`: one file that shows a run to anyone, on any machine, offline.
+"""`training_report.html`: one file that shows a run on any machine, offline.
 
-It mirrors `training_metrics.jsonl`, `validation_media.jsonl` and the plan, and is rewritten as a whole whenever the
-run has something new to show. Its ledger lists every input file, as used or with the reason why not.
+It mirrors `training_metrics.jsonl`, `validation_media.jsonl` and the plan, and is rewritten as a whole whenever there
+is something new to show. Its ledger lists every input file as used, or with the reason why not.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class SettingRow:
     """One resolved option.
 
     Attributes:
-        section: heading of the reference page it stands under.
-        origin: what decided it (`default`, `family default`, a file, the command line).
-        changed: it differs from the global default.
+        section: its heading in the reference page.
+        origin: what set it (`default`, `family default`, a file, the command line).
+        changed: whether it differs from the global default.
     """
 
     key: str
@@ -45,11 +45,11 @@ class SettingRow:
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """What became of one input file, worded for people.
+    """How one input file is used, in words.
 
     Attributes:
         size: of the file's picture, such as `1200x800`.
-        bucket: size it is trained at.
+        bucket: the size at which it is trained.
         crop: what is cut off, such as `left 16, top 0`.
         reason: why it is not used, or a note.
     """
@@ -65,7 +65,7 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run made.
+    """What a finished run published.
 
     Attributes:
         path: relative to the output folder.
@@ -85,14 +85,14 @@ class ReportData:
     Attributes:
         title: name of the run.
         subtitle: what is trained, in a few words (`LoRA on kandinsky5-image t2i-lite-sft`).
-        step, total_steps: where the run is and where it will end.
+        step, total_steps: the last finished step, and the planned number of steps.
         output_dir: paths of previews are relative to it.
         metrics: rows of `training_metrics.jsonl`.
         previews: entries of `validation_media.jsonl`.
-        samples: some of what is trained.
+        samples: some of the training data.
         message: why a run stopped.
         notes: warnings of the plan.
-        result: None while the run is not finished.
+        result: None until the run is finished.
     """
 
     title: str
@@ -113,12 +113,12 @@ class ReportData:
 
 
 def write_report(path: Path, data: ReportData) -> None:
-    """Replace the report with one of this state.
+    """Replace the report.
 
     Raises:
         DiskFullError: there was no space; the old report is kept.
     """
-    # The page needs Pillow and the files beside it, which those who only fill in `ReportData` do not.
+    # Imported late: the page needs Pillow, and code that only builds `ReportData` does not.
     from simpletuner.reporting.page import render_page
 
     write_atomically(path, render_page(data), durable=False)

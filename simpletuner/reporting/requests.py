@@ -1,6 +1,6 @@
-"""What may be asked of a run under way: by a signal, or by a file in `output_dir/requests/`. Free of torch.
+"""Requests to a running session, by a signal or by a file in `output_dir/requests/`. Free of torch.
 
-touch output/requests/stop       end after the step under way, as Ctrl-C does
+touch output/requests/stop       end after the current step, as Ctrl-C does
 touch output/requests/save       a checkpoint now
 touch output/requests/preview    previews now
 """
@@ -21,16 +21,16 @@ from simpletuner.reporting.events import EventStream, StateChanged
 FOLDER = "requests"
 Request = Literal["stop", "save", "preview"]
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
-STOPPING = "Stopping after this step. Ctrl-C again stops at once, and what was done since the last checkpoint is lost."
+STOPPING = "Stopping after this step. Ctrl-C again stops at once and loses everything since the last checkpoint."
 
 
 def take_requests(output_dir: Path) -> list[Request]:
-    """The requests that were left since the last call; their files are removed. Other files stay."""
+    """The requests since the last call; their files are removed. Other files stay."""
     found = []
     for name in get_args(Request):
         try:
             (output_dir / FOLDER / name).unlink()
-        except OSError:  # not there, which is the rule
+        except OSError:  # usually there is none
             continue
         found.append(cast(Request, name))
     return found
@@ -38,7 +38,7 @@ def take_requests(output_dir: Path) -> list[Request]:
 
 @contextmanager
 def signals_as_interrupt() -> Iterator[None]:
-    """SIGTERM is answered as Ctrl-C is, and a terminal that closes does not end the process."""
+    """Treat SIGTERM like Ctrl-C, and survive a closed terminal (SIGHUP)."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -52,10 +52,10 @@ def signals_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def stop_on_interrupt(events: EventStream, stopping: Callable[[], StateChanged]) -> Iterator[None]:
-    """Turn the first Ctrl-C (or SIGTERM) into a request to stop after the step; the second one interrupts at once.
+    """Turn the first Ctrl-C (or SIGTERM) into a request to stop after the step; a second one interrupts at once.
 
     Args:
-        stopping: the event that says so.
+        stopping: makes the event that announces the stop.
     """
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -63,7 +63,7 @@ def stop_on_interrupt(events: EventStream, stopping: Callable[[], StateChanged])
         events.stop.requested = True
         for each, handler in previous.items():
             signal.signal(each, handler)
-        # In a thread, because the signal may have come in the middle of a write of this one.
+        # In another thread: the signal may have interrupted this one in the middle of a write.
         threading.Thread(target=events.publish, args=(stopping(),), daemon=True).start()
 
     with _handling(dict.fromkeys(previous, ask)):

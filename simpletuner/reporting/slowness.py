@@ -1,6 +1,6 @@
-"""Notices when steps become slower than they were, and says what the likely reason is.
+"""Notices when steps become slower, and names the likely reason.
 
-Only steps of one bucket shape are compared with each other, since a larger bucket is slower by design.
+Only steps of the same bucket shape are compared, since a larger bucket is slower by design.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from statistics import median
 
 from simpletuner.reporting.pace import COMPUTE, DATA, WEIGHTS, pace_text
 
+# Factors of the usual pace. The lower limit ends an episode, so that a pace around the upper one is reported once.
 SLOWER = 1.5
-# An episode is over when its steps are nearly as fast again; a pace around the limit must not be told twice.
 RECOVERED = 1.2
-RECENT = 5
-# So many steps of a shape tell what is usual for it.
-ENOUGH = 20
-# A pause between two steps of this many seconds, and this many steps, was a checkpoint, previews or an evaluation.
+RECENT = 5  # steps whose median is compared; one slow step alone is no slowdown
+ENOUGH = 20  # steps of a shape before its usual pace is known
+# A gap between two steps of at least this many seconds and this many steps was a checkpoint, previews or an evaluation.
 LEAST_PAUSE, PAUSE = 0.1, 0.5
-AFTER_A_PAUSE = 2
+AFTER_A_PAUSE = 2  # steps that are ignored after it
 
 REASONS = {
     COMPUTE: "computing takes longer, so another program may use the device, or heat or power slow its clock",
@@ -32,8 +31,8 @@ REASONS = {
 
 
 @dataclass
-class _Course:
-    """Steps of one shape: all of them in order of size, and the latest ones in order of time."""
+class _ShapeHistory:
+    """Steps of one shape: all durations sorted, for medians, and the latest ones in order of time."""
 
     seconds: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {COMPUTE: [], WEIGHTS: [], DATA: []})
@@ -46,54 +45,55 @@ class _Course:
         self.recent.append(parts)
 
     def slowdown(self) -> float:
-        """The median of the recent steps in units of the median of all; 1 as long as too few are known."""
-        usual = middle(self.seconds)
+        """The median of the recent steps relative to the median of all; 1 until enough are known."""
+        usual = sorted_median(self.seconds)
         if len(self.seconds) < ENOUGH or not usual:
             return 1.0
         return median(sum(parts.values()) for parts in self.recent) / usual
 
     def growth(self) -> dict[str, float]:
         """By how many seconds each part of a step grew."""
-        return {name: median(p[name] for p in self.recent) - middle(values) for name, values in self.parts.items()}
+        return {
+            name: median(p[name] for p in self.recent) - sorted_median(values) for name, values in self.parts.items()
+        }
 
 
 class SlowSteps:
     """Watches the duration of the steps.
 
     Args:
-        now: the clock, read once after each step; tests bring their own.
+        now: the clock, read once after each step; tests pass their own.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._courses: dict[Hashable, _Course] = {}
+        self._histories: dict[Hashable, _ShapeHistory] = {}
         self._slow: set[Hashable] = set()
         self._ended: float | None = None
         self._skip = 0
 
     def add(self, shape: Hashable, seconds: float, data_seconds: float, weights_seconds: float | None) -> str | None:
-        """Take in one step; returns the notice when an episode of slow steps begins.
+        """Add a step; returns a notice when an episode of slow steps begins.
 
         Args:
             shape: of the step's latents.
         """
         if self._follows_a_pause(seconds):
             return None
-        course = self._courses.setdefault(shape, _Course())
+        history = self._histories.setdefault(shape, _ShapeHistory())
         waits = {WEIGHTS: weights_seconds or 0.0, DATA: data_seconds}
-        course.add({COMPUTE: max(0.0, seconds - sum(waits.values())), **waits})
-        slowdown = course.slowdown()
+        history.add({COMPUTE: max(0.0, seconds - sum(waits.values())), **waits})
+        slowdown = history.slowdown()
         if slowdown < RECOVERED:
             self._slow.discard(shape)
         if slowdown < SLOWER:
             return None
         begins = not self._slow
         self._slow.add(shape)
-        return self._notice(course) if begins else None
+        return self._notice(history) if begins else None
 
     def _follows_a_pause(self, seconds: float) -> bool:
-        """Whether something ran beside the steps just now: what it left behind (a cold allocator, weights that were
-        moved) slows a step or two without meaning anything."""
+        """Whether other work ran just before; its after-effects (cold allocator, moved weights) slow a step or two."""
         ended, self._ended = self._ended, self._now()
         if ended is not None and self._ended - ended - seconds > max(LEAST_PAUSE, PAUSE * seconds):
             self._skip = AFTER_A_PAUSE
@@ -101,9 +101,9 @@ class SlowSteps:
         self._skip = max(0, self._skip - 1)
         return skipped
 
-    def _notice(self, course: _Course) -> str:
-        recent, usual = median(sum(parts.values()) for parts in course.recent), middle(course.seconds)
-        growth = course.growth()
+    def _notice(self, history: _ShapeHistory) -> str:
+        recent, usual = median(sum(parts.values()) for parts in history.recent), sorted_median(history.seconds)
+        growth = history.growth()
         reason = REASONS[max(growth, key=lambda name: growth[name])]
         return (
             f"Steps became slower: the last {RECENT} of this shape took {pace_text(recent)}, "
@@ -111,6 +111,6 @@ class SlowSteps:
         )
 
 
-def middle(ordered: Sequence[float]) -> float:
-    """The upper median of values in order."""
+def sorted_median(ordered: Sequence[float]) -> float:
+    """The upper median of sorted values, without sorting them again as `statistics` would."""
     return ordered[len(ordered) // 2] if ordered else 0.0

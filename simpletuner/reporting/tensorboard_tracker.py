@@ -13,8 +13,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from simpletuner.reporting.metrics import MediaRecord
 
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-
 
 class TensorboardTracker:
     """One folder of event files.
@@ -22,7 +20,7 @@ class TensorboardTracker:
     Args:
         folder: event files go here; each session adds one.
         output_dir: paths of previews are relative to it.
-        start_step: what an earlier session wrote after this step is hidden.
+        start_step: hides what an earlier session wrote after this step.
     """
 
     name = "tensorboard"
@@ -48,7 +46,7 @@ class TensorboardTracker:
             tag = f"validation/{record.short_name}/{record.index}{'/ema' if record.ema else ''}"
             path = self._output_dir / record.path
             self._writer.add_text(f"{tag}/prompt", record.prompt, step)
-            if path.suffix.lower() in PICTURE_SUFFIXES:
+            if not record.is_video:  # tensorboard shows no mp4
                 with Image.open(path) as picture:
                     self._writer.add_image(tag, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
         self._writer.flush()

@@ -43,9 +43,9 @@ SPARK_WIDTH = 32
 
 
 class LiveDisplay:
-    """Bars for the phases under way and a panel for training; everything else scrolls by above them.
+    """Bars for running phases and a panel for training; everything else scrolls above them.
 
-    The display redirects `sys.stdout` and `sys.stderr`, so log lines and prints of libraries land above it too.
+    The display redirects `sys.stdout` and `sys.stderr`, so log lines and prints of libraries appear above it too.
     """
 
     def __init__(self, stream: LastingStream) -> None:
@@ -104,7 +104,7 @@ class LiveDisplay:
             self._print(Text(event.message))
 
     def _show(self) -> None:
-        """Start the display with the first thing worth showing; until then the terminal is left alone."""
+        """Start the display, unless it runs; the terminal is left alone until there is something to show."""
         if self._live is not None:
             return
         self._live = Live(
@@ -112,7 +112,7 @@ class LiveDisplay:
             console=self._console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
-            # Errors that were sent to a file stay there; only what would tear the display apart is redirected.
+            # Only output to the terminal would damage the display; a redirected stream stays as it is.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
@@ -130,7 +130,7 @@ class LiveDisplay:
 
 
 def training_panel(pace: Pace) -> Panel:
-    """Bar, numbers and the course of the smoothed loss."""
+    """Progress bar, key figures and a sparkline of the smoothed loss."""
     done = pace.step
     bar = Table.grid(padding=(0, 2), expand=True)
     bar.add_column(ratio=1)
@@ -147,7 +147,7 @@ def training_panel(pace: Pace) -> Panel:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The course of the values in one line of blocks, each the mean of an equal share of them."""
+    """The values as one line of block characters, each the mean of an equal number of them."""
     if not values:
         return ""
     width = min(width, len(values))

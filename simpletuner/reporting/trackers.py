@@ -1,10 +1,10 @@
-"""Mirrors of the run record in places where people compare runs: wandb and tensorboard.
+"""Mirrors of the run record in wandb and tensorboard, where people compare runs.
 
-A tracker never decides over a run: one that fails is named once in the log and left out from then on. The local
-files (`simpletuner` in `report_to`) are no tracker: they are always written.
+A tracker never ends a run: one that fails is logged once and not called again. The local files (`simpletuner` in
+`report_to`) are not a tracker; they are always written.
 
-wandb asks for a key at a prompt when it finds none, and a run on a rented machine must never wait there: whether it
-would work is found out first, without importing it.
+Without a key wandb prompts for one, and an unattended run would wait there for ever. So the login is checked first,
+without importing wandb.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
 
 
 def has_wandb_login() -> bool:
-    """A key is stored, or the chosen mode (`WANDB_MODE=offline`, `wandb offline`) needs none."""
+    """Whether a key is stored, or the chosen mode (`WANDB_MODE=offline`, `wandb offline`) needs none."""
     settings = _settings_files()
     if wandb_mode() in MODES_WITHOUT_LOGIN:
         return True
@@ -41,14 +41,14 @@ def has_wandb_login() -> bool:
 
 
 def wandb_mode() -> str:
-    """`online`, `offline` or `disabled`, as the environment or a settings file says."""
+    """`online`, `offline` or `disabled`, from the environment or a settings file."""
     if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
         return "disabled"
     return os.environ.get("WANDB_MODE") or _settings_files().get("mode") or "online"
 
 
 def _settings_files() -> dict[str, str]:
-    """The system's settings with those of the working directory laid over them."""
+    """The user's settings, overridden by those of the working directory."""
     home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     local = Path(os.environ.get("WANDB_DIR") or ".")
     parser = configparser.ConfigParser(interpolation=None)
@@ -89,23 +89,23 @@ class Tracker(Protocol):
     name: str
 
     def start(self, run_config: Mapping[str, Any]) -> None:
-        """Open the run; settings under telling names are hidden before they come here."""
+        """Open the run; secrets in the settings have been redacted."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Metrics of a step; may be called several times for one step."""
 
     def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
-        """Which timesteps the samples of this step were trained at."""
+        """The timesteps at which the samples of this step were trained."""
 
     def log_media(self, media: Sequence[MediaRecord], step: int) -> None:
-        """Previews, as files that exist already."""
+        """Previews; their files exist."""
 
     def finish(self, exit_code: int = 0) -> None:
-        """Send what is left and close the run."""
+        """Send the rest and close the run."""
 
 
 def check_trackers(report_to: str) -> list[Problem]:
-    """What is wrong with a value of `report_to`; a missing package or login is only a warning."""
+    """Problems of a value of `report_to`; a missing package or login is only a warning."""
     names = _split(report_to)
     problems = [_unusable(name) for name in names if name in NOT_AVAILABLE_YET or name not in KNOWN]
     if "none" in names and len(set(names)) > 1:
@@ -119,12 +119,12 @@ def check_trackers(report_to: str) -> list[Problem]:
 def build_trackers(
     config: TrackingConfig, output_dir: Path, logging_dir: Path, start_step: int = 0
 ) -> list[GuardedTracker]:
-    """The trackers that `report_to` names and that can work here, not started yet.
+    """The trackers that `report_to` names and that can work here, not yet started.
 
     Args:
         config: `report_to` has passed `check_trackers`.
         output_dir: paths of previews are relative to it; the wandb run id is kept there.
-        logging_dir: where trackers put files of their own.
+        logging_dir: where trackers put their own files.
         start_step: a resumed run continues after this step, under the same wandb run.
     """
     names = _split(config.report_to)
@@ -144,17 +144,18 @@ def build_trackers(
 
 
 class GuardedTracker:
-    """Keeps the failures of a tracker away from training.
+    """Passes events to a tracker, and keeps the tracker's failures away from training.
 
     Args:
         name: for the log.
-        build: makes the real tracker; importing its package may fail as well.
+        build: makes the tracker; importing its package may fail too.
     """
 
     def __init__(self, name: str, build: Callable[[], Tracker]) -> None:
         self.name = name
         self._build = build
         self._tracker: Tracker | None = None
+        self._round: list[MediaRecord] = []  # previews of one round are sent together
 
     def start(self, run_config: Mapping[str, Any]) -> None:
         def build_and_start() -> None:
@@ -164,22 +165,25 @@ class GuardedTracker:
 
         self._guard(build_and_start)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def __call__(self, event: Event) -> None:
         if tracker := self._tracker:
-            self._guard(lambda: tracker.log(metrics, step))
+            self._guard(lambda: self._tell(tracker, event))
 
-    def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
-        if tracker := self._tracker:
-            self._guard(lambda: tracker.log_timesteps(timesteps, step))
-
-    def log_media(self, media: Sequence[MediaRecord], step: int) -> None:
-        if tracker := self._tracker:
-            self._guard(lambda: tracker.log_media(media, step))
-
-    def finish(self, exit_code: int = 0) -> None:
-        if tracker := self._tracker:
-            self._guard(lambda: tracker.finish(exit_code))
-            self._tracker = None
+    def _tell(self, tracker: Tracker, event: Event) -> None:
+        match event:
+            case StepDone():
+                tracker.log(event.metrics, event.step)
+                tracker.log_timesteps(event.timesteps, event.step)
+            case Evaluated():
+                tracker.log(event.losses, event.step)
+            case MediaRendered():
+                self._round.append(event.media)
+            case PhaseEnded() if self._round:
+                media, self._round = self._round, []
+                tracker.log_media(media, media[0].step)
+            case StateChanged() if event.state in ENDED:
+                tracker.finish(0 if event.state == "finished" else 1)
+                self._tracker = None
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:
@@ -189,29 +193,6 @@ class GuardedTracker:
             self._tracker = None
             logger.warning("%s stopped working; training goes on without it. %s", self.name, redact(_brief(error)))
             logger.debug("%s failed", self.name, exc_info=True)
-
-
-class TrackerFeed:
-    """Tells a tracker about the events of a run. Previews of one round reach it together."""
-
-    def __init__(self, tracker: GuardedTracker) -> None:
-        self._tracker = tracker
-        self._round: list[MediaRecord] = []
-
-    def __call__(self, event: Event) -> None:
-        match event:
-            case StepDone():
-                self._tracker.log(event.metrics, event.step)
-                self._tracker.log_timesteps(event.timesteps, event.step)
-            case Evaluated():
-                self._tracker.log(event.losses, event.step)
-            case MediaRendered():
-                self._round.append(event.media)
-            case PhaseEnded() if self._round:
-                self._tracker.log_media(self._round, self._round[0].step)
-                self._round = []
-            case StateChanged() if event.state in ENDED:
-                self._tracker.finish(0 if event.state == "finished" else 1)
 
 
 def _split(report_to: str) -> list[str]:
@@ -225,7 +206,7 @@ def _unusable(name: str) -> Problem:
 
 
 def _missing(name: str) -> str | None:
-    """Why a known tracker cannot work here, or None."""
+    """Why a known tracker cannot work here; None if it can."""
     package, install = PACKAGES[name]
     if find_spec(package) is None:
         return f"{name} is not installed ({install}); training goes on without it."
@@ -235,7 +216,7 @@ def _missing(name: str) -> str | None:
 
 
 def _wandb(config: TrackingConfig, output_dir: Path, logging_dir: Path, start_step: int) -> Tracker:
-    # Trackers take a second to import, which only those who use them should wait.
+    # Importing a tracker takes a second, which only its users should wait for.
     from simpletuner.reporting.wandb_tracker import WandbTracker
 
     return WandbTracker(

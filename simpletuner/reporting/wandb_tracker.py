@@ -16,11 +16,10 @@ from simpletuner.reporting.trackers import wandb_mode
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "wandb_run.json"
-VIDEO_SUFFIXES = (".mp4", ".webm")
-# The scatter plot is sent anew each time, with all of its points.
+# Every update of the scatter plot sends all of its points again, so it is updated rarely and the points are limited.
 TIMESTEPS_EVERY = 100
 TIMESTEPS_KEPT = 5000
-# Seconds that a server which does not answer may hold up the start.
+# Seconds that an unreachable server may delay the start.
 INIT_TIMEOUT = 30.0
 
 
@@ -30,7 +29,7 @@ class WandbTracker:
     Args:
         project, name: of the run.
         output_dir: paths of previews are relative to it; the run id is kept there.
-        logging_dir: wandb makes its folder `wandb/` there.
+        logging_dir: wandb creates its folder `wandb/` there.
         start_step: 0 begins a new run.
     """
 
@@ -56,7 +55,7 @@ class WandbTracker:
             dir=str(self._logging_dir),
             config=dict(run_config),
             allow_val_change=True,
-            # The console may show anything and the command line may hold a webhook's address: neither is sent.
+            # The console may show anything and the command line may contain a webhook's address: send neither.
             settings=wandb.Settings(
                 console="off",
                 quiet=True,
@@ -66,7 +65,7 @@ class WandbTracker:
                 init_timeout=INIT_TIMEOUT,
             ),
         )
-        # Steps after the checkpoint were sent before the run was killed, with the same numbers.
+        # Steps after the checkpoint were already sent before the interruption; the repeated steps have equal values.
         self._first_step = self._run.starting_step
         self._output_dir.mkdir(parents=True, exist_ok=True)
         (self._output_dir / RUN_FILE).write_text(json.dumps({"id": self._run.id}), encoding="utf-8")
@@ -85,8 +84,8 @@ class WandbTracker:
         groups: dict[str, list[Any]] = {}
         for record in media:
             path = str(self._output_dir / record.path)
-            is_video = path.endswith(VIDEO_SUFFIXES)
-            item = wandb.Video(path, caption=record.prompt) if is_video else wandb.Image(path, caption=record.prompt)
+            kind = wandb.Video if record.is_video else wandb.Image
+            item = kind(path, caption=record.prompt)
             groups.setdefault(f"validation/{record.short_name}{'/ema' if record.ema else ''}", []).append(item)
         if groups and step >= self._first_step:
             self._run.log(groups, step=step)
@@ -106,7 +105,7 @@ class WandbTracker:
         self._run.log({"timesteps_scatter": chart}, step=step)
 
     def _previous_id(self) -> str | None:
-        """Id of the run to continue; None for a fresh one, or when the file is gone or garbled."""
+        """Id of the run to continue; None for a fresh run, or if the file is missing or damaged."""
         if self._start_step == 0:
             return None
         try:

@@ -45,7 +45,7 @@ from simpletuner.reporting.metrics import (
 from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
 from simpletuner.reporting.report import REPORT_FILE, LedgerRow, ReportData, Result, State, settings_of, write_report
-from simpletuner.reporting.trackers import TrackerFeed, build_trackers
+from simpletuner.reporting.trackers import build_trackers
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, result_step
 
 logger = logging.getLogger(__name__)
@@ -257,6 +257,6 @@ def keep_records(plan: Plan, events: EventStream, step: int) -> RunRecord:
     events.subscribe(record)
     for tracker in trackers:
         tracker.start(config.flat())
-        events.subscribe(TrackerFeed(tracker))
+        events.subscribe(tracker)
     events.subscribe(RunReport(plan))
     return record

@@ -172,7 +172,7 @@ def test_a_text_encoder_that_overflows_fills_no_cache(
 
     monkeypatch.setattr(Kandinsky5TextEncoder, "encode", broken)
     assert workspace.run("cache", "fill") == 2
-    assert "The text encoder gave values that are not finite for pictures/p" in capsys.readouterr().err
+    assert "The text encoder's output is not finite for pictures/p" in capsys.readouterr().err
     assert not list(workspace.path("output/cache/text").rglob("*.zst"))
     assert not list(workspace.path("cache/text").rglob("*.zst"))
 

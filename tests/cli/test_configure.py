@@ -47,7 +47,7 @@ class Person:
     def _key(self, prompt: str) -> str:
         for words, name in (
             ("Start from it", "start"),
-            ("Go on with the answers", "kept"),
+            ("Continue with the answers", "kept"),
             ("Leave it out", "mend"),
             ("Keep it?", "doubt"),
             (LAST, "file"),
@@ -217,7 +217,7 @@ def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
         ("validation_guidance", "0.5", "4", "must be ≥ 1"),
         ("output_dir", "config.env/x", "out", "is a file"),
         ("data_backend_config", "config/config.json", "config/data.json", "choose another"),
-        ("validation_resolution", "1000x1000", "1008x1008", "near it are 992x992 and 1008x1008"),
+        ("validation_resolution", "1000x1000", "1008x1008", "the nearest are 992x992 and 1008x1008"),
         ("validation_resolution", "big", "512x512", "is not a size"),
         ("validation_resolution", "64", "512x512", "smaller than 128"),
         ("report_to", "wand", "none", "Did you mean 'wandb'?"),
@@ -244,7 +244,7 @@ def test_after_a_bad_size_enter_takes_a_good_one(configure: Configure) -> None:
 def test_a_length_off_the_rule_offers_both_neighbours(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     _, person = configure(model_family="kandinsky5-video", validation_num_video_frames=["48", "-4", "45"])
     assert person.asked.count("validation_num_video_frames") == 3
-    assert "48 does not fit the model; near it are 45 and 49." in capsys.readouterr().out
+    assert "48 does not fit the model; the nearest are 45 and 49." in capsys.readouterr().out
     assert written()["validation_num_video_frames"] == 45
     Path("config/config.json").unlink()
     configure(model_family="kandinsky5-video", validation_num_video_frames="62")

@@ -44,7 +44,10 @@ def test_the_snippet_runs(
 
 
 def test_the_snippet_of_a_run_draws_its_last_preview(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To one of 255 levels, with a shift that is not the checkpoint's own."""
+    """To one of 255 levels, with a shift that is not the checkpoint's own.
+
+    The run encodes the template once for all captions (`prompt_start`), the pipeline with each: rounding differs.
+    """
     settings = ["validation_disable=false", "flow_schedule_shift=2", "max_train_steps=1", "validation_seed=3"]
     assert workspace.train(*settings) == 0
     report = workspace.path("output/training_report.html").read_text()

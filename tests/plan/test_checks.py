@@ -55,7 +55,7 @@ def test_a_switch_that_is_not_built_is_refused_when_it_is_on(option: Any) -> Non
 def test_a_detail_of_what_is_not_built_is_noted(option: Any) -> None:
     errors, warnings = problems(**{option.name: other_value(option)})
     assert errors == []
-    assert warnings == [f"{option.name}: changes nothing yet: what it belongs to is not available."]
+    assert warnings == [f"{option.name}: has no effect yet: the feature it belongs to is not available."]
     assert problems(**{option.name: option.default}) == ([], [])
 
 

@@ -42,7 +42,7 @@ def test_what_is_fine(settings: dict[str, Any]) -> None:
     ("settings", "names"),
     [
         ({"enable_model_cpu_offload": True}, ["enable_model_cpu_offload", "moves them all"]),
-        ({"fsdp_enable": True}, ["fsdp_enable", "cuts the weights"]),
+        ({"fsdp_enable": True}, ["fsdp_enable", "shards the weights"]),
         ({"model_type": "full"}, ["model_type full", "only frozen weights can stream"]),
     ],
 )

@@ -84,7 +84,7 @@ def test_an_absent_package_is_told_last(
         ),
         (
             {"lora_init_type": "loftq"},
-            "lora_init_type: 'loftq' is not supported: it replaces the base by a quantised one; use default.",
+            "lora_init_type: 'loftq' is not supported: it replaces the base with a quantised one; use default.",
         ),
         ({"fsdp_enable": True}, "fsdp_enable: and base_model_precision 'int8' exclude each other."),
     ],

@@ -115,7 +115,7 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
     with Path("/dev/full").open("ab", buffering=0) as full:
         lines._file = full
         with pytest.raises(DiskFullError):
-            lines.append(1, {})
+            lines.write(1, {})
 
 
 def test_media_keep_their_fields_and_the_last_of_a_path_wins(tmp_path: Path) -> None:

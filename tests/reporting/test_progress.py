@@ -26,8 +26,7 @@ from simpletuner.reporting.events import (
 )
 from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.pace import Pace, RunningMean, clock, pace_text, size_text
-from simpletuner.reporting.plain import PlainDisplay
-from simpletuner.reporting.progress import make_display, shown_events
+from simpletuner.reporting.progress import PlainDisplay, make_display, shown_events
 from simpletuner.reporting.terminal import LiveDisplay, sparkline
 
 

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from simpletuner.config.schema import TrackingConfig
+from simpletuner.reporting.events import MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepDone
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.trackers import GuardedTracker, build_trackers, check_trackers, has_wandb_login
 
@@ -76,6 +77,19 @@ def test_where_a_wandb_login_may_come_from(tmp_path: Path, monkeypatch: pytest.M
     assert has_wandb_login()
 
 
+def step_done(step: int) -> StepDone:
+    return StepDone(step, 1, {"train_loss": 1 / step}, 0.1, timesteps=[10.0, 500.0])
+
+
+def tell(tracker: GuardedTracker, output: Path, first: int, last: int) -> None:
+    """Steps with a preview after the last of them, and the end."""
+    for step in range(first, last + 1):
+        tracker(step_done(step))
+    tracker(MediaRendered(preview(output, last)))
+    tracker(PhaseEnded(PhaseStarted("previews"), 1, 0.1, complete=True))
+    tracker(StateChanged("finished", last, last))
+
+
 def test_wandb_offline_for_real(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,11 +99,7 @@ def test_wandb_offline_for_real(
     for start in (0, 2):
         [tracker] = build_trackers(TrackingConfig(report_to="wandb"), output, logs, start)
         tracker.start(settings)
-        for step in (start + 1, start + 2):
-            tracker.log({"train_loss": 1 / step}, step)
-            tracker.log_timesteps([10.0, 500.0], step)
-        tracker.log_media([preview(output, start + 2)], start + 2)
-        tracker.finish()
+        tell(tracker, output, start + 1, start + 2)
     assert "stopped working" not in caplog.text
     run_id = json.loads((output / "wandb_run.json").read_text())["id"]
     files = sorted((logs / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
@@ -110,11 +120,7 @@ def test_tensorboard_event_file(tmp_path: Path) -> None:
     for start, last in ((0, 5), (3, 6)):
         [tracker] = build_trackers(config, tmp_path, tmp_path / "logs", start)
         tracker.start({"learning_rate": 1e-4})
-        for step in range(start + 1, last + 1):
-            tracker.log({"train_loss": 1 / step}, step)
-            tracker.log_timesteps([1.0, 2.0], step)
-        tracker.log_media([preview(tmp_path, last)], last)
-        tracker.finish()
+        tell(tracker, tmp_path, start + 1, last)
     events = EventAccumulator(str(tmp_path / "logs" / "p" / "r"))
     events.Reload()
     assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3, 4, 5, 6]
@@ -150,8 +156,8 @@ def test_a_failing_tracker_is_named_once_and_left_out(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, logger="simpletuner"):
         tracker.start({"hub_token": "abc"})
         for step in (1, 2, 3):
-            tracker.log({"train_loss": 1.0}, step)
-        tracker.finish()
+            tracker(step_done(step))
+        tracker(StateChanged("finished", 3, 3))
     assert broken.calls == [1]
     assert broken.config == {"hub_token": "[hidden]"}
     assert len(caplog.records) == 1
@@ -165,7 +171,7 @@ def test_a_tracker_that_cannot_be_built_is_left_out(caplog: pytest.LogCaptureFix
 
     tracker = GuardedTracker("broken", build)
     tracker.start({})
-    tracker.log({}, 1)
+    tracker(step_done(1))
     assert "broken installation" in caplog.text
 
 

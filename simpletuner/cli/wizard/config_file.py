@@ -20,7 +20,7 @@ from simpletuner.plan.draft import Draft
 
 
 def check_target(file: Path) -> None:
-    """Find out before the first question whether the file can be written.
+    """Check before the first question that the file can be written.
 
     Raises:
         UserError: it cannot be written.
@@ -35,7 +35,7 @@ def check_target(file: Path) -> None:
 
 
 def load_values(file: Path, problems: list[Problem]) -> dict[str, Any]:
-    """Keys by their proper names, with the values as they were written.
+    """Values as they are written in the file, by the canonical names of their keys.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -64,7 +64,7 @@ def unusable_keys(draft: Draft) -> dict[str, str]:
 
 
 def render_config(values: Mapping[str, Any]) -> str:
-    """JSON in the order of the schema, with an empty line between its groups; unknown keys stand at the end."""
+    """JSON in the order of the schema, with an empty line between groups; unknown keys come last."""
     known = [[name for name in group.model_fields if name in values] for group in GROUPS.values()]
     others = [name for name in values if name not in option_names()]
     blocks = [",\n".join(_entry(name, values[name]) for name in names) for names in (*known, others) if names]
@@ -73,7 +73,7 @@ def render_config(values: Mapping[str, Any]) -> str:
 
 def save(file: Path, text: str) -> None:
     """Write the file atomically; the previous one is kept as `.bak`."""
-    target = file.resolve()  # behind a link, the file and not the link is replaced
+    target = file.resolve()  # a link is kept, and the file it points to is replaced
     if target.is_file():
         write_atomically(backup_of(target), target.read_bytes())
     write_atomically(target, text)
@@ -132,7 +132,7 @@ def show_datasets(spec: FamilySpec, task: Task, indent: int) -> str:
 
 
 def train_command(file: Path) -> str:
-    """What to type so that this config is used."""
+    """The shortest command that uses this config."""
     if file == Path("config.json") or (file == Path("config/config.json") and not Path("config.json").exists()):
         return "simpletuner train"
     folder = file.parent

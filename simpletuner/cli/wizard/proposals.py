@@ -7,13 +7,14 @@ from collections.abc import Mapping
 
 from huggingface_hub import get_token
 
+from simpletuner.cli.examples import TASKS
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES
 from simpletuner.models.spec import Flavour
 from simpletuner.plan.draft import Draft
 from simpletuner.reporting.trackers import KNOWN, check_trackers
 
-# Not the schema's default, which is one epoch.
+# The schema's default, one epoch, is too short for most datasets.
 STEPS = 1000
 
 
@@ -21,8 +22,7 @@ def first_flavour(draft: Draft) -> str:
     return draft.spec.flavours[0].name
 
 
-TASKS = {"t2i": "text to picture", "i2i": "edits pictures", "t2v": "text to clip", "i2v": "picture to clip"}
-# What the parts of a flavour's name say.
+# What the parts of a flavour's name mean.
 NAME_PARTS = {
     "sft": "for styles, characters, motions",
     "pretrain": "for entirely new concepts, on large datasets",
@@ -36,7 +36,7 @@ NAME_PARTS = {
 
 
 def flavours(draft: Draft) -> Mapping[str, str]:
-    """The family's flavours: what each is for, and what a user must bring."""
+    """The family's flavours: what each is for, and what the user must provide."""
     return {each.name: _about(each) for each in draft.spec.flavours}
 
 
@@ -52,7 +52,7 @@ def rank(draft: Draft) -> float:
 
 
 def run_length(draft: Draft) -> int:
-    """Steps to propose: none when the file counts epochs."""
+    """Steps to propose; none if the file counts epochs."""
     return 0 if draft.values.get("num_train_epochs") else STEPS
 
 
@@ -69,7 +69,7 @@ def proposed_dataset_file(draft: Draft) -> str:
 
 
 def prompt_library(draft: Draft) -> str | None:
-    """The file of the usual name beside the config, if it is there."""
+    """The file of the usual name next to the config, if it exists."""
     path = draft.file.parent / "user_prompt_library.json"
     return path.as_posix() if path.is_file() else None
 
@@ -87,7 +87,7 @@ def hub_login(draft: Draft) -> bool:
 
 
 def nearest_sizes(value: str, draft: Draft) -> list[str]:
-    """The next smaller and larger sizes that the model can make; empty when the value is fine or no size at all."""
+    """The next smaller and larger sizes that the model can render; empty if the value is fine or not a size."""
     multiple = draft.spec.size_multiple
     parts = [part.strip().lower() for part in value.split(",") if part.strip()]
     if not all(re.fullmatch(r"\d{1,6}(x\d{1,6})?", part) for part in parts):
@@ -98,14 +98,14 @@ def nearest_sizes(value: str, draft: Draft) -> list[str]:
     return [_sizes(sides, multiple, up=False), _sizes(sides, multiple, up=True)]
 
 
-LONGEST_CLIP = 10_000  # frames; more is a slip of the keyboard
+LONGEST_CLIP = 10_000  # frames; more is certainly a typing error
 SEARCHED = 6  # lengths that are tried in each direction
 
 
 def nearest_lengths(value: str, draft: Draft) -> list[str]:
-    """The next shorter and longer clips that the flavour can make; empty when the value is fine or no number.
+    """The next shorter and longer lengths that the flavour can render; empty if the value is fine or not a number.
 
-    They fill whole latent frames, and training takes them: an i2v flavour has a shortest clip.
+    They fill whole latent frames and pass the flavour's own checks: an i2v flavour has a minimum length.
     """
     stride = draft.spec.frame_stride
     frames = int(value) if re.fullmatch(r"\d{1,6}", value.strip()) else 0

@@ -1,4 +1,4 @@
-"""What the wizard asks, step by step. Help, choices, defaults and limits come from the option schema and the family."""
+"""The wizard's questions. Help, choices, defaults and limits come from the option schema and the family."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Condition = Callable[[Draft], bool]
 Choices = Callable[[Draft], Mapping[str, str]]
 
 
-# How alike an answer and a choice must be for the choice to be proposed; less alike is nonsense and moves no default.
+# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which is then proposed.
 MISSPELLED = 0.75
 
 
@@ -46,14 +46,14 @@ class Question:
     Attributes:
         key: the setting.
         text: the question in a few words.
-        when: whether it makes sense now.
-        propose: a default for a file that does not have the key; else what training would use.
-        remarks: what to say beside a choice of the schema.
+        when: whether it makes sense with the answers so far.
+        propose: a default if the file does not have the key; without it, the value that training would use.
+        remarks: on choices of the schema.
         names: choices with a remark each, for keys whose choices are not in the schema.
-        is_open: other answers than `names` are allowed.
-        implied: further settings that an answer decides; None takes one out.
-        follows: its default depends on another setting, so that it is written only when it differs.
-        other: (value, draft) -> better values for one that does not fit.
+        is_open: answers other than `names` are allowed.
+        implied: further settings that an answer decides; None removes one.
+        follows: the default depends on another setting, so the key is written only if it differs.
+        alternatives: (value, draft) -> better values for one that does not fit.
         meanings: values that words stand for.
     """
 
@@ -66,7 +66,7 @@ class Question:
     is_open: bool = False
     implied: Callable[[Any], dict[str, Any]] = lambda value: {}
     follows: bool = False
-    other: Callable[[str, Draft], list[str]] = lambda value, draft: []
+    alternatives: Callable[[str, Draft], list[str]] = lambda value, draft: []
     meanings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -74,17 +74,17 @@ class Question:
         return all_options()[self.key]
 
     def applies(self, draft: Draft) -> bool:
-        """Whether to ask: what it is about is built, and it makes sense with the answers so far."""
+        """Whether to ask: the feature is available, and the question makes sense with the answers so far."""
         return self.option.planned is None and self.when(draft)
 
     def default(self, draft: Draft) -> Any:
-        """What Enter means."""
+        """The value that Enter takes."""
         if self.key not in draft.values and self.propose is not None:
             return self.propose(draft)
         return draft.effective(self.key)
 
     def choices(self, draft: Draft) -> Mapping[str, str]:
-        """Allowed words with a remark each; empty when the answer is free."""
+        """Allowed words with a remark each; empty if any answer is allowed."""
         if self.names is not None:
             return self.names(draft)
         return {name: self.remarks.get(name, "") for name in self.option.choices}
@@ -95,20 +95,20 @@ class Question:
         return not self.option.required and not self.option.is_flag
 
     def refusals(self, value: Any, choices: Mapping[str, str], draft: Draft) -> list[Problem]:
-        """Why an answer cannot be taken, as far as the wizard alone knows."""
+        """Why an answer cannot be used, apart from the checks of training."""
         if choices and not self.is_open and value is not None and value not in choices:
             message = f"{value!r} is not one of: {', '.join(choices)}.{did_you_mean(str(value), choices)}"
             return [Problem(self.key, message)]
         if value is None and self.option.required:
-            return [Problem(self.key, "is needed.")]
-        better = self.other(str(value), draft) if value is not None else []
+            return [Problem(self.key, "is required.")]
+        better = self.alternatives(str(value), draft) if value is not None else []
         if better:
             return [Problem(self.key, f"{value} does not fit the model; {_near(better)}.")]
         return []
 
     def suggestion(self, answer: str, choices: Mapping[str, str], draft: Draft) -> str | None:
-        """What to propose after a bad answer; nothing when it was spelled well and is wrong for another reason."""
-        better = self.other(answer, draft)
+        """What to propose after an invalid answer; None if it was spelled right and is wrong for another reason."""
+        better = self.alternatives(answer, draft)
         if better or answer in choices:
             return better[-1] if better else None
         return nearest(answer, choices, cutoff=MISSPELLED)
@@ -121,7 +121,7 @@ class Question:
 
 
 def _near(values: list[str]) -> str:
-    return f"near it are {' and '.join(values)}" if len(values) > 1 else f"the nearest is {values[0]}"
+    return f"the nearest are {' and '.join(values)}" if len(values) > 1 else f"the nearest is {values[0]}"
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,10 @@ STEPS = (
         (
             Question("validation_prompt", "Prompt for previews"),
             Question("user_prompt_library", "File with more prompts", propose=prompt_library),
-            Question("validation_resolution", "Preview size, width x height", other=nearest_sizes),
-            Question("validation_num_video_frames", "Preview length in frames", when=_is_video, other=nearest_lengths),
+            Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
+            Question(
+                "validation_num_video_frames", "Preview length in frames", when=_is_video, alternatives=nearest_lengths
+            ),
             Question("framerate", "Frames per second", when=_is_video),
             Question("validation_guidance", "Guidance scale (how closely previews follow the prompt)"),
             Question("validation_num_inference_steps", "Sampling steps"),
@@ -301,15 +303,25 @@ STEPS = (
 
 
 def _other_length(steps: Any) -> dict[str, Any]:
-    """Steps and epochs exclude each other: with steps the epochs become 0, without steps a 0 of them goes."""
+    """Steps and epochs exclude each other: with steps the epochs become 0, without steps such a 0 is removed."""
     return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
 
 
-def pointless(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
-    """Answers that these changes make pointless, with what they implied; the review takes them out."""
+QUESTIONS = [question for step in STEPS for question in step.questions]
+
+
+def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
+    """Keys whose questions no longer apply with these changes, and what a yes to them implied. The review drops them.
+
+    Keys of the loaded file are kept, and epochs of 0, which a number of steps implies.
+    """
     changed = {key: value for key, value in {**draft.values, **changes}.items() if value is not None}
     after = Draft(draft.file, changed)
-    asked = [question for step in STEPS for question in step.questions if question.key in draft.values]
-    stale = [each for each in asked if each.key not in draft.loaded and not each.applies(after)]
+    answered = [each for each in QUESTIONS if each.key in draft.values and each.key not in draft.loaded]
+    stale = [each for each in answered if not each.applies(after) and not _is_zero(draft.values[each.key])]
     implied = [key for each in stale if draft.values[each.key] is True for key in each.implied(True)]
     return [*(each.key for each in stale), *implied]
+
+
+def _is_zero(value: Any) -> bool:
+    return value == 0 and value is not False

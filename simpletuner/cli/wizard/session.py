@@ -18,7 +18,7 @@ from simpletuner.cli.wizard.config_file import (
     show_next_steps,
     unusable_keys,
 )
-from simpletuner.cli.wizard.questions import STEPS, Question
+from simpletuner.cli.wizard.questions import QUESTIONS, STEPS, Question, stale_keys
 from simpletuner.cli.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem
@@ -28,18 +28,17 @@ WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
 ? explains a question, - leaves a setting out, back returns to the question before. Nothing is written until you agree
 at the end. Ctrl-C keeps your answers for the next time."""
-# Of the machine and not of the run: used for the estimate and not written.
+# A property of the machine, not of the run: used for the estimate and not written.
 DEVICE_MEMORY = "plan_device_memory_gb"
-QUESTIONS = [question for step in STEPS for question in step.questions]
 TITLES = {question.key: step.title for step in STEPS for question in step.questions}
 
 
 def run_session(file: Path, talk: Talk) -> bool:
-    """Ask, show, write; whether the file was written.
+    """Ask, review and write; returns whether the file was written.
 
     Raises:
         UserError: the file cannot be read or written, or the input has ended.
-        KeyboardInterrupt: the answers so far are kept beside the file.
+        KeyboardInterrupt: the answers so far are kept next to the file.
     """
     check_target(file)
     talk.say("Settings for training", "bold")
@@ -51,7 +50,7 @@ def run_session(file: Path, talk: Talk) -> bool:
         agreed = review(draft, talk)
     except (KeyboardInterrupt, InputEnded):
         if sys.stdin.isatty() and progress.position > 0:
-            talk.tell(f"\nYour answers are kept in {progress.keep()}; the same command goes on from there.", "yellow")
+            talk.tell(f"\nYour answers are kept in {progress.keep()}; the same command continues there.", "yellow")
         raise
     if not agreed:
         talk.say("Nothing was written.")
@@ -66,7 +65,7 @@ def run_session(file: Path, talk: Talk) -> bool:
 
 
 class Progress:
-    """The questions that were answered, so that one can go back, stop and go on.
+    """The answered questions, so that the user can go back, or stop and continue.
 
     Args:
         position: of the next question.
@@ -102,7 +101,7 @@ class Progress:
             raise InputEnded("There is no question before the first. Nothing was written.")
 
     def keep(self) -> Path:
-        """Save the answers beside the file."""
+        """Save the answers next to the file."""
         path = kept_answers(self.draft.file)
         path.parent.mkdir(parents=True, exist_ok=True)
         following = QUESTIONS[min(self.position, len(QUESTIONS) - 1)].key
@@ -112,7 +111,7 @@ class Progress:
 
 
 def _announce(title: str, question: Question, talk: Talk) -> str:
-    """The heading of a question's step, when it is another than before."""
+    """Print the heading of a question's step if a new step begins; returns the heading."""
     if TITLES[question.key] != title:
         talk.say()
         talk.say(TITLES[question.key], "bold cyan")
@@ -120,14 +119,14 @@ def _announce(title: str, question: Question, talk: Talk) -> str:
 
 
 def kept_answers(file: Path) -> Path:
-    """Where the answers of a session that was left are."""
+    """Where the answers of an unfinished session are kept."""
     return file.with_name(f"{file.name}.draft")
 
 
 def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
-    """The draft to begin with, and the first question: kept answers, the file that is there, or the defaults."""
+    """The initial draft and the number of the first question, from kept answers, the existing file, or defaults."""
     kept = _kept(file)
-    if kept is not None and talk.confirm(f"Go on with the answers in {kept_answers(file)}?", default=True):
+    if kept is not None and talk.confirm(f"Continue with the answers in {kept_answers(file)}?", default=True):
         keys = [question.key for question in QUESTIONS]
         draft = Draft(file, kept["values"])
         draft.loaded = frozenset(kept["loaded"])
@@ -156,10 +155,10 @@ def _kept(file: Path) -> dict[str, Any] | None:
 
 
 def review(draft: Draft, talk: Talk) -> bool:
-    """Show everything and ask again what is named, until the answer is yes or no."""
+    """Show all settings, and ask again for those that the user names, until the answer is yes or no."""
     owners = {question.key: question for question in QUESTIONS}
     while True:
-        _drop_stale(draft)
+        draft.change(dict.fromkeys(stale_keys(draft, {})))
         _show(draft, talk)
         verb = "Replace" if draft.file.exists() else "Write"
         note = f", and keep what is there as {backup_of(draft.file).name}" if draft.file.exists() else ""
@@ -170,7 +169,7 @@ def review(draft: Draft, talk: Talk) -> bool:
 
 
 def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
-    """One question, then those that its answer brings up."""
+    """Ask one question, then those that apply because of its answer."""
     before, applied = _proposals(draft), {each.key for each in QUESTIONS if each.applies(draft)}
     try:
         talk.ask(question, draft)
@@ -183,32 +182,19 @@ def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
 
 
 def _proposals(draft: Draft) -> dict[str, Any]:
-    """What the wizard would propose now, where the file said nothing."""
+    """What the wizard would propose now for keys that the file did not have."""
     asked = [question for question in QUESTIONS if question.key not in draft.loaded]
     return {each.key: each.propose(draft) for each in asked if each.propose is not None and each.applies(draft)}
 
 
 def _follow_proposals(draft: Draft, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Answers that were only the proposal follow it: another model type has another learning rate."""
+    """Update answers that were just the proposal: another model type has another learning rate."""
     moved = {key: value for key, value in now.items() if key in before and before[key] != value}
     draft.change({key: value for key, value in moved.items() if draft.values.get(key) == before[key]})
 
 
-def _drop_stale(draft: Draft) -> None:
-    """Take out answers to questions that later answers made pointless, with what a yes had implied."""
-    stale = [each for each in QUESTIONS if each.key in draft.values and _is_stale(each, draft)]
-    implied = [key for each in stale if draft.values[each.key] is True for key in each.implied(True)]
-    draft.change(dict.fromkeys([*(each.key for each in stale), *implied]))
-
-
-def _is_stale(question: Question, draft: Draft) -> bool:
-    # Epochs of 0 beside a number of steps are what the steps imply.
-    value = draft.values[question.key]
-    return not question.applies(draft) and question.key not in draft.loaded and (value is False or value != 0)
-
-
 def _written(draft: Draft) -> dict[str, Any]:
-    """What goes into the file."""
+    """The values that go into the file."""
     return {key: value for key, value in draft.values.items() if key != DEVICE_MEMORY or key in draft.loaded}
 
 

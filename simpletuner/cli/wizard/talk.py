@@ -1,4 +1,4 @@
-"""One question, asked until the answer can be used: in a terminal, through a pipe, or with its default."""
+"""Asks a question until the answer can be used: in a terminal, through a pipe, or by taking the default."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any
 
 from rich.console import Console
 
-from simpletuner.cli.wizard.questions import Question, pointless
+from simpletuner.cli.wizard.questions import Question, stale_keys
 from simpletuner.config.option import parse_flag
 from simpletuner.errors import ConfigError, UserError, nearest
 from simpletuner.plan.draft import Draft
 
 HELP, NONE, BACK = "?", "-", "back"
-# What people type to leave out a setting that is optional.
+# Other answers that leave out an optional setting.
 NOTHING = frozenset({"n", "no", "none"})
-# Bad answers to one question in a row, after which its default is taken: no input makes the wizard ask for ever.
+# Invalid answers to a question after which its default is taken, so that piped input cannot loop for ever.
 PATIENCE = 5
-# Control characters and bytes that are not UTF-8 (surrogates), which no setting can hold.
+# Unicode categories that no setting may contain: control characters, and surrogates, which stand for invalid UTF-8.
 NO_TEXT = ("Cc", "Cs")
-# A longer list would bury the question; `?` shows it.
+# A longer list would hide the question; `?` shows it.
 LONGEST_LIST = 14
 
 
 class Back(Exception):
-    """The question before is wanted again."""
+    """The user wants the previous question again."""
 
 
 class InputEnded(UserError):
-    """Nobody answers any more."""
+    """There is no more input."""
 
 
 class Talk:
-    """The conversation.
+    """A conversation with the user.
 
     Args:
-        defaults: ask nobody; every question gets its default.
+        defaults: ask nothing; every question gets its default.
     """
 
     def __init__(self, *, defaults: bool = False) -> None:
@@ -48,12 +48,12 @@ class Talk:
             import readline  # noqa: F401 - arrow keys and history in input()
 
     def say(self, text: str = "", style: str = "") -> None:
-        """A line of the conversation, left out when nobody is asked."""
+        """Print a line of the conversation, unless nothing is asked."""
         if not self.defaults:
             self.tell(text, style)
 
     def tell(self, text: str = "", style: str = "") -> None:
-        """A line that is always shown; nothing in it is taken for markup."""
+        """Print a line in any case, without interpreting markup."""
         self.console.print(text, style=style, markup=False, soft_wrap=True)
 
     def ask(self, question: Question, draft: Draft) -> None:
@@ -76,10 +76,10 @@ class Talk:
         self._give_up(question, draft, choices)
 
     def _give_up(self, question: Question, draft: Draft, choices: Mapping[str, str]) -> None:
-        """Take the default after too many answers that cannot be used.
+        """Take the default after too many invalid answers.
 
         Raises:
-            InputEnded: the default cannot be used either.
+            InputEnded: the default is invalid too.
         """
         value = question.default(draft)
         if not self._accept(question, draft, value, choices, is_proposed=True):
@@ -88,7 +88,7 @@ class Talk:
         draft.change(question.changes(value, draft))
 
     def confirm(self, text: str, *, default: bool) -> bool:
-        """Yes or no; the default after too many answers that are neither."""
+        """Ask yes or no; the default after too many other answers."""
         for _ in range(PATIENCE):
             answer = self._read(f"  {text} {_bracketed(default)}: ")
             try:
@@ -98,7 +98,7 @@ class Talk:
         return default
 
     def choose(self, text: str, names: Sequence[str]) -> str | None:
-        """Yes (None), no (an empty text) or one of the names; no after too many other answers."""
+        """Ask for yes (None), no (an empty text) or one of the names; no after too many other answers."""
         for _ in range(PATIENCE):
             answer = self._read(f"  {text} [Y/n]: ")
             try:
@@ -112,14 +112,14 @@ class Talk:
         return ""
 
     def refuse(self, reason: str) -> None:
-        """What is wrong; shown even when nobody is asked."""
+        """Say what is wrong, even if nothing is asked."""
         self.tell(f"    {reason}", "yellow")
 
     def _read(self, prompt: str) -> str:
-        """One line, without the spaces around it; empty for the default.
+        """One stripped line; empty for the default.
 
         Raises:
-            InputEnded: nobody answers any more.
+            InputEnded: there is no more input.
         """
         if self.defaults:
             return ""
@@ -146,17 +146,17 @@ class Talk:
     def _accept(
         self, question: Question, draft: Draft, value: Any, choices: Mapping[str, str], *, is_proposed: bool
     ) -> bool:
-        """Whether an answer is good, or only doubtful and wanted all the same; else the reasons are shown.
+        """Whether an answer is valid, or doubtful and confirmed; otherwise the reasons are shown.
 
-        What the wizard itself proposes is taken without asking whether it is wanted.
+        The wizard's own proposal needs no confirmation.
 
         Raises:
-            ConfigError: nobody is there to give a better one.
+            ConfigError: it is invalid, and nothing is asked.
         """
         if question.key in draft.loaded and value == draft.values.get(question.key):
-            return True  # what is wrong with the file was said when it was loaded
+            return True  # problems of the file were shown when it was loaded
         changes = question.changes(value, draft)
-        judged = {**dict.fromkeys(pointless(draft, changes)), **changes}
+        judged = {**dict.fromkeys(stale_keys(draft, changes)), **changes}
         problems = question.refusals(value, choices, draft) or draft.weigh(question.key, judged)
         fatal = [problem for problem in problems if problem.fatal]
         if self.defaults and fatal:
@@ -166,7 +166,7 @@ class Talk:
         return not problems or (not fatal and (is_proposed or self.confirm("  Keep it?", default=False)))
 
     def _explain(self, question: Question, draft: Draft, choices: Mapping[str, str]) -> None:
-        """The words of the option schema."""
+        """Show the help of the option."""
         option = question.option
         self.say(f"    {option.help}", "cyan")
         allowed = ", ".join(choices) if choices else " ".join(filter(None, (option.type_name, option.limit_text)))
@@ -181,7 +181,7 @@ class Talk:
 
 
 def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:
-    """The value that was meant: the proposal, nothing, a choice by its number, or what was typed."""
+    """The value of an answer: the proposal, None, a choice by its number, or the text itself."""
     if not answer:
         return proposed
     if answer == NONE:

@@ -1,4 +1,4 @@
-"""What the plan says to a draft: whether it fits the card, how long it takes, what stands in the way."""
+"""What the plan says about a draft: whether it fits the GPU, how long it takes, and which problems it has."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.draft import Draft
 from simpletuner.validation.clip_writer import write_mp4
 
-NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and give the memory of yours."
+NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."
 
 
 def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list[Problem]]:
-    """One or two sentences, and what training would refuse or warn of.
+    """One or two sentences, and the problems that training would refuse or warn about.
 
-    Without a dataset file the plan is made for one sample of the family's usual size.
+    Without a dataset file, the plan is for one sample of the family's usual size.
     """
     problems: list[Problem] = []
     has_data = Path(draft.dataset_file).expanduser().is_file()
@@ -64,12 +64,12 @@ def verdict(plan: Plan, budget: Budget, problems: list[Problem], *, has_data: bo
 
 
 def provisional_dataset(draft: Draft, folder: Path) -> Path:
-    """A dataset file for one grey sample of the family's usual size, made in `folder`."""
+    """Writes a dataset with one grey sample of the family's usual size into `folder`; returns its dataset file."""
     entries = example_datasets(draft.spec, draft.judgement.flavour.task)
     for entry in entries:
         if "instance_data_dir" in entry:
             entry["instance_data_dir"] = str(folder / entry["id"])
-            # A step may take many samples.
+            # The dataset must fill at least one step.
             config = draft.config.schedule
             entry["repeats"] = config.train_batch_size * config.gradient_accumulation_steps
             _make_sample(folder / entry["id"], draft, entry)
