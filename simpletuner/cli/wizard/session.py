@@ -26,7 +26,7 @@ from simpletuner.plan.draft import Draft
 
 WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
-? explains a question, - leaves a setting out, back returns to the question before. Nothing is written until you agree
+? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you agree
 at the end. Ctrl-C keeps your answers for the next time."""
 # A property of the machine, not of the run: used for the estimate and not written.
 DEVICE_MEMORY = "plan_device_memory_gb"

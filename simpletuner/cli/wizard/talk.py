@@ -83,7 +83,7 @@ class Talk:
         """
         value = question.default(draft)
         if not self._accept(question, draft, value, choices, is_proposed=True):
-            raise InputEnded(f"{question.key}: {PATIENCE} answers cannot be used. Nothing was written.")
+            raise InputEnded(f"{question.key}: {PATIENCE} invalid answers. Nothing was written.")
         self.refuse(f"Left at {_worded(value, question)}; name {question.key} at the end to change it.")
         draft.change(question.changes(value, draft))
 
