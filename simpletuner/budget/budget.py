@@ -1,9 +1,8 @@
-"""What a run needs, phase by phase, against what the device has. Arithmetic only; nothing is loaded.
+"""Compares the memory that each phase of a run needs with what the device has. Nothing is loaded.
 
     captions ─► pictures ─► loading ─► training, bucket by bucket ─► previews ─► saving
 
-Each phase has a peak on the device and one on the host. Where there is no GPU both lie in the machine's memory and
-are added.
+Each phase has a peak on the device and one on the host. Without a GPU both share the machine's memory and are added.
 """
 
 from __future__ import annotations
@@ -34,19 +33,20 @@ from simpletuner.models.cost import BYTES, VaeLoad
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 
-# What the process takes before any weight: the interpreter, torch, diffusers and transformers.
+# Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers.
 HOST_BASE = 1.2e9
-TEXT_ACTIVATIONS = 0.03  # of the text encoder's weights, for one prompt
-STREAMED_TEXT = 0.3  # of them that stays on the device when its blocks are streamed: embeddings, vision tower, slots
+TEXT_ACTIVATIONS = 0.03  # activations of one prompt, relative to the text encoders' weights
+# Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
+STREAMED_TEXT = 0.3
 
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """Peak bytes of a part of the run.
+    """Peak memory of a phase, in bytes.
 
     Attributes:
-        passing: of what `device` says, bytes that a GPU gets by way of host memory, where they lie for a moment.
-        trains: it is the steps themselves.
+        passing: the part of `device` that also lies in host memory for a moment, on its way to a GPU.
+        trains: whether the phase is training.
     """
 
     name: str
@@ -58,7 +58,7 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class BucketCost:
-    """A bucket's micro-batch: memory, work and time."""
+    """Memory, FLOPs and time of a bucket's micro-batch."""
 
     bucket: Bucket
     memory: StepMemory
@@ -67,12 +67,12 @@ class BucketCost:
 
 @dataclass(frozen=True)
 class Budget:
-    """The whole estimate.
+    """The estimate of a run.
 
     Attributes:
-        config: the settings it is for; with `offload: auto` those that were chosen.
-        listing: what the first epoch reads of its caches; None while the checkpoint is not here.
-        decisions: what `offload: auto` chose, with reasons.
+        config: the settings; with `offload: auto` those that were chosen.
+        listing: cache entries of the first epoch; None if the checkpoint is not on this machine.
+        decisions: what `offload: auto` chose, and why.
     """
 
     device: Device
@@ -87,13 +87,13 @@ class Budget:
 
     @property
     def step_seconds(self) -> float:
-        """Of an optimizer step, buckets weighed by how often they come."""
+        """Seconds of an optimizer step, averaged over buckets by their share."""
         micro = sum(each.step.seconds * each.bucket.share for each in self.buckets)
         return micro * self.config.schedule.gradient_accumulation_steps
 
     @property
     def preview_seconds(self) -> float:
-        """Of one round of previews, without the VAE."""
+        """Seconds of one prompt's previews at all sizes, without decoding."""
         validation = self.config.validation
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
         guided = (validation.validation_guidance or 1) > 1 and not self.parts.cost.guided_together
@@ -103,7 +103,7 @@ class Budget:
 
 
 def make_budget(plan: Plan, device: Device) -> Budget:
-    """The estimate of a plan as it is configured."""
+    """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
     samples = [sample for dataset in plan.trained for sample in dataset.samples]
@@ -114,7 +114,7 @@ def make_budget(plan: Plan, device: Device) -> Budget:
 
 
 def estimate(config: RunConfig, parts: Parts, workload: Workload, device: Device, listing: Listing | None) -> Budget:
-    """The estimate of settings and a workload."""
+    """Estimate a workload under these settings."""
     setup = parts.setup(config)
     phases = list(find_phases(config, parts, workload, setup))
     buckets = []
@@ -126,7 +126,7 @@ def estimate(config: RunConfig, parts: Parts, workload: Workload, device: Device
 
 
 def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: TrainingSetup) -> Iterator[PhasePeak]:
-    """Peaks of everything that happens, in order."""
+    """Peaks of all phases, in order."""
     vae, text = encoder_bytes(parts, config)
     cost = parts.transformer
     if workload.encodes_text:
@@ -158,29 +158,29 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
 
 
 def _at_a_time(load: VaeLoad, caching: CachingConfig) -> VaeLoad:
-    """What the VAE encodes at once of all samples of a shape."""
+    """The batch that the VAE encodes at a time."""
     samples = min(caching.vae_batch_size, load.samples)
     return replace(load, samples=samples, tiled=caching.vae_enable_tiling, sliced=caching.vae_enable_patch_conv)
 
 
 def _preview_peak(config: RunConfig, parts: Parts, workload: Workload, setup: TrainingSetup, vae: float) -> float:
-    """Sampling or decoding the largest preview, whichever takes more, with the weights that are there meanwhile."""
+    """Peak of sampling or decoding the largest preview, with the weights that are on the device at that time."""
     largest, caching = workload.previews[0], config.caching
     weights = frozen_bytes(parts.transformer, setup)
     sampling = weights + sampling_bytes(parts.transformer, setup, parts.load(largest))
     picture = VaeLoad(1, largest.frames, largest.width, largest.height, tiled=caching.vae_enable_tiling)
     size = BYTES["fp32" if parts.spec.defaults.get("vae_dtype") == "fp32" else setup.dtype]
     decoding = vae + parts.cost.vae_decode(parts.vae, picture) * size
-    if config.offload.enable_model_cpu_offload:  # one leaves before the other comes
+    if config.offload.enable_model_cpu_offload:  # the VAE and the transformer take turns
         return max(sampling, decoding)
     return max(sampling + vae, decoding + weights)
 
 
 def shortage(phase: PhasePeak, device: Device, *, headroom: float = 0.0) -> str | None:
-    """What a phase lacks, in words; None when it fits.
+    """Describe the memory that a phase lacks; None if it fits.
 
     Args:
-        headroom: share of the memory that must stay free.
+        headroom: share of the device's memory that must stay free.
     """
     room = device.usable
     if not device.is_gpu:
@@ -202,7 +202,7 @@ def fits(phases: Sequence[PhasePeak], device: Device, *, headroom: float = 0.0) 
 
 
 def gigabytes(number: float) -> str:
-    """Bytes for people, in 10^9 or 10^6 bytes."""
+    """Bytes as text, in GB or MB (10^9 or 10^6 bytes)."""
     if number < 0.95e8:
         return f"{number / 1e6:.3g} MB"
     return f"{number / 1e9:.1f} GB"

@@ -1,4 +1,4 @@
-"""The device at hand, found without torch, and its speed: as measured by an earlier run, else as assumed."""
+"""Finds the device without torch, and its speed: measured by an earlier run, or assumed. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ RATES_FILE = "device_rates.json"
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What one device does.
+    """Measured speed of a device.
 
     Attributes:
         device: its name.
-        matmul_flops: floating-point operations per second in a large matrix product.
-        host_to_device_bytes: bytes per second from page-locked memory; None where there is nothing to copy to.
-        dtype: of the matrices, such as `bfloat16`.
+        matmul_flops: FLOP/s of a large matrix product.
+        host_to_device_bytes: bytes/s of copies from page-locked memory; None without a GPU.
+        dtype: dtype of the matrices, such as `bfloat16`.
     """
 
     device: str
@@ -34,7 +34,7 @@ class DeviceRates:
 
 
 def read_rates(folder: Path) -> DeviceRates | None:
-    """What an earlier session measured; None when there is no such file, or one that says something else."""
+    """The rates that an earlier session measured; None if the file is absent or invalid."""
     try:
         content = json.loads((folder / RATES_FILE).read_text(encoding="utf-8"))
         rates = DeviceRates(**content)
@@ -45,28 +45,28 @@ def read_rates(folder: Path) -> DeviceRates | None:
 
 
 def write_rates(folder: Path, rates: DeviceRates) -> None:
-    """Keep the measurement in an output folder.
+    """Save measured rates in an output folder.
 
     Raises:
-        DiskFullError: there was no space.
+        DiskFullError: no space left.
     """
     write_json(folder / RATES_FILE, asdict(rates), durable=False)
 
 
-QUERY_SECONDS = 5
-# Lines of `nvidia-smi -L`, "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" and below it "MIG 3g.40gb  Device 0: (...)".
+QUERY_SECONDS = 5  # a hung driver must not block the plan
+# Lines of `nvidia-smi -L`: "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" followed by "MIG 3g.40gb  Device 0: (...)".
 WHOLE = re.compile(r"GPU (?P<index>\d+): (?P<name>.+?) \(UUID")
 SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
-SLICE_SHARE = 0.97  # of the memory that a part is named for
-# What the driver, the libraries and fragments between allocations take of a device.
+SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
+# Device memory lost to the driver and libraries (bytes), and to fragmentation (share).
 DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
-# Softmax attention reaches about this share of a device's matrix product rate, forward and backward together.
+# Softmax attention, forward and backward, reaches about this share of the rate of matrix products.
 ATTENTION_SHARE = 0.55
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s of matrix products and of attention, bytes/s of the device's memory and of copies from the host."""
+    """FLOP/s of matrix products and attention, bytes/s of device memory and of copies from the host."""
 
     matmul: float
     attention: float
@@ -76,15 +76,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class Device:
-    """What trains.
+    """The device that trains.
 
     Attributes:
-        name: as it calls itself.
-        memory: bytes it has, None when that could not be found out.
-        host_memory: bytes of the machine.
-        is_gpu: with memory of its own; otherwise the host's memory is all there is.
+        name: as reported by the driver.
+        memory: its bytes; None if unknown.
+        host_memory: bytes of the machine; None if unknown.
+        is_gpu: it has its own memory; otherwise it uses the host's.
         rates: assumed or measured.
-        note: what was assumed about it.
+        note: which of the rates are assumed or measured, for the plan.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Device:
 
     @property
     def usable(self) -> float | None:
-        """Bytes of it that a run can have."""
+        """Bytes that a run can use; None if unknown."""
         if self.memory is None or not self.is_gpu:
             return self.memory
         return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD
@@ -107,7 +107,8 @@ def _rates(tflops: float, memory_tb: float, transfer_gb: float) -> Rates:
 
 
 # Sustained bf16 matrix products (TFLOP/s), memory (TB/s) and copies from page-locked host memory (GB/s): 60 to 75 % of
-# what the data sheets promise for dense products. The first name that a device's own name contains counts.
+# the data sheets' values for dense products. The first entry whose name occurs in the device's name is used, so longer
+# names come before shorter ones.
 KNOWN: tuple[tuple[str, Rates], ...] = (
     ("B200", _rates(1200, 6.0, 55)),
     ("H200", _rates(600, 4.0, 55)),
@@ -149,17 +150,17 @@ KNOWN: tuple[tuple[str, Rates], ...] = (
     ("T4", _rates(25, 0.25, 11)),
 )
 UNKNOWN_GPU = _rates(50, 0.5, 11)
-# The usual card of so many GiB and more, for a plan that names memory alone.
+# (GiB, card): the usual card with at least that much memory, for `--device-memory`.
 USUAL = ((0, "RTX 3060"), (15, "RTX 4080"), (20, "RTX 4090"), (30, "RTX 5090"), (40, "A100"), (120, "H200"))
 CORE_FLOPS, CPU_BYTES = 20e9, 20e9
 
 
 def find_device(planned_gigabytes: float | None = None, output_dir: Path | None = None) -> Device:
-    """The device that a run on this machine would use, or the one that `plan_device_memory_gb` imagines.
+    """The device that a run on this machine would use, or the one that `plan_device_memory_gb` asks for.
 
     Args:
-        planned_gigabytes: memory of a GPU to plan for instead of what is here, as cards are labelled (2^30 bytes).
-        output_dir: where measured rates may lie.
+        planned_gigabytes: memory in GiB of a GPU to plan for instead of this machine's device.
+        output_dir: folder that may hold measured rates.
     """
     found = query_gpu()
     host = host_memory()
@@ -167,7 +168,7 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
         name = f"a GPU with {planned_gigabytes:g} GiB"
         usual = [card for least, card in USUAL if planned_gigabytes >= least][-1]
         like = found[0] if found else f"an {usual}"
-        # Whether this machine's own memory suffices says nothing about a machine that is only imagined.
+        # Without a GPU here, the run will be on another machine, whose host memory is unknown.
         memory, rates = planned_gigabytes * 2**30, rates_of(like)
         return Device(name, memory, host if found else None, True, rates, f"as fast as {like}, assumed")
     if found:
@@ -178,7 +179,7 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
 
 
 def rates_of(name: str) -> Rates:
-    """Assumed rates of a GPU by its name, or of that many sevenths of it."""
+    """Assumed rates of a GPU by name; a MIG slice gets its share in sevenths."""
     whole = next((rates for known, rates in KNOWN if known in name), UNKNOWN_GPU)
     part = SLICE.search(name)
     if part is None:
@@ -188,7 +189,7 @@ def rates_of(name: str) -> Rates:
 
 
 def cpu_rates() -> Rates:
-    """A modest guess per core that this process may use."""
+    """A conservative guess, by the cores that this process may use."""
     cores = usable_cores()
     return Rates(cores * CORE_FLOPS, cores * CORE_FLOPS, CPU_BYTES, CPU_BYTES)
 
@@ -199,9 +200,9 @@ def usable_cores() -> int:
 
 
 def with_measured(device: Device, folder: Path) -> Device:
-    """The device with the rates that a run has measured and left in a folder, if it was this device.
+    """The device with the rates in a folder, if they were measured on it.
 
-    A rate of float32 products says nothing about those of 16 bits, which the others are assumed for.
+    Rates of float32 products are ignored: the assumed rates are for 16 bits.
     """
     found = read_rates(folder)
     if found is None or found.device != device.name:
@@ -217,7 +218,7 @@ def with_measured(device: Device, folder: Path) -> Device:
 
 
 def query_gpu() -> tuple[str, float] | None:
-    """Name and bytes of the first NVIDIA GPU that this process may use, asked of nvidia-smi; None without one."""
+    """Name and bytes of the first NVIDIA GPU visible to this process, from nvidia-smi; None if there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     program = shutil.which("nvidia-smi")
     if program is None or (visible is not None and visible.strip() in ("", "-1")):
@@ -232,23 +233,23 @@ def query_gpu() -> tuple[str, float] | None:
         name, _, mebibytes = lines[0].rpartition(",")
         return name.strip(), float(mebibytes) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None  # a driver that does not answer is as good as none; torch will say more
+        return None  # plan as without a GPU; if the driver is broken, torch reports it later
 
 
 def _ask(program: str, *words: str) -> list[str]:
-    """The lines of an answer of nvidia-smi."""
+    """Run nvidia-smi; returns the lines that it prints."""
     done = subprocess.run([program, *words], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True)
     return done.stdout.strip().splitlines()
 
 
 def _slice(listed: Sequence[str], chosen: str) -> tuple[str, float] | None:
-    """Name and bytes of the part of a GPU (MIG) that CUDA would use, None where it uses a whole one.
+    """Name and bytes of the MIG slice that CUDA would use; None if it uses a whole GPU.
 
-    nvidia-smi lists the parts below their GPU and answers questions about whole GPUs alone. CUDA sees one part: that
-    of the UUID in CUDA_VISIBLE_DEVICES, or else the first one of the GPU that is chosen.
+    nvidia-smi lists slices below their GPU, but its queries answer for whole GPUs only. CUDA uses one slice: the one
+    whose UUID is in CUDA_VISIBLE_DEVICES, otherwise the first of the chosen GPU.
 
     Args:
-        listed: `nvidia-smi -L`.
+        listed: output of `nvidia-smi -L`.
         chosen: an index or a UUID; empty for the first GPU.
     """
     gpu, is_meant = "", False
@@ -263,7 +264,7 @@ def _slice(listed: Sequence[str], chosen: str) -> tuple[str, float] | None:
 
 
 def host_memory() -> float | None:
-    """Bytes of the machine, or of the container's share of it; None where the system does not say."""
+    """Memory of the machine in bytes, or the container's limit; None if unknown."""
     try:
         total = float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""What a run writes, and whether the disks have room for it."""
+"""Estimates what a run writes to disk, and checks free space."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import text_folder
 from simpletuner.plan.environment import existing
 
-COMPRESSED = 0.8  # of its size, a latent under zstd
-USUAL_CAPTION = 0.25  # of the longest one, in tokens
+COMPRESSED = 0.8  # size of a latent compressed with zstd, relative to uncompressed
+USUAL_CAPTION = 0.25  # tokens of a usual caption, relative to the longest allowed
 
 
 @dataclass(frozen=True)
 class Writing:
-    """So many bytes into a folder, at most; the first `at_once` of them in any case."""
+    """At most `total` bytes written to a folder, at least `at_once` of them."""
 
     what: str
     folder: Path
@@ -33,11 +33,13 @@ class Writing:
 
 
 def find_writings(plan: Plan, budget: Budget) -> list[Writing]:
-    """Checkpoints, cache entries, and weights that wait on a disk."""
+    """Checkpoints, cache entries and weights offloaded to disk."""
     cost, setup, limits = budget.parts.transformer, budget.setup, plan.config.checkpoints
     count = cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
     copies = 1 if setup.is_full else 2
-    average = AVERAGE + setup.trained_bytes if setup.averaged else 0.0  # in the state, and as weights
+    average = (
+        AVERAGE + setup.trained_bytes if setup.averaged else 0.0
+    )  # saved as state, and as weights
     one = count * (copies * setup.trained_bytes + setup.state_bytes + average)
     saves = -(-plan.length.total_steps // limits.checkpoint_step_interval)
     kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest goes
@@ -47,7 +49,7 @@ def find_writings(plan: Plan, budget: Budget) -> list[Writing]:
 
 
 def _offloaded(plan: Plan, budget: Budget) -> Iterator[Writing]:
-    """The blocks that stream from a disk, written anew by every run."""
+    """Blocks that stream from disk; every run writes them again."""
     folder = plan.config.offload.group_offload_to_disk_path
     weights = streamed_bytes(budget.parts.transformer, budget.setup)
     if folder is not None and weights:
@@ -71,12 +73,12 @@ def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
 
 
 def latent_bytes(spec: FamilySpec, width: int, height: int, frames: int) -> float:
-    """A sample's latents of 16 channels in float32."""
+    """Bytes of a sample's latents: 16 channels in float32."""
     return 4.0 * 16 * math.prod(spec.latent_size(width, height, frames))
 
 
 def check_disk(plan: Plan, writings: Sequence[Writing]) -> Iterator[Problem]:
-    """Disks that are too small: an error for what is written in any case, a warning for what may come together."""
+    """Problems of disks that are too small: fatal if `at_once` does not fit, a warning if `total` may not."""
     by_disk: dict[int, list[Writing]] = {}
     for writing in writings:
         by_disk.setdefault(existing(writing.folder).stat().st_dev, []).append(writing)

@@ -1,4 +1,4 @@
-"""The model of a run as numbers: its transformer, its VAE and its text encoders, on this machine or as published."""
+"""Costs of the model of a run, from the files on this machine or from the published checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.speed import keeps_attention
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, BatchShape, Shape, TransformerCost
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, BatchShape, TransformerCost
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.lora_targets import Targets, matching_modules
-from simpletuner.models.source import Part, tensor_shapes
+from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 from simpletuner.techniques.spec import TechniqueSpec
@@ -25,15 +25,15 @@ from simpletuner.techniques.spec import TechniqueSpec
 
 @dataclass(frozen=True)
 class Parts:
-    """The model of a run.
+    """The transformer, VAE and text encoders of a run.
 
     Attributes:
-        transformer: its cost.
-        targets: what gets a LoRA.
-        vae: the VAE's config, empty for a checkpoint that is not here.
-        vae_parameters, text_parameters: how many numbers the encoders have.
-        techniques: what changes a step and may take memory and time of its own.
-        assumed: parts whose dimensions are those of the flavour's published checkpoint.
+        transformer: cost of the transformer.
+        targets: selection of the modules that get a LoRA.
+        vae: the VAE's config; empty if it is not on this machine.
+        vae_parameters, text_parameters: parameters of the VAE and of all text encoders.
+        assumed: parts that are not on this machine, so that the published checkpoint's dimensions are used.
+        techniques: those in use, which may add memory and time to a step.
     """
 
     spec: FamilySpec
@@ -50,13 +50,13 @@ class Parts:
         return self.spec.cost
 
     def load(self, bucket: Bucket) -> BatchShape:
-        """A bucket's micro-batch in tokens."""
+        """The micro-batch of a bucket, in tokens."""
         frames, height, width = self.spec.latent_size(bucket.width, bucket.height, bucket.frames)
         patch = self.spec.patch_size
         return BatchShape(bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed)
 
     def setup(self, config: RunConfig) -> TrainingSetup:
-        """What of the settings decides about memory."""
+        """The settings that determine memory and time."""
         is_lora, offload, precision = config.model.model_type == "lora", config.offload, config.precision
         trained = trained_precision(config.optimizer, precision)
         name = optimizer_name(config.optimizer, precision.mixed_precision)
@@ -84,16 +84,16 @@ class Parts:
 
 
 def average_place(ema: EmaConfig) -> Literal["", "device", "host"]:
-    """Where the moving average lives."""
+    """Where the moving average is kept; empty without one."""
     if not ema.use_ema:
         return ""
     return "host" if ema.ema_cpu_only or ema.ema_device == "cpu" else "device"
 
 
 def parts_of(plan: Plan) -> Parts:
-    """The model's parts from what is on this machine, else from what is known of the flavour."""
+    """The parts of a plan: measured from files on this machine, otherwise as published."""
     cost, assumed = plan.spec.cost, []
-    settings, shapes = plan.source.read_config("transformer"), part_shapes(plan.source["transformer"])
+    settings, shapes = plan.source.read_config("transformer"), plan.source["transformer"].weight_shapes()
     if settings is None or not shapes:
         transformer = cost.of_flavour(plan.flavour.name)
         assumed.append("transformer")
@@ -114,25 +114,18 @@ def parts_of(plan: Plan) -> Parts:
 
 
 def count_parameters(part: Part) -> int:
-    """Numbers in the weight files of a part that is on this machine; 0 when they are not, or are not safetensors."""
-    return sum(math.prod(shape) for shape in part_shapes(part).values())
-
-
-def part_shapes(part: Part) -> dict[str, Shape]:
-    """Shapes by name in the weight files of a part; empty when they are not here, or are not safetensors."""
-    folder = part.local_folder()
-    files = sorted(folder.glob("*.safetensors")) if folder else []
-    return {name: tuple(shape) for path in files for name, shape in tensor_shapes(path).items()}
+    """Parameters in the safetensors files of a part; 0 if it has none on this machine."""
+    return sum(math.prod(shape) for shape in part.weight_shapes().values())
 
 
 def encoder_bytes(parts: Parts, config: RunConfig) -> tuple[float, float]:
-    """Bytes of the VAE's and of the text encoders' weights."""
+    """Bytes of the weights of the VAE, and of the text encoders together."""
     vae = parts.vae_parameters * BYTES[vae_dtype(config.precision, config.caching)]
     quantised = quantised_bytes(config.precision.text_encoder_1_precision)
     return float(vae), parts.text_parameters * (quantised or BYTES[text_encoder_dtype(config.precision)])
 
 
 def quantised_bytes(precision: str) -> float:
-    """Bytes per weight of a precision that quantises, else 0."""
+    """Bytes per weight of a quantising precision; 0 for a plain one."""
     stored = quantisation(precision)
     return stored.bytes_per_weight if stored else 0.0

@@ -1,7 +1,7 @@
-"""What the rest of the house may ask of a model family.
+"""The interface of a model family.
 
 An adapter loads the parts of one checkpoint and translates between the family's conventions and the common ones
-(`diffusion.batch`). It holds no training logic, and training holds no family knowledge.
+(`diffusion.batch`). It holds no training logic, and the training code knows nothing about families.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from simpletuner.models.usage import Usage
 class TextRequest:
     """One caption to encode, with the picture its prompt holds (i2i) if there is one.
 
-    `bare` marks negative prompts and captions that are left out: around them some families put no words of their own.
+    `bare` marks negative prompts and dropped captions, which some families encode without their prompt template.
     """
 
     caption: str
@@ -37,21 +37,21 @@ class TextRequest:
 
 
 class EncoderQuantiser(Protocol):
-    """What `text_encoder_1_precision` and `text_encoder_2_precision` do to encoders that have just been loaded."""
+    """Applies `text_encoder_1_precision` and `text_encoder_2_precision` to encoders that were just loaded."""
 
     def __call__(self, model: nn.Module, layers: str, *, encoder: int) -> None:
         """Quantise, in place, the linear layers whose path matches a regular expression.
 
-        `encoder` is 1 or 2; nothing happens where its key says so.
+        `encoder` is 1 or 2; a plain precision leaves it unchanged.
         """
         ...
 
 
 class TextEncoder(Protocol):
-    """Captions to embeddings, exactly as the family's pipeline makes them at inference.
+    """Encodes captions exactly as the family's pipeline does at inference.
 
     Attributes:
-        device: where inputs go, and where the models compute.
+        device: where the models run.
         models: the networks inside.
     """
 
@@ -61,50 +61,57 @@ class TextEncoder(Protocol):
     def models(self) -> Sequence[nn.Module]: ...
 
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
-        """Embeddings of each request, without padding, on the CPU."""
+        """Encode each request; unpadded embeddings on the CPU."""
         ...
 
     def truncated(self, caption: str) -> str | None:
-        """What of a caption is cut off because it is too long, or None."""
+        """The part of a caption that is cut off for length, or None."""
         ...
 
 
 class LatentEncoder(Protocol):
-    """Pixels to latents as the transformer sees them."""
+    """Converts pixels to the latents that the transformer sees, and back."""
 
     vae: Any
 
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """Encode `B 3 F H W` in [-1, 1] to z `B C F H W`, float32, on the CPU.
 
-        `seeds` has one number per sample; where the VAE draws from its posterior, the draw depends on that number
-        alone, so that batching never changes a latent.
+        `seeds` has one number per sample. Where the family samples the VAE's posterior, the draw depends on that
+        number alone, so latents do not depend on batching.
+        """
+        ...
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Decode z `B C F H W` to pixels `B 3 F H W` in [-1, 1], float32, on the encoder's device.
+
+        Gradients flow through it; callers that need none use `torch.no_grad`.
         """
         ...
 
     def use_less_memory(self) -> bool:
-        """Switch on what lowers the peak of memory and changes latents by rounding at most.
+        """Enable a setting that lowers peak memory and changes latents by rounding at most.
 
-        Returns False when there is nothing of that kind left.
+        Returns False if there is none left.
         """
         ...
 
 
 def raster_order(frames: int, rows: int, columns: int) -> Tensor:
-    """The usual order of tokens: frame by frame, row by row."""
+    """Raster order of tokens: frame by frame, row by row."""
     return torch.arange(frames * rows * columns)
 
 
 @dataclass(frozen=True)
 class TokenRouting:
-    """How the visual blocks run with a part of the tokens.
+    """How the visual blocks run on a subset of the tokens.
 
     A block takes the tokens, `B S D`, as its first positional argument.
 
     Attributes:
-        unit: how many tokens in a row stay together, since attention knows them only as one tile; 1 where it does not.
-        tables: further positional arguments of a block that hold something for each token: how to cut them to the
-            kept ones, (argument, indices of the kept tokens `B K`) -> argument.
+        unit: how many consecutive tokens are kept or dropped together: a tile of block-sparse attention, else 1.
+        tables: positional arguments of a block with an entry for each token, by position, and how to select the kept
+            ones: (argument, indices of the kept tokens `B K`) -> argument.
     """
 
     unit: int
@@ -113,16 +120,16 @@ class TokenRouting:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where the repeated blocks of a transformer are, and how the tokens of pictures and clips run through them.
+    """Where the repeated blocks of a transformer are, and how visual tokens pass through them.
 
     Attributes:
         groups: the blocks by the name of their list, in the order of the forward pass.
-        visual: the group that the tokens of pictures run through; techniques count its blocks from 0.
+        visual: name of the group that processes visual tokens; techniques count its blocks from 0.
         width: of a token.
         order: (frames, rows, columns) of the grid of tokens -> for each token of a visual block, in their order there,
             its index in the flattened grid; int64, `S`.
-        select: (number of a visual block, what it returns) -> its tokens, `B S D`; None where it returns nothing else.
-        routing: None where a visual block needs all tokens together.
+        select: (number of a visual block, its output) -> its tokens, `B S D`; None if the output is the tokens.
+        routing: None if a visual block needs all tokens.
     """
 
     groups: Mapping[str, nn.ModuleList]
@@ -134,16 +141,16 @@ class BlockLayout:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """All repeated blocks in the order in which the forward pass enters them."""
+        """All repeated blocks, in the order of the forward pass."""
         return [block for group in self.groups.values() for block in group]
 
     @property
     def visual_blocks(self) -> list[nn.Module]:
-        """Those that the tokens of pictures run through."""
+        """The blocks that process visual tokens."""
         return list(self.groups[self.visual])
 
     def tokens_of(self, block: int, output: Any) -> Tensor:
-        """The hidden states `B S D` in what a visual block returned."""
+        """The hidden states `B S D` in the output of a visual block."""
         tokens: Tensor = output if self.select is None else self.select(block, output)
         return tokens
 
@@ -155,10 +162,10 @@ class PreviewRequest:
     Attributes:
         embeds: embeddings of the prompt.
         negative: embeddings of the negative prompt.
-        width, height: size in pixels, exactly.
-        source: the picture an i2i or i2v flavour starts from, of any size.
-        num_frames: length of a clip; 1 for pictures.
-        between_steps: called after each sampling step; what it raises ends the rendering.
+        width, height: exact size in pixels.
+        source: the source picture of an i2i or i2v preview, of any size.
+        num_frames: frames of a clip; 1 for pictures.
+        between_steps: called after each sampling step; an exception from it stops the rendering.
     """
 
     embeds: TextEmbeds
@@ -174,13 +181,13 @@ class PreviewRequest:
     between_steps: Callable[[], None] = lambda: None
 
     def on_step_end(self, pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """What diffusers' pipelines take as `callback_on_step_end`; changes nothing."""
+        """A `callback_on_step_end` for diffusers' pipelines; changes no tensor."""
         self.between_steps()
         return {}
 
     @property
     def start(self) -> Image | None:
-        """The source resized and cropped to the requested size: a stock pipeline would stretch it."""
+        """The source picture, resized and cropped to the requested size; stock pipelines would stretch it."""
         if self.source is None:
             return None
         return ImageOps.fit(self.source.convert("RGB"), (self.width, self.height), Resampling.LANCZOS)
@@ -192,18 +199,18 @@ class PreviewPipeline(Protocol):
     vae: Any
 
     def render(self, request: PreviewRequest) -> list[Image]:
-        """Sample one picture or clip of exactly the requested size; the frames, in order."""
+        """Sample one picture or clip of exactly the requested size; returns its frames in order."""
         ...
 
 
 @dataclass(frozen=True)
 class CheckpointSetup:
-    """Which checkpoint an adapter is for, and how it reads it.
+    """Which checkpoint an adapter loads, and with which settings.
 
     Attributes:
-        source: where its parts are.
-        text, options, caching: what decides about captions, what only a family knows, what decides about the VAE.
-        use_size: the (width, height) that the result will be sampled at, None when it is not known.
+        source: where its components are.
+        text, options, caching: settings of captions, of the family, and of the VAE.
+        use_size: (width, height) that the result will be sampled at; None if unknown.
     """
 
     flavour: Flavour
@@ -231,7 +238,7 @@ class FamilyAdapter(Protocol):
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> TextEncoder:
-        """Load text encoders and tokenizers onto a device, quantised on the way."""
+        """Load text encoders and tokenizers onto a device, quantising them on the way."""
         ...
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
@@ -239,13 +246,13 @@ class FamilyAdapter(Protocol):
         ...
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        """Load the transformer onto the CPU; parts that must stay float32 do."""
+        """Load the transformer onto the CPU; layers that must stay float32 do."""
         ...
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
-        """What the flavour changes about a noisy batch before anything else sees it.
+        """Apply the flavour's changes to a noisy batch before anything else reads it.
 
-        For i2v: frame 0 is the clean condition and is left out of the loss. Other flavours change nothing.
+        For i2v, frame 0 is the clean condition and is excluded from the loss. Other flavours change nothing.
         """
         ...
 
@@ -258,24 +265,24 @@ class FamilyAdapter(Protocol):
         ...
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks | None:
-        """Replace the forward of the repeated blocks by one of less work and equal result; None: there is none."""
+        """Replace the forward of the repeated blocks by a faster equivalent; None if the family has none."""
         ...
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
-        """Halve frozen float32 modulation weights that are bf16 numbers; results stay equal. The bytes it saved."""
+        """Store frozen float32 modulation weights that bf16 represents exactly in bf16; returns the bytes saved."""
         ...
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
-        """The stock pipeline around the transformer being trained; `shift` replaces its scheduler's when given."""
+        """The stock pipeline around the transformer in training; `shift` replaces its scheduler's if given."""
         ...
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
-        """Python that loads a result into the stock pipeline and samples what its preview shows."""
+        """Python code that loads a result into the stock pipeline and reproduces its preview."""
         ...
 
     def load_bare_pipeline(self) -> Any:
-        """A fresh stock pipeline whose transformer has the right layers and no weights, to load LoRA files into."""
+        """A new stock pipeline whose transformer has the right layers but no weights, to load LoRA files into."""
         ...

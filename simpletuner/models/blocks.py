@@ -1,8 +1,8 @@
-"""The repeated blocks of a transformer as a few functions that training may compile or surround.
+"""The repeated blocks of a transformer as a few functions that training can compile or wrap.
 
-A family that offers them (`FamilyAdapter.use_fast_blocks`) computes exactly what its diffusers blocks compute. The
-self-attention stays a function of its own between the others: checkpointing may keep its result instead of computing
-it twice, and a device may have a faster kernel for it.
+A family that provides them (`FamilyAdapter.use_fast_blocks`) computes exactly what its diffusers blocks compute. The
+self-attention is a separate function between the others: checkpointing can keep its result instead of computing it
+twice, and a device may have a faster kernel for it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(Q Kᵀ / √D) V of `B S H D` tensors; `mask` is true where a key may be seen, `B 1 1 S`."""
+    """softmax(Q Kᵀ / √D) V of `B S H D` tensors; `mask` `B 1 1 S` is true for visible keys."""
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # B H S D
     return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
 
 class SelfAttention:
-    """The dense self-attention of all blocks of one transformer; never part of a compiled function.
+    """The dense self-attention shared by all blocks of a transformer; never part of a compiled function.
 
     Attributes:
-        choose: picks the kernel for a call; may measure, since nothing surrounds it.
+        choose: picks the kernel for a call; it may time kernels, since it never runs inside a compiled function.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class SelfAttention:
 
     @contextmanager
     def within(self, mode: AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter `mode` around every call, and around nothing else; it must be one that can be entered repeatedly."""
+        """Enter `mode` around every call, and nothing else; the context manager must be reusable."""
         previous, self._mode = self._mode, mode
         try:
             yield
@@ -52,12 +52,12 @@ class SelfAttention:
 
 @dataclass
 class FastBlocks:
-    """What all fast blocks of one transformer share.
+    """State shared by all fast blocks of a transformer.
 
     Attributes:
-        pieces: functions between which the self-attention runs; a replaced one serves all blocks. The first argument
-            is a block, the second its hidden states, the others are tensors or None; dimension 1 of every tensor
-            counts tokens, or is 1, or is the same at every size.
+        pieces: the functions before and after the self-attention, by name; replacing one affects all blocks. The first
+            argument is a block, the second its hidden states, the others are tensors or None. Dimension 1 of every
+            tensor counts tokens, or is 1, or is the same at every size.
     """
 
     pieces: dict[str, Callable[..., Any]]

@@ -1,9 +1,9 @@
-"""What a transformer, a VAE and a text encoder cost, as arithmetic. Free of torch.
+"""Memory and compute of a transformer and a VAE, calculated without torch.
 
 A family's `cost.py` describes its transformer by the shapes of its parameters and by a few functions of a
-micro-batch. Everything else follows here: bytes of weights, FLOPs of a forward pass and of a training step.
+micro-batch. The rest follows here: bytes of weights, FLOPs of a forward pass and of a training step.
 
-Two units: an *element* is one number of `tokens x hidden width`; FLOPs count a multiply-add as 2.
+FLOPs count a multiply-add as 2.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from simpletuner.config.tread import Route, tokens_by_block
 
 Shape = tuple[int, ...]
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Backward of attention: dQ, dK, dV and dP are twice the two products of the forward pass; a flash kernel also
-# computes the scores again (Dao 2023, arXiv 2307.08691, section 2.3).
+# Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matrix products, the
+# forward pass has two; a flash kernel recomputes the scores as well (Dao 2023, arXiv 2307.08691, section 2.3).
 ATTENTION_BACKWARD, FLASH_BACKWARD = 2.0, 2.5
 
 
@@ -27,11 +27,11 @@ class BatchShape:
     """One micro-batch as the transformer sees it.
 
     Attributes:
-        samples: how many.
-        frames, height, width: tokens of one sample along each axis.
-        text: text tokens of one sample.
-        timed_tokens: each token has a timestep of its own (a given first frame in Sana Video).
-        kept: tokens of one sample in each large block, where some are left out; empty where all blocks have all.
+        samples: batch size.
+        frames, height, width: tokens per sample along each axis.
+        text: text tokens per sample.
+        timed_tokens: each token has its own timestep (a given first frame in Sana Video).
+        kept: tokens per sample in each large block when routes drop some; empty when every block gets all.
     """
 
     samples: int
@@ -44,11 +44,11 @@ class BatchShape:
 
     @property
     def tokens(self) -> int:
-        """Of one sample."""
+        """Visual tokens per sample."""
         return self.frames * self.height * self.width
 
     def in_blocks(self, blocks: int) -> list[BatchShape]:
-        """What each of so many large blocks sees of it."""
+        """What each of the large blocks gets of this micro-batch; `blocks` is their number."""
         if not self.kept:
             return [self] * blocks
         whole = replace(self, kept=())
@@ -58,7 +58,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs: matrix products with weights (and other plain products), and softmax attention."""
+    """FLOPs of matrix products (`linear`) and of softmax attention."""
 
     linear: float = 0.0
     attention: float = 0.0
@@ -76,17 +76,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a micro-batch takes, beside weights.
+    """Bytes of activations of a micro-batch.
 
     Attributes:
         held: the input of one large block, which checkpointing keeps.
-        saved: what autograd keeps of one large block without checkpointing, its input not counted.
-        transient: what the backward pass of a block takes on top of `saved`.
-        attention: what selective checkpointing keeps of one block beside its input.
-        outside: what lives as long as the step: position tables, timestep embeddings.
+        saved: what autograd saves for one large block without checkpointing, excluding its input.
+        transient: what the backward pass of a block needs on top of `saved`.
+        attention: what selective checkpointing keeps of one block besides its input.
+        outside: what lives for the whole step: position tables, timestep embeddings.
         sampling: the peak of a forward pass without gradients.
-        traffic: bytes that a block's elementwise operations move in a forward pass; the backward pass moves twice
-            as many.
+        traffic: bytes moved by a block's elementwise operations in a forward pass; the backward pass moves twice as
+            many.
     """
 
     held: float
@@ -100,13 +100,10 @@ class Activations:
 
 @dataclass(frozen=True)
 class Adapters:
-    """A LoRA: its rank and the modules that have one, by name; `rank` 0 with no modules is none."""
+    """A LoRA: its rank and the names of its target modules; no modules and `rank` 0 mean none."""
 
     rank: int
     modules: frozenset[str]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.modules
 
 
 NO_ADAPTERS = Adapters(0, frozenset())
@@ -114,20 +111,20 @@ NO_ADAPTERS = Adapters(0, frozenset())
 
 @dataclass(frozen=True)
 class TransformerCost:
-    """A transformer as numbers.
+    """Cost model of a transformer.
 
     Attributes:
         shapes: of every parameter, by name, as in the safetensors header.
         blocks: name prefixes (`transformer_blocks.0.`) of the repeated blocks, in the order of the forward pass.
-        large: how many of them, from the end, are as large as `activations` says; the others are small.
+        large: how many of the last blocks are large, that is, described by `activations`; the others are small.
         hidden: width of a token.
-        stays_float32: parameters that no precision setting rounds.
-        rows: to how many positions of a micro-batch a weight is applied; 0 for parameters that are no weights.
+        stays_float32: whether a parameter stays float32 at every precision setting.
+        rows: how many positions of a micro-batch a weight is applied to; 0 for parameters that are not weights.
         attention: FLOPs of all attentions in a forward pass.
-        activations: bytes of a micro-batch, by bytes of the compute dtype and adapters.
-        starts: modules whose input no trained weight has touched, so that no gradient flows into it; in a full
-            fine-tune (the second argument) only the embeddings.
-        unit: how many tokens a route keeps or leaves out together.
+        activations: (micro-batch, bytes per number of the compute dtype, adapters) -> bytes.
+        starts: (module, is a full fine-tune) -> whether its input needs no gradient, because no trained weight
+            comes before it; in a full fine-tune only the embeddings.
+        unit: how many tokens a route keeps or drops together.
     """
 
     shapes: Mapping[str, Shape]
@@ -142,11 +139,11 @@ class TransformerCost:
     unit: int = 1
 
     def routed(self, load: BatchShape, routes: Sequence[Route]) -> BatchShape:
-        """The load with the tokens that routes leave to each block."""
+        """The micro-batch with the tokens that routes leave in each block."""
         return replace(load, kept=tokens_by_block(routes, self.large, load.tokens, self.unit)) if routes else load
 
     def activations_by_block(self, load: BatchShape, size: int, adapters: Adapters) -> list[Activations]:
-        """Of each large block. One that has fewer tokens than the one before it picks them out of all of them."""
+        """Activations of each large block. A block that starts a route still holds all tokens as its input."""
         blocks = load.in_blocks(self.large)
         whole = replace(load, kept=())
         bytes_of = {each: self.activations(each, size, adapters) for each in {whole, *blocks}}
@@ -158,12 +155,12 @@ class TransformerCost:
 
     @cached_property
     def _large_block(self) -> dict[str, int]:
-        """Names of parameters in large blocks, with the number of the block among these."""
+        """Parameter names in large blocks, with the block's number among the large ones."""
         large = enumerate(self.blocks[len(self.blocks) - self.large :])
         return {name: number for number, prefix in large for name in self._by_block[prefix]}
 
     def _applied(self, load: BatchShape) -> Callable[[str], int]:
-        """To how many positions of a micro-batch each weight is applied."""
+        """How many positions of a micro-batch each weight is applied to."""
         blocks, number_of = load.in_blocks(self.large), self._large_block
         return lambda name: self.rows(name, blocks[number_of[name]] if name in number_of else load)
 
@@ -173,12 +170,12 @@ class TransformerCost:
 
     @cached_property
     def _block_bytes(self) -> dict[tuple[str, float], list[float]]:
-        """What `block_bytes` has found: a search over settings asks again and again."""
+        """Cache of `block_bytes`: the search over settings asks for the same values many times."""
         return {}
 
     @cached_property
     def _by_block(self) -> dict[str, list[str]]:
-        """Parameter names by block prefix; those outside the blocks under an empty prefix."""
+        """Parameter names by block prefix; parameters outside the blocks have an empty prefix."""
         groups: dict[str, list[str]] = {prefix: [] for prefix in (*self.blocks, "")}
         depth = self.blocks[0].count(".")
         for name in self.shapes:
@@ -190,7 +187,7 @@ class TransformerCost:
         """Bytes of the frozen weights of each block, in order.
 
         Args:
-            quantised: bytes per weight of a linear layer, 0 for as `dtype` says.
+            quantised: bytes per weight of a quantised linear layer; 0 if not quantised.
         """
         key = dtype, quantised
         if key not in self._block_bytes:
@@ -205,7 +202,7 @@ class TransformerCost:
         return sum(self._size(name, dtype, quantised) for name in names)
 
     def _size(self, name: str, dtype: str, quantised: float) -> float:
-        """A quantised weight has one scale per row beside it; only linear layers are quantised."""
+        """Bytes of one parameter. Only linear layers are quantised; they have one scale per row as well."""
         shape = self.shapes[name]
         if self.stays_float32(name):
             return 4.0 * math.prod(shape)
@@ -213,21 +210,13 @@ class TransformerCost:
             return quantised * math.prod(shape) + BYTES[dtype] * shape[0]
         return float(BYTES[dtype]) * math.prod(shape)
 
-    def linear_modules(self) -> dict[str, tuple[int, int]]:
-        """Linear layers by name, with (out, in) features."""
-        return {
-            name.removesuffix(".weight"): (shape[0], shape[1])
-            for name, shape in self.shapes.items()
-            if name.endswith(".weight") and len(shape) == 2
-        }
-
     def adapter_parameters(self, adapters: Adapters) -> int:
-        """Numbers of a LoRA: `rank` times width in plus width out of each module, kernels of convolutions counted."""
+        """Parameters of a LoRA: `rank` x (in + out) for each module, where `in` counts a convolution's kernel."""
         shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
         return sum(adapters.rank * (shape[0] + math.prod(shape[1:])) for shape in shapes)
 
     def forward(self, load: BatchShape, adapters: Adapters = NO_ADAPTERS, *, blocks_only: bool = False) -> Work:
-        """FLOPs of a forward pass: 2 x positions x weights, and the attentions."""
+        """FLOPs of a forward pass: 2 x positions x weights, plus attention."""
         names = self.shapes if not blocks_only else [n for prefix in self.blocks for n in self._by_block[prefix]]
         rows = self._applied(load)
         frozen = sum(self._product(name, rows) for name in names)
@@ -235,16 +224,16 @@ class TransformerCost:
         return Work(frozen + lora) + self.attention(load)
 
     def backward(self, load: BatchShape, adapters: Adapters, *, full: bool) -> Work:
-        """FLOPs of a backward pass without any recomputation, attention at twice its forward pass.
+        """FLOPs of a backward pass without recomputation; attention counts twice its forward pass.
 
-        A frozen layer costs its forward pass once more (the gradient of its input), a trained one twice.
+        A frozen layer costs as much as its forward pass (gradient of its input), a trained one twice that.
         """
         linear, rows = 0.0, self._applied(load)
         for name in self.shapes:
             module = name.removesuffix(".weight")
             product, flows = self._product(name, rows), not self.starts(module, full)
             linear += product * (flows + full)
-            if module in adapters:
+            if module in adapters.modules:
                 down, up = self._adapter_products(name, rows, adapters)
                 linear += down * (1 + flows) + up * 2
         return Work(linear) + self.attention(load).times(ATTENTION_BACKWARD)
@@ -254,18 +243,18 @@ class TransformerCost:
         return 2.0 * rows(name) * math.prod(shape) if len(shape) > 1 else 0.0
 
     def _adapter_products(self, name: str, rows: Callable[[str], int], adapters: Adapters) -> tuple[float, float]:
-        """FLOPs of the two factors of one module's LoRA."""
+        """FLOPs of the two factors (down, up) of a module's LoRA."""
         shape, each = self.shapes[name], 2.0 * rows(name) * adapters.rank
         return each * math.prod(shape[1:]), each * shape[0]
 
 
 @dataclass(frozen=True)
 class VaeLoad:
-    """What the VAE has before it: so many pictures or clips of one size in pixels.
+    """Pictures or clips of one size, in pixels, for the VAE to encode or decode.
 
     Attributes:
-        tiled: in tiles of 256 x 256 pixels (`vae_enable_tiling`).
-        sliced: its 3D convolutions in slices of time (`vae_enable_patch_conv`).
+        tiled: processed in tiles of 256 x 256 pixels (`vae_enable_tiling`).
+        sliced: 3D convolutions run in slices of time (`vae_enable_patch_conv`).
     """
 
     samples: int
@@ -277,12 +266,12 @@ class VaeLoad:
 
     @property
     def pixels(self) -> int:
-        """Of one frame, or of one tile of it."""
+        """Pixels of one frame, or of one tile of it."""
         whole = self.width * self.height
         return min(whole, 256 * 256) if self.tiled else whole
 
 
 def number(settings: Mapping[str, object], key: str, default: int) -> int:
-    """A whole number of a model's config.json."""
+    """An integer setting of a model's config.json, or the default."""
     value = settings.get(key, default)
     return int(value) if isinstance(value, int | float) else default

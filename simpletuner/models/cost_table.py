@@ -1,7 +1,7 @@
-"""What was measured of a family's transformer class, read from its `cost.json`, as a `TransformerCost`. No torch.
+"""Builds a `TransformerCost` from the measurements in a family's `cost.json`. Free of torch.
 
-`python -m benchmarks.cost_table` writes the tables. A number of a block stands in names as `#`. Quantities are sums of
-factors; a factor's key, such as `token width`, names the numbers that it is multiplied with.
+`python -m benchmarks.cost_table` writes the tables. In names, `#` stands for the number of a block. A quantity is a sum
+of products: the key of a factor, such as `token width`, names what the factor is multiplied by.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Factors = Mapping[str, float]
 
 @dataclass(frozen=True)
 class CostTable:
-    """A `cost.json`.
+    """The content of a `cost.json`.
 
     Attributes:
-        groups: names of the lists of repeated blocks, in the order of the forward pass; the last are the large ones.
-        float32: parts of names of parameters that no precision setting rounds.
-        rows: what of a micro-batch each weight is applied to: `token`, `text` or `sample`.
-        no_gradient: layers whose input needs no gradient, in a run of kind `lora` or `full`.
-        keeps_attention: selective checkpointing keeps the result of the self-attention.
-        flops: of a `large` and of a `small` block, beside products with weights.
-        bytes: of a large block by dtype; `reads` has the layers whose input is kept for an adapter alone, with the
-            first layer that reads the same.
+        groups: names of the lists of repeated blocks, in the order of the forward pass; the last has the large ones.
+        float32: name components of parameters that stay float32 at every precision setting.
+        rows: what each weight is applied to: every `token`, `text` token or `sample`.
+        no_gradient: layers whose input needs no gradient, by kind of run: `lora` or `full`.
+        keeps_attention: whether selective checkpointing can keep the result of the self-attention.
+        flops: of a `large` and a `small` block, excluding products with weights.
+        bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
+            the first layer that reads the same input.
         published: shapes of the published checkpoints.
     """
 
@@ -46,7 +46,7 @@ class CostTable:
     published: Sequence[Mapping[str, Any]]
 
     def published_shapes(self, flavour: str) -> dict[str, Shape]:
-        """Every parameter of a flavour's published checkpoint, by name."""
+        """Shapes of all parameters of a flavour's published checkpoint, by name."""
         found = next(each for each in self.published if flavour in each["flavours"])
         shapes: dict[str, Shape] = {}
         for name, shape in found["shapes"].items():
@@ -63,19 +63,19 @@ def read_cost_table(package: str) -> CostTable:
 
 @dataclass(frozen=True)
 class FamilyCost:
-    """What the plan asks a family's `cost.py`.
+    """Everything the plan needs from a family's `cost.py`.
 
     Attributes:
         package: the folder of the family, with its `cost.json`.
         transformer_class: name of the transformer's class in diffusers.
-        published: dimensions of the published transformer by the flavour's name, as in its config.json.
-        transformer: its cost from such dimensions and from the shapes of its parameters, by name.
-        vae_parameters, text_parameters: of the published encoders, for a checkpoint that is not here yet.
-        vae_encode, vae_decode: numbers that are alive at the peak, from the VAE's config and what it has before it.
-        prompt_layer: the layer that reads text embeddings; its input is as wide as they are.
-        picture_tokens: text tokens that a source picture of a size takes in the prompt, where it is in it.
+        published: flavour name -> dimensions of the published transformer, as in its config.json.
+        transformer: (config.json, shapes of parameters by name) -> its cost.
+        vae_parameters, text_parameters: of the published encoders, for checkpoints that are not downloaded yet.
+        vae_encode, vae_decode: (the VAE's config, its load) -> numbers alive at the peak.
+        prompt_layer: the layer that reads text embeddings, and so has their width.
+        picture_tokens: (width, height) of a source picture -> text tokens that it takes in a prompt that holds it.
         guided_together: guidance runs both prompts in one batch instead of one after the other.
-        padded_text: the length that every prompt is padded to; 0 where prompts are as long as they are.
+        padded_text: the length that every prompt is padded to; 0 if prompts are not padded.
     """
 
     package: str
@@ -92,7 +92,7 @@ class FamilyCost:
     padded_text: int = 0
 
     def of_flavour(self, flavour: str, **changes: object) -> TransformerCost:
-        """The cost of a published checkpoint, or of one that differs in some settings."""
+        """The cost of a published checkpoint, optionally with some settings changed."""
         return self.transformer(
             {**self.published(flavour), **changes}, read_cost_table(self.package).published_shapes(flavour)
         )
@@ -104,7 +104,7 @@ def numbered(name: str, groups: Sequence[str]) -> str:
 
 
 def product_of(words: str, numbers: Mapping[str, float]) -> float:
-    """`token width` is the product of these two numbers."""
+    """The product of the numbers that `words` names, such as `token width`."""
     return math.prod(numbers[word] for word in words.split())
 
 
@@ -114,7 +114,7 @@ def sum_of(factors: Factors, numbers: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True)
 class Block:
-    """A large block: its weights by their names in it, what they are applied to, and the width of a token."""
+    """A large block: the shapes of its weights by name within the block, and what they are applied to."""
 
     prefix: str
     weights: Mapping[str, Shape]
@@ -146,8 +146,8 @@ def transformer_cost(
     Args:
         shapes: of every parameter, by name.
         head: width of an attention head.
-        unit: how many tokens a route keeps or leaves out together.
-        masked: numbers of the attention mask that a large block makes of a micro-batch.
+        unit: how many tokens a route keeps or drops together.
+        masked: entries of the attention mask that a large block makes for a micro-batch.
     """
     counts = {group: len({each.split(".")[1] for each in shapes if each.startswith(f"{group}.")})
               for group in table.groups}  # fmt: skip
@@ -195,7 +195,7 @@ def _large_block(table: CostTable, shapes: Mapping[str, Shape], prefix: str) -> 
 
 
 def _attention(factors: Factors, numbers: Mapping[str, float]) -> Work:
-    """What grows with the product of two lengths is softmax attention."""
+    """FLOPs, counted as softmax attention where they grow with the product of two lengths."""
     lengths = {words: sum(word in ("token", "text") for word in words.split()) for words in factors}
     softmax = {words: factor for words, factor in factors.items() if lengths[words] == 2}
     other = {words: factor for words, factor in factors.items() if lengths[words] < 2}
@@ -208,18 +208,20 @@ def _activations(
 ) -> Activations:  # fmt: skip
     """Bytes of a micro-batch in a large block with its adapters.
 
-    A mask has a byte for each number as booleans, and once more the number that attention adds to its scores, which
-    autograd keeps.
+    An attention mask takes one byte per entry as booleans, and again the number that attention adds to its scores,
+    which autograd saves.
     """
     kind = "bf16" if size < 4 else "fp32"
-    # Only families whose tokens have a time of their own are measured with it.
+    # Measured only for families whose tokens can have their own timesteps.
     timed = load.timed_tokens and f"{kind} given" in table.bytes
     factors = table.bytes[f"{kind} given" if timed else kind]
     axes = {"token": load.samples * load.tokens, "text": load.samples * load.text, "sample": load.samples}
     numbers = {**axes, "width": block.hidden, "inner": block.inner, "head": head, "heads": block.hidden // head}
     found = {name: sum_of(each, numbers) for name, each in factors.items() if name != "reads"}
     elements, mask = axes["token"] * block.hidden, masked(load)
-    kept = elements * size + axes["token"] * numbers["heads"] * 4  # the self-attention's result and its sums
+    kept = (
+        elements * size + axes["token"] * numbers["heads"] * 4
+    )  # its result and log-sum-exp
     return Activations(
         held=elements * size,
         saved=found["saved"] + _adapted(block, factors["reads"], axes, adapters) * size + mask * size,
@@ -232,8 +234,8 @@ def _activations(
 
 
 def _adapted(block: Block, reads: Mapping[str, str], axes: Mapping[str, int], adapters: Adapters) -> float:
-    """Numbers that a block keeps for its adapters: what goes into them, where nothing else keeps it, and between."""
-    layers = [layer for layer in block.weights if f"{block.prefix}{layer}" in adapters]
+    """Numbers that a block saves for its adapters: inputs that are not saved anyway, and results of the down factors."""
+    layers = [layer for layer in block.weights if f"{block.prefix}{layer}" in adapters.modules]
     inputs = {reads[layer]: axes[block.rows[layer]] * math.prod(block.weights[layer][1:2])
               for layer in layers if layer in reads}  # fmt: skip
     return sum(inputs.values()) + sum(axes[block.rows[layer]] * adapters.rank for layer in layers)

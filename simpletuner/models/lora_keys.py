@@ -1,4 +1,4 @@
-"""The names in LoRA files of the common programs, and what a file to start from must be. Free of torch."""
+"""Key names in the LoRA files of common programs, and checks of `init_lora`. Free of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simpletuner.models.lora_targets import Targets, matching_modules
 from simpletuner.models.source import WeightsError, tensor_shapes
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
-# Prefixes of LoRA files; from those with another than its own diffusers loads nothing, and says nothing.
+# Prefixes of keys in LoRA files. diffusers silently loads nothing from keys with a prefix it does not expect.
 KNOWN_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.")
 KOHYA_PREFIX = "lora_unet_"
 MAGNITUDE = ".lora_magnitude_vector"
@@ -28,14 +28,14 @@ ROLES = {
 
 
 def without_prefix(key: str) -> str:
-    """A key without what a program puts before the names of the transformer's modules."""
+    """A key without the prefix that a program puts before module names."""
     for prefix in KNOWN_PREFIXES:
         key = key.removeprefix(prefix)
     return key
 
 
 def module_of(key: str, modules: Sequence[str]) -> str:
-    """The module that a key of a LoRA file is for. Key forms that replace dots are undone by the modules' names."""
+    """The module that a key of a LoRA file belongs to. Kohya's keys have no dots and are looked up in `modules`."""
     if key.startswith(KOHYA_PREFIX):
         stem = key.removeprefix(KOHYA_PREFIX).partition(".")[0]
         return next((name for name in modules if name.replace(".", "_") == stem), stem)
@@ -46,16 +46,16 @@ def module_of(key: str, modules: Sequence[str]) -> str:
 
 
 def role_of(key: str) -> str | None:
-    """What a tensor is in its LoRA."""
+    """The role of a tensor in its LoRA, or None if unknown."""
     return next((role for marker, role in ROLES.items() if marker in key), None)
 
 
 def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets) -> Iterator[Problem]:
-    """Whether `init_lora` can be started from, by its header.
+    """Problems of the file `init_lora`, found from its header.
 
     Args:
-        modules: the linear layers of the transformer, empty while it is not on this machine.
-        targets: which of them are trained.
+        modules: the linear layers of the transformer; empty if it is not on this machine.
+        targets: selection of those that are trained.
     """
     key, path = "init_lora", Path(config.init_lora or "").expanduser()
     path = path / LORA_FILE if path.is_dir() else path

@@ -1,19 +1,18 @@
-"""Which modules get a LoRA, decided from names alone: no weights, no torch.
+"""Which modules get a LoRA, decided by name. Free of torch.
 
-A selection is a list of module names (each matches that module and every module whose dotted path ends with it) or
-a regular expression that must match a whole path, the two forms that peft knows.
+A selection has one of peft's two forms: a list of module names, each matching the modules whose dotted path is or ends
+with it, or a regular expression that must match the whole path.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem, did_you_mean
-from simpletuner.models.source import tensor_shapes
 from simpletuner.models.spec import FamilySpec
 
 KEY = "peft_lora_target_modules"
@@ -21,7 +20,7 @@ Targets = list[str] | str
 
 
 def resolve_targets(value: Any, spec: FamilySpec, problems: list[Problem]) -> Targets:
-    """The selection that a value of `peft_lora_target_modules` means; the family's default for None."""
+    """Resolve a value of `peft_lora_target_modules`; None is the family's default."""
     if value is None:
         return list(spec.lora_targets)
     if isinstance(value, str) and value in spec.lora_presets:
@@ -35,14 +34,14 @@ def resolve_targets(value: Any, spec: FamilySpec, problems: list[Problem]) -> Ta
 
 
 def matching_modules(modules: Iterable[str], targets: Targets) -> list[str]:
-    """The modules that a selection picks."""
+    """The modules that a selection matches."""
     if isinstance(targets, str):
         return [name for name in modules if re.fullmatch(targets, name)]
     return [name for name in modules if any(name == target or name.endswith(f".{target}") for target in targets)]
 
 
 def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:
-    """Names of a list that match no module of the transformer, each with the nearest one that would."""
+    """Problems of names that match no module of the transformer, with the nearest names that do."""
     modules = list(modules)
     if isinstance(targets, str):
         return [] if matching_modules(modules, targets) else [Problem(KEY, f"{targets!r} matches no module.")]
@@ -54,21 +53,20 @@ def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:
     ]
 
 
-def linear_modules(folder: Path) -> dict[str, tuple[int, int]]:
-    """Linear layers of the model in a folder by name, with (out, in) features, read from safetensors headers.
+def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Linear layers by name, with (out, in) features, among parameters with these shapes.
 
-    Layers with a two-dimensional weight are taken for linear; embeddings of the supported transformers are, too.
+    A two-dimensional weight is taken for that of a linear layer, even of an embedding.
     """
-    shapes = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, shape in tensor_shapes(path).items():
-            if name.endswith(".weight") and len(shape) == 2:
-                shapes[name.removesuffix(".weight")] = (shape[0], shape[1])
-    return shapes
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
 
 
 def _read_list(value: str, spec: FamilySpec, problems: list[Problem]) -> Any:
-    """A file with a JSON list, or a comma list of names."""
+    """The content of a JSON file, or the names of a comma-separated list."""
     if value.endswith(".json") or "/" in value:
         known = len(problems)
         content = read_json(Path(value), problems)

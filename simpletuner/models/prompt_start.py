@@ -1,8 +1,7 @@
-"""The words that all prompts begin with are read once.
+"""Prefix caching: the words that all prompts begin with are encoded once.
 
-A causal model reads from left to right, so what it makes of the words before the caption is the same for all
-captions. What later tokens need of earlier ones are their keys and values in each layer; they are kept here, with the
-hidden states, and only the caption is left to compute.
+In a causal model the states of the words before the caption are the same for all captions. Later tokens need only
+their keys and values in each layer; these are kept here with the hidden states, and only the caption is computed.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-# Matrix products of very few rows take other kernels, which round otherwise than those of the whole prompt.
+# Matrix products with very few rows use other kernels, which round differently from those of the whole prompt.
 FEWEST_TO_READ = 8
 
 
 class PromptStart:
-    """Keys, values and hidden states of the first tokens of all prompts.
+    """Keys, values and hidden states of the tokens that all prompts begin with.
 
     Args:
-        tokens: ids of what every prompt is likely to begin with. How much of it a prompt really shares is looked up:
-            a caption may melt with the last letters before it into one token.
+        tokens: ids that every prompt is likely to begin with. Each batch is compared with them, because the tokenizer
+            may merge the start of a caption with the last letters before it.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -31,32 +30,32 @@ class PromptStart:
         self._hidden: Tensor | None = None  # 1 S D
 
     def read(self, decoder: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Last hidden states `B L D` of whole prompts, as the decoder alone would give them but for rounding.
+        """Last hidden states `B L D` of whole prompts; they differ from the decoder's own by rounding alone.
 
         Args:
-            decoder: a causal language model of transformers without its head, always the same one.
-            ids, mask: tokens `B L`, padded on the right; 0 in the mask for those that others shall not see. Without a
-                mask each token sees all before it, which no padding on the right is.
+            decoder: a causal language model of transformers without its head, the same one in every call.
+            ids, mask: tokens `B L`, padded on the right; the mask is 0 for padding. Without a mask each token attends
+                to all before it, which never includes padding on the right.
         """
         if self._hidden is None:
             self._hidden = self._read_start(decoder, ids)
         shared = self._shared(ids)
-        cache = DynamicCache()  # its own for each batch: the decoder appends to it
+        cache = DynamicCache()  # a new one for each batch: the decoder appends to it
         for index, states in enumerate(self._layers):
             cache.update(*(state[:, :, :shared].expand(len(ids), -1, -1, -1) for state in states), index)
         rest = decoder(input_ids=ids[:, shared:], attention_mask=mask, past_key_values=cache).last_hidden_state
         return torch.cat([self._hidden[:, :shared].expand(len(ids), -1, -1), rest], dim=1)
 
     def _shared(self, ids: Tensor) -> int:
-        """How many tokens all prompts have in common with the start; some of a prompt are always left to read."""
+        """How many tokens all prompts share with the start, leaving at least `FEWEST_TO_READ` of each prompt."""
         most = max(0, min(len(self.tokens), ids.shape[1] - FEWEST_TO_READ))
         same = (ids[:, :most] == self.tokens[:most].to(ids.device)).all(0)
         return int(same.int().cumprod(0).sum())
 
     def _read_start(self, decoder: nn.Module, ids: Tensor) -> Tensor:
-        """Keep what the layers say about the start; returns its hidden states.
+        """Store keys and values of the start; returns its hidden states.
 
-        It is read in a row as long as the prompts: some attention kernels round by the length of the row.
+        It is read in a row as long as the prompts, because some attention kernels round depending on the length.
         """
         length, cache = len(self.tokens), DynamicCache()
         row = torch.cat([self.tokens.to(ids.device), ids[0, length:]])

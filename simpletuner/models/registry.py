@@ -1,4 +1,4 @@
-"""The families, one line each. Whoever imports this has the whole option schema: families declare a part of it."""
+"""The model families. Importing this module completes the option schema: families declare a part of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def canonical_family_name(name: str) -> str:
 
 
 def load_adapter(spec: FamilySpec) -> type[FamilyAdapter]:
-    """Import the adapter class that a spec names; this is where torch comes in."""
+    """Import the adapter class that a spec names, and torch with it."""
     module, _, name = spec.adapter.partition(":")
     adapter: type[FamilyAdapter] = getattr(importlib.import_module(module), name)
     return adapter

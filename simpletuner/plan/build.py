@@ -284,9 +284,8 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     targets = resolve_targets(config.lora.peft_lora_target_modules, spec, problems)
     if config.model.model_type != "lora":
         return targets
-    folder = source["transformer"].local_folder()
     # Only safetensors files list their weights without being loaded; others are checked then.
-    modules = linear_modules(folder) if folder else {}
+    modules = linear_modules(source["transformer"].weight_shapes())
     problems.extend(check_init_lora(config.lora, list(modules), targets))
     if modules:
         problems.extend(check_targets(modules, targets))

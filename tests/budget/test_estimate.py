@@ -26,7 +26,7 @@ from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, TransformerCost
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
-from simpletuner.models.lora_targets import matching_modules
+from simpletuner.models.lora_targets import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.training.optimizers import build_optimizer
 
@@ -35,7 +35,7 @@ KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "
 
 def lora(cost: TransformerCost, targets: list[str]) -> TrainingSetup:
     """A bf16 model with float32 adapters of rank 16 under AdamW, as the peaks below were metered."""
-    adapters = Adapters(16, frozenset(matching_modules(cost.linear_modules(), targets)))
+    adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), targets)))
     return TrainingSetup("bf16", adapters, 4, optimizer_state_bytes("adamw", 4, compensated=False))
 
 
@@ -124,8 +124,10 @@ def test_inputs_are_on_one_side_or_the_other(lite: TransformerCost) -> None:
 def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
     whole, halved = (frozen_bytes(lite, each) for each in (setup, replace(setup, quantised=1.0)))
-    linear = sum(out * wide for name, (out, wide) in lite.linear_modules().items() if "blocks." in name)
-    kept = sum(out * wide for name, (out, wide) in lite.linear_modules().items() if "blocks." in name and "mod" in name)
+    linear = sum(out * wide for name, (out, wide) in linear_modules(lite.shapes).items() if "blocks." in name)
+    kept = sum(
+        out * wide for name, (out, wide) in linear_modules(lite.shapes).items() if "blocks." in name and "mod" in name
+    )
     assert whole - halved == pytest.approx(linear - kept, rel=0.01)
 
 

@@ -17,7 +17,7 @@ from benchmarks.models import cost_of
 from simpletuner.budget.estimate import TrainingSetup, step_memory
 from simpletuner.models.cost import Adapters, BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
-from simpletuner.models.lora_targets import matching_modules
+from simpletuner.models.lora_targets import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from tests.peak import fake_step, hollow, peak_of_step
 
@@ -77,7 +77,7 @@ def test_the_planned_peak_is_the_metered_one(
     with torch.device("meta"):
         model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(**settings)
     cost = cost_of(family, model)
-    adapters = Adapters(16, frozenset(matching_modules(cost.linear_modules(), SANA if is_sana else KANDINSKY)))
+    adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), SANA if is_sana else KANDINSKY)))
     model = train(model, cost, adapters, checkpointed)
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)

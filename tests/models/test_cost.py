@@ -21,7 +21,7 @@ from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, Transform
 from simpletuner.models.cost_table import FamilyCost, read_cost_table, sum_of
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
-from simpletuner.models.lora_targets import matching_modules
+from simpletuner.models.lora_targets import linear_modules, matching_modules
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.models.spec import FamilySpec
@@ -101,7 +101,7 @@ def test_the_published_models(
 
 
 def adapters_of(cost: TransformerCost, targets: list[str], rank: int) -> Adapters:
-    return Adapters(rank, frozenset(matching_modules(cost.linear_modules(), targets)))
+    return Adapters(rank, frozenset(matching_modules(linear_modules(cost.shapes), targets)))
 
 
 def kandinsky_inputs(frames: int, side: int, text: int, dtype: torch.dtype, channels: int = 16) -> dict[str, Any]:
