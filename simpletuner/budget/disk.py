@@ -37,9 +37,7 @@ def find_writings(plan: Plan, budget: Budget) -> list[Writing]:
     cost, setup, limits = budget.parts.transformer, budget.setup, plan.config.checkpoints
     count = cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
     copies = 1 if setup.is_full else 2
-    average = (
-        AVERAGE + setup.trained_bytes if setup.averaged else 0.0
-    )  # saved as state, and as weights
+    average = AVERAGE + setup.trained_bytes if setup.averaged else 0.0  # saved as state, and as weights
     one = count * (copies * setup.trained_bytes + setup.state_bytes + average)
     saves = -(-plan.length.total_steps // limits.checkpoint_step_interval)
     kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest goes

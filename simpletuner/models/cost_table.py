@@ -219,9 +219,7 @@ def _activations(
     numbers = {**axes, "width": block.hidden, "inner": block.inner, "head": head, "heads": block.hidden // head}
     found = {name: sum_of(each, numbers) for name, each in factors.items() if name != "reads"}
     elements, mask = axes["token"] * block.hidden, masked(load)
-    kept = (
-        elements * size + axes["token"] * numbers["heads"] * 4
-    )  # its result and log-sum-exp
+    kept = elements * size + axes["token"] * numbers["heads"] * 4  # its result and log-sum-exp
     return Activations(
         held=elements * size,
         saved=found["saved"] + _adapted(block, factors["reads"], axes, adapters) * size + mask * size,
@@ -234,7 +232,7 @@ def _activations(
 
 
 def _adapted(block: Block, reads: Mapping[str, str], axes: Mapping[str, int], adapters: Adapters) -> float:
-    """Numbers that a block saves for its adapters: inputs that are not saved anyway, and results of the down factors."""
+    """Numbers that a block saves for its adapters: inputs not saved otherwise, and results of the down factors."""
     layers = [layer for layer in block.weights if f"{block.prefix}{layer}" in adapters.modules]
     inputs = {reads[layer]: axes[block.rows[layer]] * math.prod(block.weights[layer][1:2])
               for layer in layers if layer in reads}  # fmt: skip

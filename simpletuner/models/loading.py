@@ -1,11 +1,12 @@
-"""Loading a VAE, and making it or a model's shell take less memory without changing a number.
+"""Loads models, and lowers the peak memory of VAEs without changing results.
 
-- 3D convolutions in slices of time, and the HunyuanVideo VAE's attention without its mask: equal results, lower peaks
-- models with all their layers and no weights, to check files against
+- 3D convolutions in slices of time, and the HunyuanVideo VAE's attention without its mask
+- pipelines whose transformer has no weights, to check LoRA files against
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,11 @@ from simpletuner.models.source import Part
 
 
 def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
-    """A model with every weight from its files: the libraries would draw what is missing at random.
+    """Load a model and require every weight in its files: the libraries would initialise missing ones at random.
 
     Args:
-        model_class: of diffusers or transformers.
-        settings: more arguments of its `from_pretrained`.
+        model_class: a model class of diffusers or transformers.
+        settings: further arguments of its `from_pretrained`.
 
     Raises:
         UserError: a weight is missing, or has another shape than the config says.
@@ -45,7 +46,7 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
 
 
 def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    """A frozen VAE on a device, with slices and tiles as configured."""
+    """Load a frozen VAE onto a device, with slicing and tiling as configured."""
     vae = load_whole(vae_class, part, torch_dtype=dtype)
     vae.requires_grad_(False).eval().to(device)
     if caching.vae_enable_slicing:
@@ -55,13 +56,10 @@ def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.d
     return vae
 
 
-OUTPUT_FRAMES = 1
+def slice_convolutions(vae: nn.Module, frames: int = 1) -> int:
+    """Let the causal convolutions of a HunyuanVideo VAE compute `frames` output frames at a time; returns their number.
 
-
-def slice_convolutions(vae: nn.Module, frames: int = OUTPUT_FRAMES) -> int:
-    """Let the causal convolutions of a HunyuanVideo VAE compute so many frames at a time; returns how many there are.
-
-    Each slice is padded by itself, so that no padded copy of the whole clip is made.
+    Each slice is padded separately, so the whole clip is never copied for padding.
     """
     convolutions = [module for module in vae.modules() if isinstance(module, HunyuanVideoCausalConv3d)]
     for module in convolutions:
@@ -70,7 +68,7 @@ def slice_convolutions(vae: nn.Module, frames: int = OUTPUT_FRAMES) -> int:
 
 
 def sliced_forward(module: Any, frames: int, x: Tensor) -> Tensor:
-    """The convolution of `B C T H W`; output frames are written where they belong, `frames` of them at a time."""
+    """The convolution of `B C T H W`, computed `frames` output frames at a time."""
     conv, (*sides, before, _) = module.conv, module.time_causal_padding
     kernel, stride = conv.kernel_size[0], conv.stride[0]
     total = (x.shape[2] + before - kernel) // stride + 1
@@ -87,7 +85,7 @@ def sliced_forward(module: Any, frames: int, x: Tensor) -> Tensor:
 
 
 class FrameCausalProcessor:
-    """An attention processor that goes from frame to frame."""
+    """Attention frame by frame: each frame attends to itself and the frames before it, so no mask is needed."""
 
     def __call__(
         self,
@@ -97,7 +95,7 @@ class FrameCausalProcessor:
         attention_mask: Tensor | None = None,
         num_frames: int = 1,
     ) -> Tensor:
-        """Attention over `B F·H·W C`, with the residual, as diffusers' `Attention` has it for autoencoders."""
+        """Attention over `B F·H·W C`, including the residual, like diffusers' `Attention` in autoencoders."""
         normed = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
         query, key, value = (
             project(normed).unflatten(2, (attn.heads, -1)).transpose(1, 2)  # B heads F·H·W D
@@ -114,7 +112,7 @@ class FrameCausalProcessor:
 
 
 def attend_by_frame(vae: nn.Module) -> int:
-    """Let the middle of encoder and decoder attend frame by frame; returns how many attentions there are."""
+    """Let the mid blocks of encoder and decoder attend frame by frame; returns the number of attentions."""
     found = 0
     for block in vae.modules():
         if isinstance(block, HunyuanVideoMidBlock3D) and all(_is_plain(attn) for attn in block.attentions):
@@ -126,12 +124,12 @@ def attend_by_frame(vae: nn.Module) -> int:
 
 
 def _is_plain(attn: Any) -> bool:
-    """Whether it is the attention that `FrameCausalProcessor` computes; another one keeps its mask."""
+    """Whether `FrameCausalProcessor` computes this attention; any other keeps its mask."""
     return attn is not None and (attn.spatial_norm, attn.norm_q, attn.norm_k) == (None, None, None)
 
 
 def _forward(block: Any, hidden_states: Tensor) -> Tensor:
-    """The block on `B C F H W`, with the frames' number in the mask's place."""
+    """Forward of the mid block on `B C F H W`, passing the number of frames instead of a mask."""
     hidden_states = block.resnets[0](hidden_states)
     for attn, resnet in zip(block.attentions, block.resnets[1:], strict=True):
         shape = hidden_states.shape[2:]
@@ -141,11 +139,19 @@ def _forward(block: Any, hidden_states: Tensor) -> Tensor:
     return hidden_states
 
 
-def share_zero_weights(model: nn.Module) -> nn.Module:
-    """Replace the parameters of a model on the meta device by CPU ones that share a single zero each.
+def bare_pipeline(pipeline_class: Any, transformer_class: Any, part: Part, text_roles: Sequence[str]) -> Any:
+    """The stock pipeline around a transformer with the right layers but no weights, to load LoRA files into."""
+    settings = transformer_class.load_config(part.fetch())
+    with torch.device("meta"):
+        transformer = transformer_class.from_config(settings)
+    absent = dict.fromkeys(("vae", "scheduler", *text_roles))
+    return pipeline_class(transformer=share_zero_weights(transformer), **absent)
 
-    They have the right shapes and take no memory, so a LoRA can be loaded beside them; on the meta device loading
-    would silently copy nothing.
+
+def share_zero_weights(model: nn.Module) -> nn.Module:
+    """Replace the parameters of a model on the meta device by CPU tensors that expand a single zero.
+
+    They have the right shapes and take no memory. On the meta device, loading a LoRA would silently copy nothing.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from PIL.Image import Image
 
 from simpletuner.caching.fill import to_pixels
@@ -136,6 +137,16 @@ def test_source_latents_of_i2i_are_scaled_and_not_shifted(i2i_checkpoint: Path) 
     ours = encoder.encode(pixels, [11])
     noise = torch.randn(posterior.mean.shape[1:], generator=torch.Generator().manual_seed(11))
     assert_close(ours[0, :, 0], (posterior.mean[0] + posterior.std[0] * noise) * 0.3611, terms=ELEMENTWISE)
+
+
+def test_latents_decode_as_in_the_pipeline(t2i_checkpoint: Path) -> None:
+    encoder = make_adapter(t2i_checkpoint).load_latent_encoder(CPU, torch.float32)
+    latents = encoder.encode(to_pixels(np.array(picture(*SIZE)))[None], [1])
+    with torch.no_grad():
+        decoded = encoder.decode(latents)
+        stock = AutoencoderKL.from_pretrained(t2i_checkpoint / "vae").decode(latents[:, :, 0] / 0.3611).sample
+    assert decoded.shape == (1, 3, 1, SIZE[1], SIZE[0])
+    assert_close(decoded[:, :, 0], stock.clamp(-1, 1), terms=VAE)
 
 
 def test_latents_do_not_depend_on_their_batch(t2i_checkpoint: Path) -> None:

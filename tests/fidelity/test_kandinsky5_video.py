@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLHunyuanVideo
 from PIL.Image import Image
 
 from simpletuner.config.load import Layer, resolve
@@ -25,7 +26,7 @@ from simpletuner.models.kandinsky5.templates import OFFICIAL
 from simpletuner.models.kandinsky5.video import Kandinsky5VideoAdapter
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from simpletuner.models.source import ModelSource
-from tests.closeness import MODEL, SAMPLING, assert_close, limit
+from tests.closeness import MODEL, SAMPLING, VAE, assert_close, limit
 from tests.fidelity.family import CPU, Recorder, picture, zeros
 from tests.tiny import PIPELINES, make_checkpoint
 
@@ -105,6 +106,18 @@ def test_unconditional_input_is_the_empty_caption(checkpoints: dict[str, Path], 
     encoder = make_video_adapter(checkpoints[task], task).load_text_encoder(CPU, torch.float32)
     ours = encoder.encode([TextRequest("")])[0]
     assert_close(ours["prompt_embeds"], unconditional["encoder_hidden_states"][0], terms=MODEL)
+
+
+def test_latents_decode_as_in_the_pipeline(checkpoints: dict[str, Path]) -> None:
+    encoder = make_video_adapter(checkpoints["t2v"], "t2v").load_latent_encoder(CPU, torch.float32)
+    clip = np.stack([np.array(picture(*SIZE, seed)) for seed in range(5)])
+    latents = encoder.encode(2 * (torch.from_numpy(clip).float() / 255).permute(3, 0, 1, 2)[None] - 1, [4])
+    with torch.no_grad():
+        decoded = encoder.decode(latents)
+        vae = AutoencoderKLHunyuanVideo.from_pretrained(checkpoints["t2v"] / "vae")
+        stock = vae.decode(latents / vae.config.scaling_factor).sample
+    assert decoded.shape == (1, 3, 5, SIZE[1], SIZE[0])
+    assert_close(decoded, stock.clamp(-1, 1), terms=VAE)
 
 
 @pytest.mark.parametrize("task", ["t2v", "i2v"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLWan
 
 from simpletuner.config.schema import LossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
@@ -195,6 +196,16 @@ class TestLatents:
         encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
         alone = encoder.encode(clip()[:, :, :1], [0])
         assert_close(alone, encoder.encode(clip(), [0])[:, :, :1], terms=VAE)
+
+    def test_decoding_is_the_pipelines(self, sana_checkpoint: Path) -> None:
+        encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
+        latents = encoder.encode(clip(), [0])
+        vae = AutoencoderKLWan.from_pretrained(sana_checkpoint / "vae")
+        mean, std = (torch.tensor(vae.config[f"latents_{name}"]).view(-1, 1, 1, 1) for name in ("mean", "std"))
+        with torch.no_grad():
+            decoded, stock = encoder.decode(latents), vae.decode(latents * std + mean).sample
+        assert decoded.shape == clip().shape
+        assert_close(decoded, stock, terms=VAE)
 
     def test_a_failure_stops(self, sana_checkpoint: Path) -> None:
         encoder: WanLatentEncoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)

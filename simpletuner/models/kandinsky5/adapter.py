@@ -1,10 +1,11 @@
-"""What the adapters of pictures and clips have in common: how a checkpoint is loaded and its transformer called."""
+"""The common base of the adapters of pictures and clips: loads a checkpoint and calls its transformer."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
@@ -14,7 +15,7 @@ from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
 from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale
 from simpletuner.models.kandinsky5.spec import TEMPLATES
 from simpletuner.models.kandinsky5.usage import usage_snippet
-from simpletuner.models.loading import load_vae
+from simpletuner.models.loading import bare_pipeline, load_vae
 from simpletuner.models.spec import FamilySpec
 from simpletuner.models.usage import Usage
 
@@ -26,9 +27,9 @@ class Kandinsky5Adapter:
     """One Kandinsky 5 checkpoint.
 
     Attributes:
-        vae_class: of its VAE, in diffusers.
-        takes_picture: it starts from a picture (i2i, i2v).
-        dtype: that the transformer was loaded in.
+        vae_class: diffusers class of its VAE.
+        takes_picture: the task starts from a picture (i2i, i2v).
+        dtype: dtype that the transformer was loaded in.
     """
 
     spec: FamilySpec
@@ -45,7 +46,7 @@ class Kandinsky5Adapter:
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> Kandinsky5TextEncoder:
-        # transformers' models come in here: with everything cached, a run never needs them.
+        # Imports transformers' models; a run with full caches never needs them.
         from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 
         template = select_template(self.options.text_template, TEMPLATES[self.task])
@@ -70,7 +71,8 @@ class Kandinsky5Adapter:
         return usage_snippet(usage)
 
     def load_bare_pipeline(self) -> Any:
-        return loading.bare_pipeline(self._pipeline_class(), self.source["transformer"])
+        part = self.source["transformer"]
+        return bare_pipeline(self._pipeline_class(), Kandinsky5Transformer3DModel, part, loading.WITHOUT_TEXT)
 
     @property
     def padding(self) -> attention.TextPadding:
@@ -82,7 +84,7 @@ class Kandinsky5Adapter:
         return load_vae(self.vae_class, self.source["vae"], self.caching, device, dtype)
 
     def stock_pipeline(self, transformer: nn.Module, device: torch.device, shift: float | None) -> Any:
-        """diffusers' pipeline of the flavour around a transformer; `shift` replaces its scheduler's when given."""
+        """diffusers' pipeline of the flavour around a transformer; `shift` replaces its scheduler's if given."""
         vae = self.load_vae(device, self.dtype)
         return loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
 
@@ -94,19 +96,17 @@ class Kandinsky5Adapter:
         rope_scale: RopeScale,
         sparse_params: dict[str, Any] | None = None,
     ) -> Tensor:
-        """The prediction `B C F H W` from the noisy latents and further input channels, each `B F H W C`."""
-        hidden_states = torch.cat([denoiser.channels_last(noisy.noisy_latents), *channels], dim=-1)
-        prediction = denoiser.predict_velocity(
+        """Predict from the noisy latents and further input channels `B F H W C`; see `denoiser.predict_velocity`."""
+        return denoiser.predict_velocity(
             transformer,
             self.padding,
-            hidden_states,
+            torch.cat([denoiser.channels_last(noisy.noisy_latents), *channels], dim=-1),
             noisy.timesteps,
             noisy.batch.embeds,
             rope_scale=rope_scale,
             dtype=self.dtype,
             sparse_params=sparse_params,
         )
-        return denoiser.channels_first(prediction)
 
     def _pipeline_class(self) -> Any:
         import diffusers

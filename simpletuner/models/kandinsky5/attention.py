@@ -1,7 +1,7 @@
-"""Batches of captions of unequal length: padded text that no token ever attends to.
+"""Attention that masks padded text, for batches of captions of different lengths.
 
-The stock transformer has no text mask; its pipelines never pad. Training batches must, so the attention processors
-of the text blocks and of the cross-attention hide padding keys. Everything else stays the stock computation.
+The stock transformer has no text mask, because its pipelines never pad. Training batches need padding, so the attention
+processors of the text blocks and of the cross-attention mask padding keys. All else is the stock computation.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class RotaryTables(NamedTuple):
     sin: Tensor
 
 
-# The matrices `B S 1 D/2 2 2` that the stock transformer hands around, or their numbers.
+# The rotation matrices `B S 1 D/2 2 2` that the stock transformer passes to its blocks, or tables of their entries.
 Rope = Tensor | RotaryTables
 
 
 class TextPadding:
-    """Which text positions of the current micro-batch are real, shared by all processors of one transformer."""
+    """The text mask of the current micro-batch, shared by all processors of a transformer."""
 
     def __init__(self) -> None:
         self._mask: Tensor | None = None  # B L, True where a token is real
@@ -36,7 +36,7 @@ class TextPadding:
 
     @contextmanager
     def hidden(self, mask: Tensor | None) -> Iterator[None]:
-        """Hide padding during a forward pass, and during the recomputation that its backward pass may need."""
+        """Mask padding during a forward pass, and during the recomputation of its backward pass."""
         self._mask, self._predicting = mask, True
         try:
             yield
@@ -45,12 +45,12 @@ class TextPadding:
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask where it is due: a sampling pipeline runs without gradients and is left alone."""
+        """The mask, if it applies: sampling pipelines run without gradients and without padding."""
         return self._mask if self._predicting or torch.is_grad_enabled() else None
 
 
 class PaddingAwareProcessor:
-    """The arithmetic of diffusers' `Kandinsky5AttnProcessor`, with padding keys masked out."""
+    """diffusers' `Kandinsky5AttnProcessor` with padding keys masked out."""
 
     _attention_backend = None
     _parallel_config = None
@@ -81,7 +81,7 @@ class PaddingAwareProcessor:
 def project(
     attn: Kandinsky5Attention, hidden_states: Tensor, context: Tensor, rotary_emb: Rope | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of `hidden_states`, keys and values of `context`, normalised and rotated; each `B S H D`."""
+    """Queries of `hidden_states`, and keys and values of `context`, normalised and rotated; each `B S H D`."""
     query = attn.to_query(hidden_states).unflatten(-1, (attn.num_heads, -1))
     key = attn.to_key(context).unflatten(-1, (attn.num_heads, -1))
     value = attn.to_value(context).unflatten(-1, (attn.num_heads, -1))
@@ -93,7 +93,7 @@ def project(
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding as the stock processor computes it, its rounding to bfloat16 included; the same with tables."""
+    """Rotary embedding as the stock processor computes it, including its rounding to bfloat16."""
     if isinstance(rope, RotaryTables):
         rotated: Tensor = Rotation.apply(x, *rope)
         return rotated
@@ -102,9 +102,9 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 class Rotation(torch.autograd.Function):
-    """Pairs of neighbours turned by the angles of two tables; the gradient is turned back.
+    """Rotates pairs of neighbouring numbers by tables of cosines and sines; the gradient is rotated back.
 
-    Both directions round to bfloat16 where the stock processor does, and like it they round every product.
+    Both directions round to bfloat16 where the stock processor does, and round every product as it does.
     """
 
     @staticmethod
@@ -123,7 +123,7 @@ class Rotation(torch.autograd.Function):
 
 
 def install(transformer: nn.Module) -> TextPadding:
-    """Give every attention that reads text a padding-aware processor; returns the switch they share."""
+    """Give every attention that reads text a padding-aware processor; returns the mask that they share."""
     padding = TextPadding()
     for name, module in transformer.named_modules():
         if isinstance(module, Kandinsky5Attention) and ("text_" in name or name.endswith("cross_attention")):

@@ -1,9 +1,10 @@
-"""What Kandinsky 5 costs, beside what is measured in `cost.json`: published dimensions, encoders, NABLA. No torch."""
+"""Costs of Kandinsky 5 that `cost.json` lacks: published dimensions, encoders, NABLA's mask. Free of torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from simpletuner.models.cost import BatchShape, Shape, TransformerCost, VaeLoad, number
 from simpletuner.models.cost_table import FamilyCost, read_cost_table
@@ -11,9 +12,10 @@ from simpletuner.models.cost_table import transformer_cost as build_cost
 from simpletuner.models.kandinsky5.geometry import TILE, is_sparse, is_sparse_flavour
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.kandinsky5", "Kandinsky5Transformer3DModel"
+# Parameters of the published encoders.
 QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
 FLUX_VAE, HUNYUAN_VAE = 83_819_683, 246_478_803
-PROMPT_PIXELS = 56  # pixels a side of a picture per token of Qwen's prompt: it sees half the size in steps of 28
+PROMPT_PIXELS = 56  # pixels per side of a prompt token: Qwen gets the picture at half size, in patches of 28
 
 LITE = {"model_dim": 1792, "ff_dim": 7168, "time_dim": 512, "num_visual_blocks": 32, "axes_dims": [16, 24, 24]}
 IMAGE = {"model_dim": 2560, "ff_dim": 10240, "time_dim": 512, "num_visual_blocks": 50, "axes_dims": [32, 48, 48]}
@@ -39,8 +41,8 @@ def transformer_cost(settings: Mapping[str, object], shapes: Mapping[str, Shape]
     heads = number(settings, "model_dim", 2048) // head
 
     def masked(load: BatchShape) -> float:
-        """NABLA's mask has an entry for each tile of queries, key and head; a kernel that takes lists of tiles needs
-        less. It grows with the square of the tokens, unlike all that is measured."""
+        """NABLA's mask has one entry per tile of queries, key and head: quadratic in tokens, unlike the measured costs.
+        Kernels that take lists of tiles need less."""
         return load.samples * load.tokens**2 // TILE * heads if sparse else 0.0
 
     return build_cost(read_cost_table(PACKAGE), shapes, head=head, unit=TILE if sparse else 1, masked=masked)
@@ -52,29 +54,29 @@ def _base_channels(settings: Mapping[str, object]) -> int:
 
 
 def image_vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:
-    """Five maps of the first width at full size (metered: 640 numbers a pixel with 128 channels)."""
+    """Five feature maps of the first width at full size (measured: 640 numbers per pixel with 128 channels)."""
     return 5.0 * _base_channels(settings) * load.pixels * load.samples
 
 
 def image_vae_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
-    """Six maps (metered: 768 numbers a pixel)."""
+    """Six feature maps (measured: 768 numbers per pixel)."""
     return 6.0 * _base_channels(settings) * load.pixels * load.samples
 
 
 def _frames_at_once(load: VaeLoad) -> int:
-    """The stock VAE works on tiles of 16 frames and one more."""
+    """The stock VAE processes 17 frames at a time."""
     return min(load.frames, 17)
 
 
 def video_vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:
-    """Metered on the stock class with 1, 5, 17 and 61 frames: five maps a frame and two more; sliced, four and five."""
+    """Measured with 1, 5, 17 and 61 frames: five feature maps per frame plus two; sliced, four plus five."""
     frames = _frames_at_once(load)
     maps = 4 * frames + 5 if load.sliced and frames > 1 else 5 * frames + 2
     return float(maps * _base_channels(settings) * load.pixels * load.samples)
 
 
 def video_vae_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
-    """Metered likewise: nine maps a frame and three more; sliced, 6.75 and eleven. Then the clip's pixels, twice."""
+    """Measured likewise: nine maps per frame plus three; sliced, 6.75 plus eleven; and the clip's pixels twice."""
     frames = _frames_at_once(load)
     maps = 6.75 * frames + 11 if load.sliced and frames > 1 else 9 * frames + 3
     clip = 2 * 3 * load.frames * load.width * load.height
@@ -82,7 +84,7 @@ def video_vae_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
 
 
 def picture_tokens(width: int, height: int) -> int:
-    """Tokens of a source picture in Qwen's prompt."""
+    """Text tokens of a source picture in Qwen's prompt."""
     return math.ceil(width / PROMPT_PIXELS) * math.ceil(height / PROMPT_PIXELS)
 
 
@@ -98,14 +100,4 @@ IMAGE_COST = FamilyCost(
     prompt_layer="text_embeddings.in_layer",
     picture_tokens=picture_tokens,
 )
-VIDEO_COST = FamilyCost(
-    package=PACKAGE,
-    transformer_class=TRANSFORMER_CLASS,
-    published=published,
-    transformer=transformer_cost,
-    vae_parameters=HUNYUAN_VAE,
-    text_parameters=QWEN_AND_CLIP,
-    vae_encode=video_vae_encode,
-    vae_decode=video_vae_decode,
-    prompt_layer="text_embeddings.in_layer",
-)
+VIDEO_COST = replace(IMAGE_COST, vae_parameters=HUNYUAN_VAE, vae_encode=video_vae_encode, vae_decode=video_vae_decode)

@@ -1,6 +1,6 @@
-"""Between the common batch layout and `Kandinsky5Transformer3DModel`, for pictures and clips alike.
+"""Conversions between the common batch layout and `Kandinsky5Transformer3DModel`, for pictures and clips.
 
-Also: the order in which visual tokens pass through the blocks, and drawing latents from the VAE's posterior.
+Also the order of visual tokens in the blocks, and sampling latents from the VAE's posterior.
 """
 
 from __future__ import annotations
@@ -25,18 +25,13 @@ def channels_last(latents: Tensor) -> Tensor:
     return latents.permute(0, 2, 3, 4, 1)
 
 
-def channels_first(latents: Tensor) -> Tensor:
-    """`B F H W C` back to `B C F H W`."""
-    return latents.permute(0, 4, 1, 2, 3)
-
-
 def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Embeddings of a batch: text `B L D`, pooled `B D2`, and the mask `B L` of real tokens, None when all are."""
+    """Embeddings of a batch: text `B L D`, pooled `B D2`, and the mask `B L` of real tokens; None without padding."""
     prompts = [one["prompt_embeds"] for one in embeds]
     text = pad_sequence(prompts, batch_first=True).to(dtype)
     pooled = torch.stack([one["pooled_prompt_embeds"] for one in embeds]).to(dtype)
     lengths = [len(prompt) for prompt in prompts]
-    if min(lengths) == max(lengths):  # asked of the host: a question to the device would wait for it
+    if min(lengths) == max(lengths):  # compared on the host: no synchronisation with the device
         return text, pooled, None
     mask = torch.arange(text.shape[1]) < torch.tensor(lengths)[:, None]
     return text, pooled, upload(mask, text.device)
@@ -56,13 +51,13 @@ def predict_velocity(
     """Run the transformer as the pipelines do.
 
     Args:
-        hidden_states: all input channels, `B F H W C`, float32; cast to `dtype` here and not before.
-        timesteps: 1000 sigma, float32, `B`: a bfloat16 timestep would be off by up to 2 of 1000.
+        hidden_states: all input channels, `B F H W C`, float32; cast to `dtype` only here.
+        timesteps: 1000 sigma, float32, `B`; in bfloat16 they would be off by up to 2.
         rope_scale: divisors of the positions in time, height and width.
-        sparse_params: of checkpoints with block-sparse attention, see `sparse`.
+        sparse_params: for checkpoints with block-sparse attention, see `nabla.sparse_params`.
 
     Returns:
-        the predicted velocity, float32, `B F H W 16`.
+        the predicted velocity, float32, `B C F H W`.
     """
     text, pooled, mask = collate_text(embeds, dtype)
     _, frames, height, width, _ = hidden_states.shape
@@ -83,18 +78,16 @@ def predict_velocity(
             sparse_params=sparse_params,
             return_dict=False,
         )
-    return sample.float()
+    return sample.float().permute(0, 4, 1, 2, 3)
 
 
-# Positional arguments of a visual block, after the tokens, the text and the time embedding.
+# Positions of arguments of a visual block, after the tokens, the text and the time embedding.
 ROPE, SPARSE_PARAMS = 3, 4
-
-
 TEXT_BLOCKS, VISUAL_BLOCKS = "text_transformer_blocks", "visual_transformer_blocks"
 
 
 def block_layout(transformer: nn.Module) -> BlockLayout:
-    """Text blocks, then visual blocks. With NABLA the tokens of a tile lie in a row and stay together."""
+    """Text blocks, then visual blocks. With NABLA the tokens of a tile are consecutive and stay together."""
     model: Any = transformer
     tiled = is_sparse(model.config)
     return BlockLayout(
@@ -107,7 +100,7 @@ def block_layout(transformer: nn.Module) -> BlockLayout:
 
 
 def tile_order(frames: int, rows: int, columns: int) -> Tensor:
-    """Frame by frame, tile by tile, and row by row within a tile."""
+    """Token order of NABLA: frame by frame, tile by tile, row by row within a tile."""
     grid = raster_order(frames, rows, columns)
     return grid.view(frames, rows // TILE_SIDE, TILE_SIDE, columns // TILE_SIDE, TILE_SIDE).transpose(2, 3).flatten()
 
@@ -119,7 +112,7 @@ def cut_rope(rope: Tensor, kept: Tensor) -> Tensor:
 
 
 def cut_window(params: dict[str, Any] | None, kept: Tensor) -> dict[str, Any] | None:
-    """Parameters of block-sparse attention whose window, `1 1 N N`, is cut to the kept tiles, `B 1 n n`."""
+    """Parameters of block-sparse attention with the window `1 1 N N` cut to the kept tiles, `B 1 n n`."""
     if params is None:
         return None
     tiles = kept[:, ::TILE] // TILE
@@ -128,7 +121,7 @@ def cut_window(params: dict[str, Any] | None, kept: Tensor) -> dict[str, Any] | 
 
 
 def sample_posterior(posterior: Any, seeds: Sequence[int]) -> Tensor:
-    """mean + std · noise of a `DiagonalGaussianDistribution`, one seed per sample; float32, on the CPU."""
+    """Sample a `DiagonalGaussianDistribution` with one seed per sample; float32, on the CPU."""
     mean, std = posterior.mean.float().cpu(), posterior.std.float().cpu()
     noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return mean + std * torch.stack(noise)

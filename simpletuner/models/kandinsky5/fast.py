@@ -1,9 +1,9 @@
-"""Kandinsky's blocks in plain arithmetic: the numbers of the diffusers classes, bit for bit, with less work.
+"""Faster forward passes of Kandinsky's blocks, bit for bit equal to the diffusers classes.
 
-The stock blocks rotate queries and keys with a product of 2 x 2 matrices, four numbers for each pair, in every block
-and twice with checkpointing. Here a pair is rotated with its cosine and sine, taken once a step from the same tensor.
-The modules, their weights and the places where the stock code rounds stay as they are; every product and sum is
-rounded by itself, as there, so that no fused multiply-add changes a bit.
+The stock blocks rotate queries and keys by products with 2 x 2 matrices, four numbers per pair, in every block and
+twice with checkpointing. Here a pair is rotated by its cosine and sine, extracted once a step from the same tensor.
+Modules and weights are unchanged, and every product and sum is rounded where the stock code rounds it: a fused
+multiply-add would change bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from simpletuner.models.kandinsky5.attention import RotaryTables, TextPadding, p
 
 
 class RotaryCache:
-    """Tables of the position tensors in use; they go when their tensor goes."""
+    """Rotary tables by position tensor; an entry lives as long as its tensor."""
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
@@ -37,7 +37,7 @@ class RotaryCache:
         """Cosines and sines of the matrices `B S 1 D/2 2 2` (B may be 1), each `B S 1 D/2`."""
         tables: RotaryTables | None = self._known.get(rope)
         if tables is None:
-            # Copies, not views: a compiled function is made anew for every layout of a view's base.
+            # Copies, not views: torch.compile would recompile for every layout of a view's base.
             tables = RotaryTables(rope[..., 0, 0].clone(), rope[..., 1, 0].clone())
             self._known[rope] = tables
         return tables
@@ -60,7 +60,7 @@ class TextForward:
 
 @dataclass
 class VisualForward:
-    """`forward` of a visual block; block-sparse attention is left to the processor of its self-attention."""
+    """`forward` of a visual block; block-sparse attention runs in the processor of its self-attention."""
 
     block: Kandinsky5TransformerDecoderBlock
     fast: FastBlocks
@@ -91,7 +91,7 @@ class VisualForward:
 
 
 def install(transformer: nn.Module, padding: TextPadding) -> FastBlocks:
-    """Replace the forward of every block; the transformer's modules and weights are not touched."""
+    """Replace the forward of every block; the transformer's modules and weights are unchanged."""
     fast = FastBlocks(
         {
             "text": text_block,
@@ -151,7 +151,7 @@ def after_attention(
     text: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """The rest of the block, from the heads' results `B S H D` on."""
+    """The rest of the block, after attention `B S H D`."""
     out = block.self_attention.out_layer(attended.flatten(-2, -1))
     return after_sparse(block, visual, out, params, text, mask)
 
@@ -164,7 +164,7 @@ def after_sparse(
     text: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """The rest of the block, from the self-attention's output `B S C` on."""
+    """The rest of the block, after the output layer `B S C` of its self-attention."""
     _, _, gate, shift, scale, cross_gate, ff_shift, ff_scale, ff_gate = params.chunk(9, dim=-1)
     visual = add_gated(visual, gate, out)
     modulated = modulate(block.cross_attention_norm, visual, shift, scale)
@@ -186,7 +186,7 @@ def attend(
 def modulate(norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """norm(x) (scale + 1) + shift in float32, rounded once to the dtype of `x`."""
     out: Tensor = norm(x.float())
-    # In place where nobody needs the normalised values again: the gradient of `scale` would.
+    # In place unless the backward pass needs the normalised values, for the gradient of `scale`.
     out = out * (scale + 1.0) + shift if scale.requires_grad else out.mul_(scale + 1.0).add_(shift)
     return out.type_as(x)
 
@@ -197,7 +197,7 @@ def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
 
 
 def store_in_bf16(transformer: nn.Module) -> int:
-    """Store the frozen modulation weights that bf16 holds exactly as bf16. The bytes it saved."""
+    """Store frozen modulation weights that bf16 represents exactly in bf16; returns the bytes saved."""
     saved = 0
     for module in transformer.modules():
         layer = module.out_layer if isinstance(module, Kandinsky5Modulation) else None
@@ -209,12 +209,12 @@ def store_in_bf16(transformer: nn.Module) -> int:
 
 
 def is_exact(weight: Tensor) -> bool:
-    """Whether a weight is frozen float32 and unchanged by a trip to bf16 and back."""
+    """Whether a weight is frozen, float32, and unchanged by conversion to bf16 and back."""
     if weight.dtype != torch.float32 or weight.requires_grad:
         return False
     return torch.equal(weight.to(torch.bfloat16).float(), weight)
 
 
 def upcast_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer with its weight in the precision of its input."""
+    """The linear layer, with its weight cast to the dtype of its input."""
     return linear(x, layer.weight.to(x.dtype), layer.bias)

@@ -1,4 +1,4 @@
-"""The grid of tokens in Kandinsky 5 Video, as far as it is known without torch: NABLA's tiles and the RoPE scale."""
+"""The token grid of Kandinsky 5 Video: NABLA's tiles and the RoPE scale. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from simpletuner.models.kandinsky5.options import RopeScale
 
-TILE_SIDE = 8  # tokens, within one latent frame
-TILE = TILE_SIDE**2  # tokens that share one row of the mask
+TILE_SIDE = 8  # tokens per side of a tile, within one latent frame
+TILE = TILE_SIDE**2  # tokens per tile; they share one row of the mask
 
 
 def is_sparse(transformer_config: Mapping[str, object]) -> bool:
@@ -16,17 +16,17 @@ def is_sparse(transformer_config: Mapping[str, object]) -> bool:
 
 
 def is_sparse_flavour(name: str) -> bool:
-    """Whether the published checkpoint of a flavour was."""
+    """Whether the published checkpoint of a flavour was trained with NABLA."""
     return "-pro-" in name or "-10s" in name
 
 
 STANDARD: RopeScale = (1.0, 2.0, 2.0)
 HIGH: RopeScale = (1.0, 3.16, 3.16)
-STANDARD_SIDES = (480, 854)  # pixels; diffusers' rule: both sides within
+STANDARD_SIDES = (480, 854)  # pixels; as in diffusers, both sides must be in this range
 
 
 def rope_scale_of_size(size: tuple[int, int] | None, flavour: str) -> RopeScale:
-    """The scale that the stock pipeline samples this size with; without a size, the one of the flavour."""
+    """The scale that the stock pipeline uses at this size; without a size, the flavour's."""
     if size is None:
         return HIGH if flavour.endswith("-hd") else STANDARD
     low, high = STANDARD_SIDES

@@ -17,14 +17,14 @@ from simpletuner.models.kandinsky5.denoiser import channels_last, sample_posteri
 from simpletuner.models.kandinsky5.loading import pipeline_inputs
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 
-# Pictures have one frame and are sampled with unscaled positions, whatever their size.
+# The stock pipelines sample pictures with unscaled positions at every size.
 ROPE_SCALE = (1.0, 1.0, 1.0)
 
 
 class FluxLatentEncoder:
-    """Pictures to latents with the Flux VAE: a posterior sample times the scaling factor.
+    """Latents of pictures from the Flux VAE: a posterior sample times the scaling factor.
 
-    The VAE's `shift_factor` is not applied: the Kandinsky pipelines decode without it.
+    The VAE's `shift_factor` is not applied, because the Kandinsky pipelines decode without it.
     """
 
     def __init__(self, vae: AutoencoderKL, device: torch.device, dtype: torch.dtype) -> None:
@@ -36,8 +36,13 @@ class FluxLatentEncoder:
         posterior = self.vae.encode(pixels[:, :, 0].to(self.device, self.dtype)).latent_dist
         return (sample_posterior(posterior, seeds) * self.vae.config.scaling_factor).unsqueeze(2)
 
+    def decode(self, z: Tensor) -> Tensor:
+        latents = z[:, :, 0].to(self.device, self.dtype) / self.vae.config.scaling_factor
+        pixels: Tensor = self.vae.decode(latents).sample.float().clamp(-1, 1)
+        return pixels.unsqueeze(2)
+
     def use_less_memory(self) -> bool:
-        """Nothing is left: a picture goes through as a whole."""
+        """There is no such setting: slicing in time does not apply to pictures."""
         return False
 
 
@@ -49,7 +54,7 @@ class StockImagePipeline:
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture of exactly the requested size."""
-        # The pipeline snaps every request to its list of sizes; with the wanted one as the list it need not.
+        # The pipeline rounds every request to its list of sizes, so the list is set to the requested size.
         self.pipeline.resolutions = [(request.width, request.height)]
         source = {"image": request.start} if self.takes_picture else {}
         output = self.pipeline(**pipeline_inputs(request, self.device), **source)
@@ -77,7 +82,7 @@ class Kandinsky5ImageAdapter(Kandinsky5Adapter):
         return StockImagePipeline(self.stock_pipeline(transformer, device, shift), device, self.takes_picture)
 
     def _source_channels(self, noisy: NoisyBatch) -> tuple[Tensor, Tensor]:
-        """The source picture's latents and the channel of ones that says they are given."""
+        """The source picture's latents, and a channel of ones that marks them as given."""
         if noisy.batch.condition is None:
             raise RuntimeError("an i2i batch needs the latents of its source pictures")
         source = channels_last(noisy.batch.condition)

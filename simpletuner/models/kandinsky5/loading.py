@@ -1,6 +1,6 @@
-"""Parts of a Kandinsky 5 checkpoint, loaded the same way for pictures and clips.
+"""Loads the parts of a Kandinsky 5 checkpoint, for pictures and clips.
 
-The Qwen2.5-VL processor is built without torchvision, which its own class would import.
+The Qwen2.5-VL processor is built without torchvision, which its own class imports.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.loading import load_whole, share_zero_weights
+from simpletuner.models.loading import load_whole
 from simpletuner.models.source import ModelSource, Part
 
 WITHOUT_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
 def load_transformer(part: Part, dtype: torch.dtype) -> nn.Module:
-    """The transformer on the CPU; time and modulation layers stay float32."""
+    """Load the transformer onto the CPU; time and modulation layers stay float32."""
     transformer: nn.Module = load_whole(Kandinsky5Transformer3DModel, part, torch_dtype=dtype, low_cpu_mem_usage=True)
     move_with_the_model(transformer)
     return transformer
 
 
 def move_with_the_model(transformer: Any) -> None:
-    """Make the frequencies of the timestep a buffer.
+    """Turn the frequencies of the timestep embedding into a buffer.
 
-    diffusers keeps them as a plain attribute, which `to` passes by: every forward pass would bring them from the host
-    anew, and wait for all that a GPU has under way.
+    diffusers keeps them in a plain attribute, which `to` does not move: every forward pass would copy them from the
+    host and synchronise with the GPU.
     """
     embeddings = transformer.time_embeddings
     frequencies = embeddings.freqs
@@ -43,7 +43,7 @@ def move_with_the_model(transformer: Any) -> None:
 def stock_pipeline(
     pipeline_class: Any, source: ModelSource, transformer: nn.Module, vae: Any, shift: float | None
 ) -> Any:
-    """The stock pipeline around a transformer, without encoders; `shift` replaces the scheduler's when given."""
+    """The stock pipeline around a transformer, without text encoders; `shift` replaces the scheduler's if given."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     overrides = {} if shift is None else {"shift": shift}
@@ -53,17 +53,8 @@ def stock_pipeline(
     return pipeline
 
 
-def bare_pipeline(pipeline_class: Any, part: Part) -> Any:
-    """The stock pipeline around a transformer of the right layers without weights, to load LoRA files into."""
-    settings = Kandinsky5Transformer3DModel.load_config(part.fetch())
-    with torch.device("meta"):
-        transformer = Kandinsky5Transformer3DModel.from_config(settings)
-    roles = ("vae", "scheduler", *WITHOUT_TEXT)
-    return pipeline_class(transformer=share_zero_weights(transformer), **dict.fromkeys(roles))
-
-
 def pipeline_inputs(request: PreviewRequest, device: torch.device) -> dict[str, Any]:
-    """What every Kandinsky pipeline is called with for one preview."""
+    """Arguments of a Kandinsky pipeline's call for one preview."""
     inputs: dict[str, Any] = {
         "height": request.height,
         "width": request.width,
@@ -81,7 +72,7 @@ def pipeline_inputs(request: PreviewRequest, device: torch.device) -> dict[str, 
 
 
 class _TextAndImageProcessor(Qwen2VLProcessor):
-    """`Qwen2VLProcessor` for text and pictures. Which parts it has, the base class reads off this signature."""
+    """`Qwen2VLProcessor` without video. The base class infers the processor's parts from this signature."""
 
     def __init__(
         self,
@@ -96,21 +87,21 @@ class _TextAndImageProcessor(Qwen2VLProcessor):
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
 
-# Pipelines write these two names into model_index.json: a checkpoint saved with this class must load anywhere.
+# Pipelines write these two names to model_index.json: a checkpoint saved with this class must load anywhere.
 _TextAndImageProcessor.__name__ = _TextAndImageProcessor.__qualname__ = Qwen2VLProcessor.__name__
 _TextAndImageProcessor.__module__ = Qwen2VLProcessor.__module__
 
 
 def build_processor(image_processor: Qwen2VLImageProcessorPil, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """A processor from its two parts; pipelines take it for a `Qwen2VLProcessor`, which it is."""
+    """Build a processor from its two parts; it passes for a `Qwen2VLProcessor`."""
     return _TextAndImageProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
 
 
 def load_processor(model: str | Path, *, subfolder: str = "tokenizer", **hub_kwargs: Any) -> ProcessorMixin:
-    """The processor of a diffusers Kandinsky 5 checkpoint, to be handed to a pipeline as `tokenizer=`.
+    """The processor of a diffusers Kandinsky 5 checkpoint, to pass to a pipeline as `tokenizer=`.
 
-    `model` is a local folder or a hub id; `hub_kwargs` (`revision`, `cache_dir`, ...) go to the downloads. Raises
-    `OSError` as transformers does when the files are not there.
+    `model` is a local folder or a hub id; `hub_kwargs` (`revision`, `cache_dir`, ...) are passed to the download.
+    Raises `OSError`, as transformers does, if the files are missing.
     """
     tokenizer = AutoTokenizer.from_pretrained(str(model), subfolder=subfolder, **hub_kwargs)
     image_processor = Qwen2VLImageProcessorPil.from_pretrained(str(model), subfolder=subfolder, **hub_kwargs)

@@ -1,8 +1,8 @@
-"""NABLA, Kandinsky's block-sparse attention, in training.
+"""NABLA, Kandinsky's block-sparse attention, for training.
 
-Queries and keys are grouped in tiles of 64 tokens. Each tile of queries attends to the tiles of keys that a cheap map
-of averaged scores selects. The ways to compute that, and the self-test that picks one for a device, come first; the
-attention processor that replaces diffusers' follows.
+Queries and keys are grouped in tiles of 64 tokens. Each tile of queries attends to the tiles of keys selected by a
+coarse map of averaged scores. The implementations, and the self-test that picks one for a device, come first; then the
+attention processor that replaces diffusers' own.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE
 
 logger = logging.getLogger(__name__)
 
-HEADS = 2  # of the example, unless the model's number is known
+HEADS = 2  # heads in the self-test, unless the model's number is known
 
-# Query, key and value `B S H D` and the tiles that see each other, bool `B H N N`, to `B S H D`.
+# (query, key, value, each `B S H D`; visible tiles, bool `B H N N`) -> `B S H D`.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
-    """On every device, with gradients. The queries of a tile share one row of the mask, so memory stays linear."""
+    """Works on every device, with gradients. The queries of a tile share one row of the mask: memory stays linear."""
     rows = zip(query.split(TILE, dim=1), tiles.unbind(dim=2), strict=True)
     return torch.cat([_attend(part, key, value, row.repeat_interleave(TILE, -1)[:, :, None]) for part, row in rows], 1)
 
 
 def attend_dense(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
-    """Without regard to the tiles."""
+    """Dense attention, ignoring the tiles."""
     return _attend(query, key, value, None)
 
 
@@ -47,15 +47,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
 
 
 def tile_blocks(tiles: Tensor) -> BlockMask:
-    """One block of the kernel for each tile; all blocks are full, so nothing of the size S x S exists."""
+    """One kernel block per tile; all blocks are full, so nothing of size S x S is allocated."""
     count, order = _lists(tiles)
-    # The kernel for CPUs does not compile when both lists are one tensor.
+    # The CPU kernel does not compile if both lists are the same tensor.
     nothing, nowhere = torch.zeros_like(count), torch.zeros_like(order)
     return BlockMask.from_kv_blocks(nothing, nowhere, count, order, BLOCK_SIZE=TILE)
 
 
 def paired_blocks(tiles: Tensor) -> BlockMask:
-    """Blocks of two by two tiles, the usual size of the kernels; where not all four are on, a mask says which."""
+    """Blocks of two by two tiles, the usual block size of the kernels; a mask covers partly visible blocks."""
     tokens, odd = tiles.shape[-1] * TILE, tiles.shape[-1] % 2
     padded = pad(tiles, (0, odd, 0, odd))
     fours = padded.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))  # B H n 2 n 2
@@ -69,19 +69,19 @@ def paired_blocks(tiles: Tensor) -> BlockMask:
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block sees, int32 `B H N`, and all key blocks with those in front, `B H N N`."""
+    """The number of visible key blocks per query block, int32 `B H N`, and all key blocks, visible first, `B H N N`."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()
 
 
 def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], compiler: dict[str, Any]) -> Attend:
-    """Compiled flex attention on the blocks of a choice of tiles.
+    """Compiled flex attention over the blocks that `blocks` makes of the visible tiles.
 
     Args:
         kernel: options of flex attention.
         compiler: options of `torch.compile`.
     """
-    # A whole graph or an error: after too many recompilations torch would else go on without compiling, and dense.
+    # With fullgraph torch raises after too many recompilations, instead of running uncompiled and dense.
     run: Any = torch.compile(flex_attention, fullgraph=True, options=compiler or None)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], comp
     return attend
 
 
-# In the order of preference. Some devices have no default kernel for blocks of 64, but find one in a search.
+# In order of preference. Some devices have no default kernel for blocks of 64, but autotuning finds one.
 SMALL_BLOCKS = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE}
 IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
     "blocks of 64": lambda: compiled(tile_blocks, SMALL_BLOCKS, {}),
@@ -103,7 +103,7 @@ IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
 
 @functools.cache
 def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = HEADS) -> Attend:
-    """The best way that gives right results and gradients here; dense, with a warning, when none does."""
+    """The first implementation with correct results and gradients on this device, or dense with a warning."""
     if device.type == "cpu":
         return attend_masked  # flex attention has no backward pass there
     faults = []
@@ -131,10 +131,10 @@ def find_fault(
     *,
     backward: bool = True,
 ) -> str | None:
-    """What is wrong with a way to attend, by comparison with `attend_masked` on the CPU in float64; None if nothing.
+    """Compare an implementation with `attend_masked` on the CPU in float64; returns what is wrong, or None.
 
     Args:
-        heads: as many as the model has. A size that the compiler sees change, it takes for one that varies.
+        heads: those of the model: a size that changes between calls makes the compiler recompile it as dynamic.
         backward: also compare gradients.
     """
     generator = torch.Generator().manual_seed(0)
@@ -145,7 +145,7 @@ def find_fault(
     wanted = _results(attend_masked, [each.double() for each in draws], tiles, backward)
     try:
         found = _results(attend, [each.to(device) for each in draws], tiles.to(device), backward)
-    except RuntimeError as error:  # what torch.compile raises when a kernel cannot be had
+    except RuntimeError as error:  # torch.compile raises it if no kernel is available
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     distance = max(_distance(one, other) for one, other in zip(found, wanted, strict=True))
     limit = tolerance(device, dtype)
@@ -153,7 +153,7 @@ def find_fault(
 
 
 def _results(attend: Attend, draws: list[Tensor], tiles: Tensor, backward: bool) -> list[Tensor]:
-    """What comes out, and the gradients of query, key and value."""
+    """The output, and with `backward` the gradients of query, key and value."""
     query, key, value = (each.detach().requires_grad_(backward) for each in draws[:3])
     with torch.set_grad_enabled(backward):
         out = attend(query, key, value, tiles)
@@ -161,15 +161,15 @@ def _results(attend: Attend, draws: list[Tensor], tiles: Tensor, backward: bool)
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:
-    """The difference as a share of the whole, both as Euclidean norms."""
+    """The relative error, in Euclidean norms."""
     return ((found.cpu() - wanted).norm() / wanted.norm()).item()
 
 
 def tolerance(device: torch.device, dtype: torch.dtype) -> float:
-    """Four times the spacing of numbers at 1, in float32 that of TF32 or 2^-18; dense attention is off by over a half.
+    """The accepted error: four times the machine epsilon; in float32 that of TF32, or 2^-18.
 
-    float32 on a GPU may be the 10 bits of TF32. If it is not, sums of some hundred products and the GPU's fast powers
-    (off by up to 2^-22) still round in other places than the reference.
+    float32 on a GPU may have the 10 bits of TF32. Otherwise, sums of some hundred products and fast exponentials (off
+    by up to 2^-22) still round differently from the reference. Ignoring the tiles gives an error of over 0.5.
     """
     if dtype == torch.float32:
         tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -180,11 +180,11 @@ def tolerance(device: torch.device, dtype: torch.dtype) -> float:
 def window_mask(
     frames: int, rows: int, columns: int, config: dict[str, Any], device: torch.device | None = None
 ) -> Tensor:
-    """Which tiles see which by their distance in time, height and width: bool, `1 1 N N` with N tiles.
+    """Which tiles see each other by their distance in time, height and width: bool, `1 1 N N` with N tiles.
 
     Args:
-        rows, columns: tiles of a frame, that is, latent height and width divided by 16.
-        device: where it is made; to bring it there would make the host wait.
+        rows, columns: tiles per frame: latent height and width divided by 16.
+        device: where the mask is created; copying it there would synchronise with the device.
     """
     sides = ((frames, config["attention_wT"]), (rows, config["attention_wH"]), (columns, config["attention_wW"]))
     places = [torch.arange(count, device=device) for count, _ in sides]
@@ -220,8 +220,8 @@ def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device
 def tile_mask(query: Tensor, key: Tensor, window: Tensor, mass: float) -> Tensor:
     """Which key tiles each query tile attends to: bool, `B H N N`, from `B S H D`.
 
-    The tiles are ranked by the softmax over tile means; the least that together hold 1 - `mass` are left out, then
-    the window is added.
+    Tiles are ranked by the softmax over tile means. The lowest that together hold 1 - `mass` are dropped, then the
+    window is added.
     """
     means = [x.transpose(1, 2).unflatten(2, (-1, TILE)).mean(-2) for x in (query, key)]  # B H N D
     scores = torch.softmax(means[0] @ means[1].transpose(-2, -1) / math.sqrt(query.shape[-1]), dim=-1)
@@ -231,18 +231,18 @@ def tile_mask(query: Tensor, key: Tensor, window: Tensor, mass: float) -> Tensor
 
 
 class TileAttention:
-    """Sparse attention of one transformer: all of its processors share the way that was chosen for the device."""
+    """Sparse attention of a transformer; its processors share the implementation chosen for the device."""
 
     def __init__(self) -> None:
         self._attend: Attend | None = None
 
     def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
-        """Choose and test a way now, outside of any block: compilation and checkpointing must not see the test."""
+        """Choose an implementation now, outside of any block: compilation and checkpointing must not see the test."""
         self._attend = choose_attend(device, dtype, head_dim, heads)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:
         """Attention of `B S H D` queries to the tiles chosen for them; `B S H D`."""
-        if self._attend is None:  # a pipeline comes without `settle`
+        if self._attend is None:  # pipelines do not call `settle`
             self.settle(query.device, query.dtype, query.shape[-1], query.shape[-2])
         with torch.no_grad():
             tiles = tile_mask(query, key, params["sta_mask"], params["P"])
@@ -252,7 +252,7 @@ class TileAttention:
 
 
 class SparseProcessor:
-    """The stock self-attention with NABLA's tiles; dense calls go to the stock processor."""
+    """Self-attention over NABLA's tiles; dense calls go to the stock processor."""
 
     _attention_backend = None
     _parallel_config = None
@@ -276,7 +276,7 @@ class SparseProcessor:
 
 
 def install(transformer: nn.Module) -> TileAttention:
-    """Give the visual self-attentions processors that obey the tiles; returns what they share."""
+    """Give the visual self-attentions sparse processors; returns the attention that they share."""
     attention = TileAttention()
     for name, module in transformer.named_modules():
         if isinstance(module, Kandinsky5Attention) and name.endswith("self_attention") and "visual" in name:

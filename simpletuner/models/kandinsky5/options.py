@@ -31,7 +31,7 @@ def parse_rope_scale(value: object) -> RopeScale | None:
 
 
 def write_rope_scale(scale: RopeScale | None) -> str:
-    """The scale as it is written in a config."""
+    """The scale as written in a config."""
     return AUTO if scale is None else ",".join(f"{number:g}" for number in scale)
 
 

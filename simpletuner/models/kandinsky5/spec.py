@@ -1,4 +1,4 @@
-"""Kandinsky 5 as plain data: what pictures and clips share, and the family of pictures."""
+"""Kandinsky 5 as plain data: the family of pictures, which the family of clips builds on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clea
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Component, FamilySpec, Flavour, Task
 
-# The bare name out_layer also matches the final layer, which takes another input; hence a regular expression.
+# A regular expression, because the bare name out_layer would also match the transformer's final layer.
 ALL_LINEAR = (
     r"(text|visual)_transformer_blocks\.\d+\."
     r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
@@ -31,12 +31,9 @@ COMPONENTS = {
     "tokenizer_2": Component("tokenizer_2"),
     "scheduler": Component("scheduler"),
 }
-TOKEN_BLOCKS = "num_visual_blocks"
-BLOCK_COUNTS = {"text_transformer_blocks": "num_text_blocks", "visual_transformer_blocks": TOKEN_BLOCKS}
-LORA_TARGETS = ("to_query", "to_key", "to_value")
 TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v": "video", "i2v": "video"}
 
-# About one megapixel each, width x height: the sizes the image model was trained at.
+# Sizes that the image model was trained at, width x height: about one megapixel each.
 IMAGE_SIZES = ((1024, 1024), (640, 1408), (1408, 640), (768, 1280), (1280, 768), (896, 1152), (1152, 896))
 
 
@@ -68,7 +65,7 @@ def check_image(config: RunConfig, flavour: Flavour) -> list[Problem]:
 def check_image_sizes(
     config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]]
 ) -> list[Problem]:
-    """Preview sizes that the stock pipeline does not render by itself."""
+    """Warnings about preview sizes that the stock pipeline does not render by default."""
     others = [f"{width}x{height}" for width, height in used if (width, height) not in IMAGE_SIZES]
     if not others or config.validation.validation_disable:
         return []
@@ -81,12 +78,12 @@ def check_image_sizes(
 
 
 def check_image_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
-    """Whether the parts that are on this machine are of the right kind and belong together."""
+    """Problems of the parts on this machine: wrong classes, or parts that do not fit together."""
     return check_parts(source, IMAGE_VAE_CLASS) + check_condition(flavour, source, wanted=flavour.task == "i2i")
 
 
 def check_condition(flavour: Flavour, source: ModelSource, *, wanted: bool) -> list[Problem]:
-    """Whether the transformer takes a given picture exactly when the flavour gives one."""
+    """Whether the transformer takes a source picture exactly if the flavour has one."""
     transformer = source.read_config("transformer")
     has = bool(transformer and transformer.get("visual_cond"))
     if transformer is None or wanted == has:
@@ -98,7 +95,7 @@ def check_condition(flavour: Flavour, source: ModelSource, *, wanted: bool) -> l
 
 
 def check_parts(source: ModelSource, vae_class: str) -> list[Problem]:
-    """Whether transformer and VAE are of the right classes and have the same channels; absent parts are left out."""
+    """Whether transformer and VAE have the right classes and the same channels; absent parts are not checked."""
     problems = []
     transformer, vae = source.read_config("transformer"), source.read_config("vae")
     if transformer is not None:
@@ -117,7 +114,7 @@ def check_parts(source: ModelSource, vae_class: str) -> list[Problem]:
 
 
 def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
-    """The template itself, or the release of diffusers that holds it."""
+    """The template's text, or the release of diffusers that defines it."""
     name = TEMPLATES[flavour.task]
     if options.of(KandinskyOptions).text_template == "official":
         return OFFICIAL[name].text
@@ -153,7 +150,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     largest_side=2048,
     native_sizes={1024: IMAGE_SIZES},
     text_length_cap=512,
-    lora_targets=LORA_TARGETS,
+    lora_targets=("to_query", "to_key", "to_value"),
     lora_presets={"all-linear": ALL_LINEAR},
     quantised_layers=ALL_LINEAR,
     license="mit",
@@ -166,6 +163,6 @@ KANDINSKY5_IMAGE = FamilySpec(
     cost=IMAGE_COST,
     prompt_holds_picture=frozenset({"i2i"}),
     in_comfyui=True,
-    token_blocks=TOKEN_BLOCKS,
-    block_counts=BLOCK_COUNTS,
+    token_blocks="num_visual_blocks",
+    block_counts={"text_transformer_blocks": "num_text_blocks", "visual_transformer_blocks": "num_visual_blocks"},
 )

@@ -1,8 +1,8 @@
-"""The sentences around a caption that Kandinsky 5 was trained with.
+"""The prompt templates that Kandinsky 5 was trained with.
 
-The text encoder reads the whole sentence, the transformer only what follows the first `crop` tokens of it. The words
-are the ones of the official training and inference code, their spelling of "prompt" included; releases of diffusers
-carry slightly other words and other crops.
+The text encoder reads the whole prompt; the transformer gets the embeddings after the first `crop` tokens. The words
+are those of the official training and inference code, including its spelling of "prompt"; releases of diffusers have
+slightly different words and crops.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ TemplateName = Literal["image", "image_edit", "video"]
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """A sentence with `{}` where the caption goes, and how many of its first tokens the transformer does not get.
+    """A text with `{}` for the caption, and the number of leading tokens that the transformer does not get.
 
-    For `image` and `video` these are the tokens before the caption. Of `image_edit` Qwen's tokenizer makes 52 tokens
-    before the caption, and 55 are cut off in the official code: the caption's first three are lost, here as there.
+    For `image` and `video` these are the tokens before the caption. `image_edit` has 52 tokens before the caption, but
+    the official code crops 55: the first three tokens of the caption are lost, here as well.
     """
 
     text: str
     crop: int
 
     def format(self, caption: str) -> str:
-        """The sentence with `caption` in it; braces in the caption stay what they are."""
+        """The text with the caption filled in; braces in the caption are kept."""
         return self.text.format(caption)
 
 
@@ -64,8 +64,8 @@ OFFICIAL: dict[TemplateName, TextTemplate] = {
 
 
 @cache
-def _text_mender() -> Callable[[str], str]:
-    """ftfy where it is installed, as in the pipelines; else nothing is mended."""
+def _encoding_fixer() -> Callable[[str], str]:
+    """ftfy if installed, as in the pipelines; otherwise the text is unchanged."""
     if importlib.util.find_spec("ftfy") is None:
         return str
     import ftfy
@@ -75,6 +75,6 @@ def _text_mender() -> Callable[[str], str]:
 
 
 def clean_caption(caption: str) -> str:
-    """The caption as the pipelines clean it: broken encodings mended, HTML unescaped, spaces collapsed."""
-    text = html.unescape(html.unescape(_text_mender()(caption)))
+    """Clean a caption as the pipelines do: fix broken encodings, unescape HTML, collapse whitespace."""
+    text = html.unescape(html.unescape(_encoding_fixer()(caption)))
     return re.sub(r"\s+", " ", text).strip()

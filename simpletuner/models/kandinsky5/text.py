@@ -1,10 +1,10 @@
 """Captions to embeddings, as the Kandinsky 5 pipelines make them.
 
-Qwen2.5-VL reads the caption inside a template and gives one vector per token after the template's crop; CLIP reads
-the caption alone and gives one pooled vector. A caption's embeddings are as long as the caption.
+Qwen2.5-VL encodes the caption inside a template, with one vector per token after the template's crop; CLIP encodes the
+caption alone into one pooled vector. Embeddings are not padded.
 
-What is left out of the pipelines' computation changes nothing but rounding: the language head, whose logits nobody
-reads, and the template before the caption, which is read once for all captions (`prompt_start`).
+Two parts of the pipelines' computation are skipped, which changes only rounding: the language head, whose logits are
+unused, and the template before the caption, which is encoded once for all captions (`prompt_start`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.source import ModelSource
 
 CLIP_LENGTH = 77
-POSITIONS = 1024  # text tokens, where the transformer's position table ends
-# Where Qwen's vision tower reads a picture at this share of its size, as the pipeline does.
-PROMPT_PICTURE_SCALE = 2
-# The linear layers that may be quantised. The vision tower, embeddings and the pooled projection keep their dtype.
+POSITIONS = 1024  # text tokens in the transformer's position table
+PROMPT_PICTURE_SCALE = 2  # Qwen gets the source picture at half its size, as in the pipeline
+# Linear layers that can be quantised. The vision tower, embeddings and the pooled projection keep their dtype.
 QWEN_LAYERS = r"model\.language_model\.layers\.\d+\..+"
 CLIP_LAYERS = r"(text_model\.)?encoder\.layers\.\d+\..+"
 
 
 def select_template(words: Literal["official", "diffusers"], name: TemplateName) -> TextTemplate:
-    """The template in the words the model was trained on, or in those of the installed diffusers."""
+    """The official template, or that of the installed diffusers."""
     if words == "official":
         return OFFICIAL[name]
     from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline, Kandinsky5T2VPipeline
@@ -53,11 +52,11 @@ class Kandinsky5TextEncoder:
     """Qwen2.5-VL and CLIP together.
 
     Args:
-        source: where the four text parts of the checkpoint are.
-        template: the words around a caption.
-        max_length: tokens after the crop that a caption may take, its closing token included.
-        device, dtype: where and in what precision the encoders run.
-        quantise: stores the encoders' weights in fewer bits.
+        source: the checkpoint's components.
+        template: the prompt template.
+        max_length: longest caption in tokens, including the closing tokens of the template.
+        device, dtype: where and in which precision the encoders run.
+        quantise: quantises the encoders' weights.
     """
 
     def __init__(
@@ -91,8 +90,8 @@ class Kandinsky5TextEncoder:
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """`prompt_embeds` (L, D) and `pooled_prompt_embeds` (D2) of each caption, on the CPU.
 
-        Causal attention never looks at what follows, so neither the padding behind a shorter caption nor any other
-        caption of the batch has a part in its embeddings.
+        Attention is causal, so neither padding after a caption nor other captions of the batch affect its
+        embeddings.
 
         Raises:
             ValueError: a prompt with its picture takes more tokens than the transformer has positions for.
@@ -110,7 +109,7 @@ class Kandinsky5TextEncoder:
         return None if kept == cleaned else cleaned.removeprefix(kept)
 
     def _fit(self, caption: str) -> str:
-        """Cut a cleaned caption so that it and what the template puts after it fit `max_length`."""
+        """Truncate a cleaned caption so that it and the end of the template fit into `max_length`."""
         tokenizer = self.processor.tokenizer
         suffix = self.template.text.partition("{}")[2].partition("<|vision_start|>")[0]
         room = self.max_length - len(tokenizer(suffix)["input_ids"])
@@ -132,24 +131,24 @@ class Kandinsky5TextEncoder:
         return dict(inputs)
 
     def _encode_qwen(self, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
-        """What Qwen says about each prompt behind the template's crop, (L, D)."""
+        """Qwen's hidden states of each prompt after the template's crop, (L, D)."""
         hidden: dict[int, Tensor] = {}
         for members in _batches(inputs):
             batch = [inputs[index] for index in members]
-            rows = self._see(batch) if "pixel_values" in batch[0] else self._read(batch)
+            rows = self._encode_pictured(batch) if "pixel_values" in batch[0] else self._encode_words(batch)
             for index, row in zip(members, rows[:, self.template.crop :].cpu(), strict=True):
                 hidden[index] = row[: inputs[index]["input_ids"].shape[1] - self.template.crop].clone()
         return [hidden[index] for index in range(len(inputs))]
 
-    def _read(self, inputs: list[dict[str, Tensor]]) -> Tensor:
-        """Hidden states `B L D` of prompts in words. Which token fills up is all the same: none before it sees it."""
+    def _encode_words(self, inputs: list[dict[str, Tensor]]) -> Tensor:
+        """Hidden states `B L D` of prompts without pictures. Any token can serve as padding, since no token sees it."""
         ids = pad_sequence([one["input_ids"][0] for one in inputs], batch_first=True).to(self.device)
         return self.start.read(self.qwen.model.language_model, ids)
 
-    def _see(self, inputs: list[dict[str, Tensor]]) -> Tensor:
+    def _encode_pictured(self, inputs: list[dict[str, Tensor]]) -> Tensor:
         """Hidden states `B L D` of prompts with pictures, all of one shape.
 
-        They are read as a whole: the words before the caption are a tenth of them, the picture is most of the rest.
+        Encoded without `prompt_start`: the words before the caption are only a tenth, most of the rest is the picture.
         """
         merged = {name: torch.cat([one[name] for one in inputs]).to(self.device) for name in inputs[0]}
         hidden: Tensor = self.qwen.model(**merged, use_cache=False).last_hidden_state
@@ -169,7 +168,7 @@ def _load(model_class: Any, source: ModelSource, role: str, dtype: torch.dtype) 
 
 
 def _batches(inputs: list[dict[str, Tensor]]) -> list[list[int]]:
-    """Indices of prompts that are encoded together: all without pictures, and those of one shape with them."""
+    """Indices of prompts to encode together: all without pictures, and those with pictures by shape."""
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, one in enumerate(inputs):
         pictured = "pixel_values" in one

@@ -1,4 +1,4 @@
-"""How a Kandinsky 5 result is used."""
+"""Python code that uses a Kandinsky 5 result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIPELINES = {
 
 
 def usage_snippet(usage: Usage) -> str:
-    """Python that samples what the preview of the same prompt and seed shows."""
+    """Python code that reproduces the preview of the same prompt and seed."""
     pipeline, is_clip = PIPELINES[usage.task], usage.task in ("t2v", "i2v")
     own = ["from simpletuner.models.kandinsky5.loading import load_processor"]
     is_official = usage.options.of(KandinskyOptions).text_template == "official"
@@ -41,7 +41,7 @@ def usage_snippet(usage: Usage) -> str:
 
 
 def _template(usage: Usage) -> list[str]:
-    """The sentence around the prompt that training used."""
+    """Lines that set the prompt template of training."""
     name = TEMPLATES[usage.task]
     return [
         f'pipe.prompt_template = OFFICIAL["{name}"].text',
@@ -50,7 +50,7 @@ def _template(usage: Usage) -> list[str]:
 
 
 def _exact_size(usage: Usage, is_clip: bool) -> list[str]:
-    """The pipelines of pictures snap every other size to a list of seven, unless the list holds that size."""
+    """A line that sets the size: pipelines of pictures round it to a list of seven otherwise."""
     if is_clip or usage.size in IMAGE_SIZES:
         return []
     return [f"pipe.resolutions = [{usage.size}]  # sample exactly this size"]

@@ -23,14 +23,14 @@ from simpletuner.models.loading import attend_by_frame, slice_convolutions
 
 
 class HunyuanLatentEncoder:
-    """Clips to latents with the HunyuanVideo VAE: a posterior sample times the scaling factor."""
+    """Latents of clips from the HunyuanVideo VAE: a posterior sample times the scaling factor."""
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo, device: torch.device, dtype: torch.dtype) -> None:
         self.vae, self.device, self.dtype = vae, device, dtype
         self.is_sliced = False
 
     def use_less_memory(self) -> bool:
-        """Convolutions in slices of time, once."""
+        """Run convolutions in slices of time, unless they do already."""
         if self.is_sliced:
             return False
         self.is_sliced = slice_convolutions(self.vae) > 0
@@ -41,6 +41,11 @@ class HunyuanLatentEncoder:
         """z of `B 3 F H W` pixels in [-1, 1] with F = 4k + 1: float32, `B 16 k+1 H/8 W/8`, on the CPU."""
         posterior = self.vae.encode(pixels.to(self.device, self.dtype)).latent_dist
         return sample_posterior(posterior, seeds) * self.vae.config.scaling_factor
+
+    def decode(self, z: Tensor) -> Tensor:
+        latents = z.to(self.device, self.dtype) / self.vae.config.scaling_factor
+        pixels: Tensor = self.vae.decode(latents).sample.float().clamp(-1, 1)
+        return pixels
 
 
 class StockVideoPipeline:
@@ -58,7 +63,7 @@ class StockVideoPipeline:
 
 
 class Kandinsky5VideoAdapter(Kandinsky5Adapter):
-    """One Kandinsky 5 Video checkpoint; the size that the result will be used at decides the scale of positions."""
+    """One Kandinsky 5 Video checkpoint; the size that the result will be sampled at decides the RoPE scale."""
 
     spec, vae_class = KANDINSKY5_VIDEO, AutoencoderKLHunyuanVideo
 
@@ -84,7 +89,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
-        """i2v: frame 0 is the clean picture and is left out of the loss. Pictures and t2v clips stay as they are."""
+        """For i2v, frame 0 is the clean picture and is excluded from the loss. Pictures and t2v clips are unchanged."""
         return hold_first_frame(noisy) if self.takes_picture else noisy
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
@@ -97,7 +102,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         return StockVideoPipeline(self.stock_pipeline(transformer, device, shift), device, self.takes_picture)
 
     def _sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
-        """What block-sparse attention needs to know about a batch, None for dense checkpoints."""
+        """Parameters of block-sparse attention for a batch; None for dense checkpoints."""
         if self._tiles is None or not is_sparse(self._settings):
             return None
         latents, settings = channels_last(noisy.noisy_latents), self._settings
@@ -106,7 +111,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         return nabla.sparse_params(tuple(latents.shape), settings, latents.device)
 
     def _condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, Tensor]:
-        """Sixteen channels of zeros, and a mask that is 1 on a first frame that is given."""
+        """Sixteen channels of zeros, and a mask that is 1 on a given first frame."""
         latents = channels_last(noisy.noisy_latents)
         mask = torch.zeros_like(latents[..., :1])
         if self.takes_picture and noisy.batch.condition is not None and latents.shape[1] > 1:

@@ -1,8 +1,9 @@
-"""Kandinsky 5 Video as plain data: flavours, defaults, sizes and the checks that only this family needs."""
+"""Kandinsky 5 Video as plain data: how it differs from Kandinsky 5 Image, and its checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.option import Size
@@ -15,33 +16,21 @@ from simpletuner.models.kandinsky5.geometry import (
     rope_scale_of_size,
 )
 from simpletuner.models.kandinsky5.options import KandinskyOptions, write_rope_scale
-from simpletuner.models.kandinsky5.spec import (
-    ALL_LINEAR,
-    BLOCK_COUNTS,
-    COMPONENTS,
-    IMAGE_SIZES,
-    LORA_TARGETS,
-    TOKEN_BLOCKS,
-    check_condition,
-    check_parts,
-    text_fingerprint,
-)
-from simpletuner.models.kandinsky5.templates import clean_caption
+from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, check_condition, check_parts
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec, Flavour, Task
+from simpletuner.models.spec import Flavour, Task
 
 VAE_CLASS = "AutoencoderKLHunyuanVideo"
-SIZE_MULTIPLE = 16  # pixels a side of a token
-NABLA_MULTIPLE = SIZE_MULTIPLE * TILE_SIDE
-# Below this the i2v pipeline renormalises more frames than there are and gives NaN.
+NABLA_MULTIPLE = KANDINSKY5_IMAGE.size_multiple * TILE_SIDE  # pixels per side of a tile
+# With fewer frames the i2v pipeline renormalises more frames than there are, and returns NaN.
 SHORTEST_I2V_PREVIEW = 17
-# Width x height that the model was trained at, beside the megapixel sizes of the image model.
+# Further sizes that the model was trained at, width x height, besides those of the image model.
 SIZES_512 = ((512, 512), (512, 768), (768, 512))
 GUIDANCE_RANGE = (2, 6)
 
 
 def _flavour(name: str) -> Flavour:
-    """`t2v-pro-sft-5s-hd` lies in Kandinsky-5.0-T2V-Pro-sft-5s-Diffusers."""
+    """The flavour of a name: `t2v-pro-sft-5s-hd` is in the repository Kandinsky-5.0-T2V-Pro-sft-5s-Diffusers."""
     kind, *words = name.removesuffix("-hd").split("-")
     title = "-".join(word.capitalize() if word in ("lite", "pro") else word for word in words)
     task: Task = "i2v" if kind == "i2v" else "t2v"
@@ -76,7 +65,7 @@ def _check_guidance(config: RunConfig) -> list[Problem]:
 def check_sizes(
     config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]]
 ) -> list[Problem]:
-    """Where the stock pipeline would sample a size with another scale of positions than it is trained with."""
+    """Warnings about sizes that the stock pipeline samples with another RoPE scale than they are trained with."""
     own = config.family.of(KandinskyOptions).rope_scale
     scale = own or rope_scale_of_size(used[0] if used else None, flavour.name)
     others = [size for size in used if rope_scale_of_size(size, flavour.name) != scale]
@@ -85,7 +74,7 @@ def check_sizes(
         message = f"{write_rope_scale(scale)} is trained; the pipeline samples {_sizes(others)} with another scale."
         problems.append(Problem("validation_resolution", message, fatal=False))
     if own is not None:
-        return problems  # a scale of one's own is meant for every bucket
+        return problems  # an explicit scale is meant for every bucket
     for name, sizes in trained.items():
         strange = [size for size in sizes if rope_scale_of_size(size, flavour.name) != scale]
         if strange:
@@ -112,63 +101,43 @@ def _check_preview(config: RunConfig, flavour: Flavour) -> list[Problem]:
 
 
 def pixel_grid(flavour: Flavour, source: ModelSource) -> int:
-    """128 px with block-sparse attention, else 16; the checkpoint says which, before it is here the flavour does."""
+    """128 px with block-sparse attention, else 16; decided by the flavour if the checkpoint is not here."""
     transformer = source.read_config("transformer")
-    if transformer is not None:
-        return NABLA_MULTIPLE if is_sparse(transformer) else SIZE_MULTIPLE
-    return NABLA_MULTIPLE if is_sparse_flavour(flavour.name) else SIZE_MULTIPLE
+    sparse = is_sparse_flavour(flavour.name) if transformer is None else is_sparse(transformer)
+    return NABLA_MULTIPLE if sparse else KANDINSKY5_IMAGE.size_multiple
 
 
 def check_video_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
-    """Whether the parts that are on this machine are of the right kind and belong together."""
+    """Problems of the parts on this machine: wrong classes, or parts that do not fit together."""
     problems = check_parts(source, VAE_CLASS)
     if flavour.task == "i2v":
         problems += check_condition(flavour, source, wanted=True)
     return problems
 
 
-KANDINSKY5_VIDEO = FamilySpec(
+KANDINSKY5_VIDEO = replace(
+    KANDINSKY5_IMAGE,
     name="kandinsky5-video",
     title="Kandinsky 5 Video",
     media="video",
     flavours=tuple(_flavour(name) for name in FLAVOUR_NAMES),
     adapter="simpletuner.models.kandinsky5.video:Kandinsky5VideoAdapter",
-    options=KandinskyOptions,
     defaults={
+        **KANDINSKY5_IMAGE.defaults,
         "flow_schedule_shift": 5.0,
         "resolution": 512,
-        "aspect_bucket_alignment": "16",
-        "tokenizer_max_length": 256,
         "framerate": 24,
-        "validation_guidance": 5.0,
-        "validation_num_inference_steps": 30,
         "validation_resolution": "512x768",
         "validation_num_video_frames": 61,
-        "validation_negative_prompt": "blurry, cropped, ugly",
     },
-    components=COMPONENTS,
-    size_multiple=SIZE_MULTIPLE,
-    vae_stride=8,
-    patch_size=2,
-    largest_side=2048,
     native_sizes={512: SIZES_512, 1024: IMAGE_SIZES},
     text_length_cap=256,
-    lora_targets=LORA_TARGETS,
-    lora_presets={"all-linear": ALL_LINEAR},
-    quantised_layers=ALL_LINEAR,
-    license="mit",
     check=check_video,
     check_sizes=check_sizes,
     check_checkpoint=check_video_checkpoint,
-    clean_caption=clean_caption,
-    text_fingerprint=text_fingerprint,
     cost=VIDEO_COST,
     grid=pixel_grid,
     frame_rate=24,
     frame_stride=4,
     slices_convolutions=True,
-    fast_blocks=True,
-    in_comfyui=True,
-    token_blocks=TOKEN_BLOCKS,
-    block_counts=BLOCK_COUNTS,
 )

@@ -1,4 +1,4 @@
-"""What Sana Video costs, beside what is measured in `cost.json`: published dimensions and encoders. No torch."""
+"""Costs of Sana Video that `cost.json` lacks: published dimensions and encoders. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from simpletuner.models.cost_table import FamilyCost, read_cost_table
 from simpletuner.models.cost_table import transformer_cost as build_cost
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.sanavideo", "SanaVideoTransformer3DModel"
+# Parameters of the published encoders.
 GEMMA = 2_614_341_888
 WAN_VAE = 126_892_531
 PUBLISHED = {
@@ -16,7 +17,7 @@ PUBLISHED = {
     "num_cross_attention_heads": 20, "cross_attention_head_dim": 112, "cross_attention_dim": 2240,
     "caption_channels": 2304, "mlp_ratio": 3.0,
 }  # fmt: skip
-TEXT_LENGTH = 300  # text is always padded to it
+TEXT_LENGTH = 300  # tokens; the pipelines always pad to it
 
 
 def published(flavour: str) -> dict[str, object]:
@@ -30,13 +31,13 @@ def transformer_cost(settings: Mapping[str, object], shapes: Mapping[str, Shape]
 
 
 def vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:
-    """Four frames at a time: 37 maps of the first width (metered: 3530 numbers a pixel with 96 channels)."""
+    """Four frames at a time: 37 feature maps of the first width (measured: 3530 numbers per pixel with 96 channels)."""
     clip = 3 * load.frames * load.width * load.height
     return float(load.samples * (37 * number(settings, "base_dim", 96) * load.pixels + clip))
 
 
 def vae_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
-    """Four frames at a time: 51 maps, and the pixels of the clip (metered: 5113 numbers a pixel for 81 frames)."""
+    """Four frames at a time: 51 feature maps, and the clip's pixels (measured: 5113 numbers per pixel, 81 frames)."""
     clip = 3 * load.frames * load.width * load.height
     return float(load.samples * (51 * number(settings, "base_dim", 96) * load.pixels + clip))
 

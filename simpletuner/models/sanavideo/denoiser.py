@@ -1,4 +1,4 @@
-"""Between the common batch layout and `SanaVideoTransformer3DModel`, and from clips to its latents."""
+"""Conversions between the common batch layout and `SanaVideoTransformer3DModel`, and its latents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATCH = 2  # latent positions per token, on each side
 
 
 def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Embeddings `B 300 D`, padded with zeros on the right, and the mask `B 300` that hides the padding."""
+    """Embeddings `B 300 D`, zero-padded on the right, and the mask `B 300` of real tokens."""
     prompts = [one["prompt_embeds"] for one in embeds]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     text = torch.stack([functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts])
@@ -27,7 +27,7 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
 
 
 def token_timesteps(timesteps: Tensor, latents: Tensor) -> Tensor:
-    """A timestep per token with 0 on frame 0: `B 1 F H/2 W/2` from `B` and latents `B C F H W`."""
+    """Timesteps per token, 0 on frame 0: `B 1 F H/2 W/2` from timesteps `B` and latents `B C F H W`."""
     _, _, frames, height, width = latents.shape
     spread = timesteps.view(-1, 1, 1, 1, 1).repeat(1, 1, frames, height // PATCH, width // PATCH)
     spread[:, :, 0] = 0
@@ -35,10 +35,10 @@ def token_timesteps(timesteps: Tensor, latents: Tensor) -> Tensor:
 
 
 class DistinctTimesteps:
-    """Embeds each timestep of a clip once instead of once per token, in training.
+    """In training, embeds each distinct timestep of a batch once instead of once per token.
 
-    Per-token timesteps of a batch have few distinct values, and the embedding of one is six times as wide as a token.
-    Hooks before and after the embedding module take the distinct values out and spread the result.
+    Per-token timesteps have few distinct values, and an embedding is six times as wide as a token. Hooks before and
+    after the embedding module reduce its input to the distinct values and expand its output.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class DistinctTimesteps:
         time_embed.register_forward_hook(self.after)
 
     def before(self, module: nn.Module, inputs: tuple[Tensor], settings: dict[str, Any]) -> Any:
-        """Replace the timesteps by the distinct ones. Sampling and one timestep per sample are left alone."""
+        """Replace the timesteps by their distinct values, except in sampling or with one timestep per sample."""
         (timesteps,) = inputs
         if not torch.is_grad_enabled() or timesteps.numel() <= settings["batch_size"]:
             return None
@@ -59,13 +59,13 @@ class DistinctTimesteps:
         return (distinct,), settings
 
     def after(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> Any:
-        """Spread the embeddings to the tokens: (modulation, embedding), each `tokens D`."""
+        """Expand the embeddings to all tokens: (modulation, embedding), each `tokens D`."""
         places, self._places = self._places, None
         return None if places is None else tuple(functional.embedding(places, output) for output in outputs)
 
 
 class WanLatentEncoder:
-    """The mode of the posterior, normalised per channel with the statistics of the VAE's own config."""
+    """Latents of clips from the Wan VAE: the posterior's mode, normalised per channel with the VAE's own statistics."""
 
     def __init__(self, vae: AutoencoderKLWan, device: torch.device, dtype: torch.dtype) -> None:
         self.vae, self.device, self.dtype = vae, device, dtype
@@ -78,10 +78,10 @@ class WanLatentEncoder:
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """z of `B 3 F H W` pixels in [-1, 1] with F = 4k + 1: float32, `B 16 k+1 H/8 W/8`, on the CPU.
 
-        Nothing is drawn, so `seeds` has no effect.
+        The mode is deterministic, so `seeds` has no effect.
 
         Raises:
-            UserError: the VAE gave a value that is not finite.
+            UserError: the VAE returned a value that is not finite.
         """
         mode = self.vae.encode(pixels.to(self.device, self.dtype)).latent_dist.mode().float().cpu()
         if not bool(mode.isfinite().all()):
@@ -89,6 +89,11 @@ class WanLatentEncoder:
         latents: Tensor = (mode - self.mean) * (1.0 / self.std)
         return latents
 
+    def decode(self, z: Tensor) -> Tensor:
+        latents = z * self.std.to(z.device) + self.mean.to(z.device)
+        pixels: Tensor = self.vae.decode(latents.to(self.device, self.dtype)).sample.float().clamp(-1, 1)
+        return pixels
+
     def use_less_memory(self) -> bool:
-        """Nothing is left: the Wan VAE reads four frames at a time anyway."""
+        """There is no such setting: the Wan VAE processes four frames at a time anyway."""
         return False

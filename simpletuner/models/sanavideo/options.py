@@ -13,9 +13,9 @@ from simpletuner.errors import Problem
 
 
 def parse_instruction(value: object) -> object:
-    """The lines before captions: True stands for the pipeline's own, an empty list for none.
+    """The instruction lines before captions: True means the pipeline's own, an empty list none.
 
-    A text is the name of a file with a JSON list, or with one line of the instruction per line.
+    A string names a file with a JSON list, or a text file with the lines.
 
     Raises:
         ValueError: it is none of these.

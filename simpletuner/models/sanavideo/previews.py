@@ -18,14 +18,14 @@ from simpletuner.models.source import Part
 
 WITHOUT_TEXT = ("tokenizer", "text_encoder")
 SCHEDULERS = ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
-# Clips that start from a picture are sampled with Euler steps and this shift, whatever the checkpoint says.
+# Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.
 I2V_SHIFT = 8.0
 
 
 class StockSanaPipelines:
-    """The pipeline from text, and the one that a preview with a source picture takes.
+    """The t2v pipeline, and the i2v pipeline for previews with a source picture.
 
-    Both sample with the transformer in training and its VAE in float32.
+    Both use the transformer in training, and the VAE in float32.
     """
 
     def __init__(self, transformer: nn.Module, vae: AutoencoderKLWan, scheduler: Part, device: torch.device) -> None:
@@ -66,10 +66,10 @@ class StockSanaPipelines:
 
 
 def load_scheduler(part: Part) -> Any:
-    """The checkpoint's own scheduler, of the class that its config names.
+    """Load the checkpoint's scheduler, with the class that its config names.
 
     Raises:
-        UserError: it is none that samples flow models.
+        UserError: that class does not sample flow models.
     """
     folder, problems = part.fetch(), list[Problem]()
     settings = read_json(folder / "scheduler_config.json", problems)

@@ -1,4 +1,4 @@
-"""Sana Video as plain data: the flavour, its defaults and sizes, and the checks that only this family needs."""
+"""Sana Video as plain data: the flavour, its defaults and sizes, and its checks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from simpletuner.models.spec import Component, FamilySpec, Flavour
 VAE_CLASS = "AutoencoderKLWan"
 MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
 LONGEST_CLIP = 81  # frames that the model was trained with
-POSITIONS = 1024  # tokens a side, where the position table ends
+POSITIONS = 1024  # tokens per side in the position table
 
-# The feed-forward has no linear layers; its two pointwise convolutions are what is linear in each position.
+# The feed-forward has no linear layers, but its two pointwise convolutions are linear in each position.
 ALL_LINEAR = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
 QUANTISED = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 
-# Width x height of the pipeline's own 480p sizes, moved to the grid of 32 pixels that the pipeline insists on.
+# The pipeline's own 480p sizes, width x height, rounded to multiples of 32 pixels, which the pipeline requires.
 SIZES_480 = (
     (640, 640),
     *((896, 448), (832, 480), (768, 512), (704, 576)),
@@ -34,14 +34,14 @@ SIZES_480 = (
     *((576, 672), (512, 832)),
 )
 
-# The sentence that the pipeline's documentation samples with.
+# From the pipeline's documentation.
 NEGATIVE_PROMPT = (
     "A chaotic sequence with misshapen, deformed limbs in heavy motion blur, sudden disappearance, jump cuts, jerky"
     " movements, rapid shot changes, frames out of sync, inconsistent character shapes, temporal artifacts, jitter,"
     " and ghosting effects, creating a disorienting visual experience."
 )
 
-# Logit-normal sigmas with a shift of 3; the checkpoint's scheduler is for sampling and says nothing about training.
+# Logit-normal sigmas with a shift of 3. The checkpoint's scheduler is for sampling and does not define training.
 TRAINING_SIGMAS = {
     "flow_schedule_shift": 3.0,
     "flow_schedule_auto_shift": False,
@@ -73,7 +73,7 @@ def check_video(config: RunConfig, flavour: Flavour) -> list[Problem]:
 
 
 def check_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
-    """Whether the parts that are on this machine are of the right kind and belong together."""
+    """Problems of the parts on this machine: wrong classes, or parts that do not fit together."""
     transformer, vae = source.read_config("transformer"), source.read_config("vae")
     text_encoder = source.read_config("text_encoder")
     problems = []
@@ -98,7 +98,7 @@ def check_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
 
 
 def _check_vae(vae: dict[str, Any], location: str) -> list[Problem]:
-    """The class, and statistics for every channel: latents are never left without their normalisation."""
+    """Problems of the VAE's class and statistics: every channel of the latents must be normalised."""
     if vae.get("_class_name") != VAE_CLASS:
         return [Problem(VAE_KEY, f"the VAE in {location!r} is a {vae.get('_class_name')}, not an {VAE_CLASS}.")]
     problems = []

@@ -1,8 +1,8 @@
 """Captions to embeddings, as the Sana Video pipelines make them.
 
-Gemma reads instruction and caption padded on the right to one length; the transformer gets token 0 and the last
-`max_length - 1` of them with their mask. Padding is not stored: behind the mask it has a weight of exactly zero, so
-zeros in its place change nothing. Gemma reads the instruction once for all captions (`prompt_start`).
+Gemma encodes instruction and caption, padded on the right to a fixed length; the transformer gets token 0 and the last
+`max_length - 1` tokens with their mask. Padding is not stored: masked tokens have a weight of exactly zero, so zeros
+can replace them. The instruction is encoded once for all captions (`prompt_start`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.prompts import clean_caption, with_motion_score
 from simpletuner.models.source import ModelSource
 
-# The linear layers that may be quantised; embeddings and norms are none.
+# Linear layers that can be quantised.
 GEMMA_LAYERS = r"layers\.\d+\..+"
 
 
 def pipeline_instruction() -> list[str]:
-    """The instruction that the installed pipeline puts before prompts."""
+    """The default instruction of the installed pipeline."""
     from diffusers import SanaVideoPipeline
 
     parameters = inspect.signature(SanaVideoPipeline.__call__).parameters
@@ -40,11 +40,11 @@ class SanaTextEncoder:
     """Gemma 2 with the instruction.
 
     Args:
-        source: where text encoder and tokenizer of the checkpoint are.
+        source: the checkpoint's components.
         options: instruction and motion score.
         max_length: tokens that the transformer gets.
-        device, dtype: where and in what precision the encoder runs.
-        quantise: stores Gemma's weights in fewer bits.
+        device, dtype: where and in which precision the encoder runs.
+        quantise: quantises Gemma's weights.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SanaTextEncoder:
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """`prompt_embeds` (L, D) of each caption, L up to `max_length`, on the CPU.
 
-        Bare ones are encoded without instruction and motion score.
+        Bare requests are encoded without instruction and motion score.
         """
         embeds: list[TextEmbeds] = [{} for _ in requests]
         for bare in (False, True):
@@ -94,12 +94,12 @@ class SanaTextEncoder:
         return str(self.tokenizer.decode(cut)) if cut else None
 
     def _compose(self, request: TextRequest) -> str:
-        """Everything that is tokenized for a request."""
+        """The full prompt of a request."""
         caption = clean_caption(request.caption)
         return caption if request.bare else self.instruction + with_motion_score(caption, self.motion_score)
 
     def _length(self, bare: bool) -> int:
-        """Tokens that Gemma reads. With an instruction, the pipeline adds its tokens less two to `max_length`."""
+        """Length of Gemma's input in tokens. The pipeline adds the instruction's tokens, less two, to `max_length`."""
         if bare or not self.instruction:
             return self.max_length
         return len(self.tokenizer.encode(self.instruction)) + self.max_length - 2

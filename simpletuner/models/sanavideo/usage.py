@@ -1,4 +1,4 @@
-"""How a Sana Video result is used."""
+"""Python code that uses a Sana Video result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from simpletuner.models.usage import Usage
 
 
 def usage_snippet(usage: Usage) -> str:
-    """Python that samples what the preview of the same prompt and seed shows."""
+    """Python code that reproduces the preview of the same prompt and seed."""
     pipeline = "SanaImageToVideoPipeline" if usage.task == "i2v" else "SanaVideoPipeline"
     exact = ("use_resolution_binning=False", 'output_type="pil"')
     scheduler = f"{parts.EULER}(shift={I2V_SHIFT:g})" if usage.task == "i2v" else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
-from simpletuner.models.loading import load_vae, load_whole, share_zero_weights
+from simpletuner.models.loading import bare_pipeline, load_vae, load_whole
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, WanLatentEncoder, collate_text, token_timesteps
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.previews import WITHOUT_TEXT, StockSanaPipelines
@@ -25,8 +25,7 @@ from simpletuner.models.usage import Usage
 class SanaVideoAdapter:
     """One Sana Video checkpoint.
 
-    It continues a picture wherever there is one: a batch with a condition is trained as i2v, one without as t2v, and
-    a preview likewise.
+    A batch with a condition is trained as i2v, any other as t2v; likewise previews with a source picture.
     """
 
     spec = SANA_VIDEO
@@ -67,14 +66,14 @@ class SanaVideoAdapter:
         return velocity.float()
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        """Without routing: the feed-forward is a convolution over the whole grid of tokens."""
+        """The transformer blocks, without routing: the feed-forward convolves the whole token grid."""
         model: Any = transformer
         name, settings = "transformer_blocks", model.config
         width = settings["num_attention_heads"] * settings["attention_head_dim"]
         return BlockLayout({name: model.get_submodule(name)}, visual=name, width=width)
 
     def use_fast_blocks(self, transformer: nn.Module) -> None:
-        """None: the time of these blocks goes into convolutions and linear attention."""
+        """None: these blocks spend their time in convolutions and linear attention."""
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
         return 0  # the modulation tables of these blocks are small
@@ -82,7 +81,7 @@ class SanaVideoAdapter:
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> StockSanaPipelines:
-        """Both schedules are the model's own; `shift` has no effect."""
+        """Both pipelines have fixed schedules; `shift` has no effect."""
         vae = self._load_vae(device, torch.float32)
         return StockSanaPipelines(transformer, vae, self.source["scheduler"], device)
 
@@ -93,17 +92,13 @@ class SanaVideoAdapter:
     def load_bare_pipeline(self) -> Any:
         from diffusers import SanaVideoPipeline
 
-        settings = SanaVideoTransformer3DModel.load_config(self.source["transformer"].fetch())
-        with torch.device("meta"):
-            transformer = SanaVideoTransformer3DModel.from_config(settings)
-        absent = dict.fromkeys(("vae", "scheduler", *WITHOUT_TEXT))
-        return SanaVideoPipeline(transformer=share_zero_weights(transformer), **absent)
+        return bare_pipeline(SanaVideoPipeline, SanaVideoTransformer3DModel, self.source["transformer"], WITHOUT_TEXT)
 
     def _load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
         return load_vae(AutoencoderKLWan, self.source["vae"], self.caching, device, dtype)
 
     def _timesteps(self, noisy: NoisyBatch) -> Tensor:
-        """As the two pipelines have them: whole numbers from text, one per token where frame 0 is given."""
+        """Timesteps as in the pipelines: whole numbers for t2v, one per token with a given frame 0."""
         latents = noisy.noisy_latents
         if noisy.batch.condition is None or latents.shape[2] == 1:
             return noisy.timesteps.floor()
