@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.budget.budget import Budget, gigabytes
-from simpletuner.budget.estimate import AVERAGE, streamed_bytes
+from simpletuner.budget.estimate import AVERAGE, streamed_bytes, trained_numbers
 from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.errors import Problem
 from simpletuner.models.cost import BYTES
@@ -35,10 +35,9 @@ class Writing:
 def find_writings(plan: Plan, budget: Budget) -> list[Writing]:
     """Checkpoints, cache entries and weights offloaded to disk."""
     cost, setup, limits = budget.parts.transformer, budget.setup, plan.config.checkpoints
-    count = cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
     copies = 1 if setup.is_full else 2
     average = AVERAGE + setup.trained_bytes if setup.averaged else 0.0  # saved as state, and as weights
-    one = count * (copies * setup.trained_bytes + setup.state_bytes + average)
+    one = trained_numbers(cost, setup) * (copies * setup.trained_bytes + setup.state_bytes + average)
     saves = -(-plan.length.total_steps // limits.checkpoint_step_interval)
     kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest goes
     kept += limits.checkpoints_rolling_total_limit if limits.checkpointing_rolling_steps else 0

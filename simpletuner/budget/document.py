@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simpletuner.budget.budget import Budget
+from simpletuner.budget.budget import BucketCost, Budget
 from simpletuner.budget.disk import find_writings
-from simpletuner.budget.rounds import preview_rounds, remaining_steps
+from simpletuner.budget.rounds import remaining_seconds, remaining_steps
 from simpletuner.config.schema import all_options
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
@@ -18,9 +18,9 @@ from simpletuner.redaction import redact_settings
 
 
 def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:
-    """The document; without a plan, because something is wrong, it holds the problems alone.
+    """The document; if a fatal problem prevents a plan, it holds only the problems.
 
-    Bytes and seconds are plain numbers; `null` is what is not known.
+    Bytes and seconds are plain numbers; unknown values are `null`.
     """
     told: dict[str, Any] = {"problems": [_problem(each) for each in dict.fromkeys(problems)]}
     told["ok"] = not any(problem.fatal for problem in problems)
@@ -54,7 +54,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
         },
         "device": {"name": budget.device.name, "memory": budget.device.memory, "usable": budget.device.usable},
         "memory": [{"phase": each.name, "device": each.device, "host": each.host} for each in budget.phases],
-        "buckets": [_bucket(budget, index) for index in range(len(budget.buckets))],
+        "buckets": [_bucket(budget, each) for each in budget.buckets],
         "seconds": _seconds(plan, budget),
         "disk": [
             {"what": each.what, "folder": str(each.folder), "bytes": each.total} for each in find_writings(plan, budget)
@@ -64,7 +64,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
 
 
 def _settings(plan: Plan) -> dict[str, Mapping[str, Any]]:
-    """What is not left at its default, with who set it; secrets are hidden."""
+    """Settings that differ from their defaults, with their origin; secrets are redacted."""
     values, origins = redact_settings(plan.config.flat()), plan.config.origins
     changed = [name for name in all_options() if origins[name] != "default"]
     return {name: {"value": values[name], "origin": origins[name]} for name in changed}
@@ -83,8 +83,7 @@ def _dataset(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def _bucket(budget: Budget, index: int) -> dict[str, Any]:
-    each = budget.buckets[index]
+def _bucket(budget: Budget, each: BucketCost) -> dict[str, Any]:
     load = budget.parts.load(each.bucket)
     return {
         "size": each.bucket.label,
@@ -97,7 +96,6 @@ def _bucket(budget: Budget, index: int) -> dict[str, Any]:
 
 
 def _seconds(plan: Plan, budget: Budget) -> dict[str, float]:
-    """Estimates, without filling the caches."""
-    training = remaining_steps(plan) * budget.step_seconds
-    previews = preview_rounds(plan) * len(plan.prompts) * budget.preview_seconds
+    """Estimated durations, without filling the caches."""
+    training, previews = remaining_seconds(plan, budget)
     return {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}

@@ -1,9 +1,9 @@
-"""How long a step takes, from its FLOPs and bytes and a device's rates. Free of torch.
+"""Estimates the duration of a step from its FLOPs and bytes and a device's rates. Free of torch.
 
     seconds = products / matmul rate + attention / attention rate + elementwise bytes / memory rate
 
-or the time it takes to launch the operations, or that of copying streamed weights, where one of them is longer.
-It is that of the stock classes, uncompiled; waiting for data is not in it.
+or the time to launch the operations, or to copy streamed weights, whichever is longest. It is for stock, uncompiled
+models, and excludes waiting for data.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletuner.budget.device import Device
-from simpletuner.budget.estimate import TrainingSetup, activations_of, split_blocks, technique_cost
+from simpletuner.budget.estimate import TrainingSetup, activations_of, are_checkpointed, technique_cost
 from simpletuner.config.schema import SLOTS
 from simpletuner.models.cost import ATTENTION_BACKWARD, BYTES, FLASH_BACKWARD, BatchShape, TransformerCost, Work
 
-# Operations of a block, forward and backward, and the time to launch one.
+# Operations of a block in forward plus backward, and seconds to launch one.
 LAUNCHES, GPU_LAUNCH, CPU_LAUNCH = 450, 6e-6, 12e-6
-FLOAT32_SHARE = 0.5  # of the bf16 rate, with TF32
+FLOAT32_SHARE = 0.5  # rate of float32 products with TF32, relative to bf16
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """One micro-batch, forward and backward.
+    """Cost of one micro-batch, forward and backward.
 
     Attributes:
-        model: FLOPs that the mathematics needs; what MFU is measured against.
-        executed: FLOPs that the device does: recomputed blocks and the flash kernel's second look at the scores.
-        traffic: bytes of elementwise operations.
-        seconds: estimated.
-        copying: seconds of copying weights, beside the compute or between it.
+        model: FLOPs without recomputation, the basis of MFU.
+        executed: FLOPs that the device executes, including recomputed blocks and attention scores.
+        traffic: bytes moved by elementwise operations.
+        seconds: estimated duration.
+        copying: seconds of copying weights, overlapped with the compute or not.
     """
 
     model: float
@@ -57,19 +57,18 @@ def step_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape, dev
 
 
 def recomputed_share(cost: TransformerCost, setup: TrainingSetup) -> float:
-    """The part of the blocks whose forward pass runs a second time."""
-    checkpointed, plain = split_blocks(cost, setup)
-    return checkpointed / max(checkpointed + plain, 1)
+    """Share of the large blocks whose forward pass runs twice."""
+    return sum(are_checkpointed(cost, setup)) / max(cost.large, 1)
 
 
 def forward_seconds(cost: TransformerCost, setup: TrainingSetup, load: BatchShape, device: Device) -> float:
-    """One forward pass without gradients."""
+    """Seconds of a forward pass without gradients."""
     traffic = cost.large * cost.activations(load, BYTES[setup.dtype], setup.adapters).traffic
     return max(_seconds(cost.forward(load, setup.adapters), traffic, setup, device), _launches(cost, device) / 3)
 
 
 def copy_seconds(cost: TransformerCost, setup: TrainingSetup, device: Device) -> float:
-    """Copies of streamed blocks in a steady step: each comes twice, but the last slots stay where they are."""
+    """Seconds of copying streamed blocks in a step: each twice, except for those still in the slots at the turn."""
     if not setup.streamed or setup.is_full:
         return 0.0
     blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)

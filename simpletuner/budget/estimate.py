@@ -1,11 +1,11 @@
-"""The memory model: how many bytes a training step takes on the device and on the host. Free of torch.
+"""Estimates the memory of a training step on the device and on the host. Free of torch.
 
-On the device, at the worst moment of a step:
+On the device, at the peak of a step:
 
     frozen weights (resident, or the slots they stream through)
   + trained weights, gradients, optimizer state
-  + the inputs of the blocks that are checkpointed, everything of those that are not
-  + one block while its backward pass runs
+  + inputs of checkpointed blocks, all saved activations of the others
+  + the block whose backward pass runs
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from simpletuner.config.tread import Route
 from simpletuner.models.cost import BYTES, Activations, Adapters, BatchShape, TransformerCost
 from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 
-AVERAGE = 4.0  # bytes per number: float32
-SHARD = 10e9  # a full model is written in files of this size, each gathered in host memory
+AVERAGE = 4.0  # bytes per number of the moving average: float32
+SHARD = 10e9  # bytes of the files that a full model is saved in, each assembled in host memory
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What of a configuration the memory of a step depends on.
+    """The settings that determine memory and time of a step.
 
     Attributes:
-        dtype: of the transformer: bf16, fp16 or fp32.
-        adapters: the LoRA; of rank 0 for a full fine-tune.
-        trained_bytes: of one trained number.
-        state_bytes: of the optimizer's state per trained number.
-        checkpoint_interval: every n-th block is checkpointed; None is no checkpointing.
+        dtype: dtype of the transformer: bf16, fp16 or fp32.
+        adapters: the LoRA; none for a full fine-tune.
+        trained_bytes: bytes per trained number.
+        state_bytes: bytes of optimizer state per trained number.
+        checkpoint_interval: every n-th block is checkpointed; None without checkpointing.
         keep_attention: checkpointing keeps the self-attention's output.
-        streamed: frozen blocks come through slots.
-        residents: so many of them stay on the device.
-        group: blocks that come together.
+        streamed: frozen blocks stream through slots on the device.
+        residents: number of blocks that stay on the device.
+        group: blocks per slot.
         overlapped: copies of streamed blocks run beside the compute.
-        inputs_on_host: block inputs wait in host memory.
-        quantised: bytes per weight of the blocks' linear layers, 0 where they are not quantised.
+        inputs_on_host: block inputs are offloaded to host memory.
+        quantised: bytes per weight of the blocks' linear layers; 0 if not quantised.
         averaged: where a moving average of the trained weights is kept, `device` or `host`; empty without one.
-        routes: windows of blocks that some tokens pass by; in training alone.
-        techniques: what may have weights and arithmetic of its own.
+        routes: windows of blocks that some tokens skip, in training only.
+        techniques: techniques in use, which may have their own weights and compute.
     """
 
     dtype: str
@@ -68,14 +68,14 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on the device at the worst moment of a training step, by what they are.
+    """Bytes on the device at the peak of a training step.
 
     Attributes:
-        weights: frozen ones.
-        trained: trained weights, their gradients, the optimizer's state, an average.
-        inputs: what is kept for the backward pass of blocks that are still to come.
-        block: the block at work.
-        outside: what belongs to no block.
+        weights: frozen weights.
+        trained: trained weights, their gradients, optimizer state and moving average.
+        inputs: activations kept for the backward pass of all blocks.
+        block: the block whose backward pass runs.
+        outside: activations outside the blocks.
     """
 
     weights: float
@@ -90,10 +90,10 @@ class StepMemory:
 
 
 def optimizer_state_bytes(name: OptimizerName, trained_bytes: float, *, compensated: bool) -> float:
-    """Bytes of state per trained number.
+    """Bytes of optimizer state per trained number.
 
     Args:
-        compensated: it trains bf16 weights with compensated sums, which are one tensor more.
+        compensated: bf16 weights are trained with compensated summation, which needs one more tensor.
     """
     spec = OPTIMIZERS[name]
     size = trained_bytes if spec.moment_bytes is None else spec.moment_bytes
@@ -105,21 +105,21 @@ def trained_numbers(cost: TransformerCost, setup: TrainingSetup) -> int:
 
 
 def trained_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
-    """Weights that are trained, their gradients, the optimizer's state, and an average on the device."""
+    """Bytes of trained weights, gradients, optimizer state, and a moving average on the device."""
     average = AVERAGE if setup.averaged == "device" else 0.0
-    # The update of a full model works on copies of a few tensors at a time; those of a LoRA are small.
+    # Temporary copies during the update are left out: a few tensors of a full model, small ones of a LoRA.
     return trained_numbers(cost, setup) * (2 * setup.trained_bytes + setup.state_bytes + average)
 
 
 @dataclass(frozen=True)
 class AverageMemory:
-    """Bytes of a moving average where it lives.
+    """Bytes of a moving average, on the device or on the host.
 
     Attributes:
-        kept: the average, all the time.
-        updating: float32 copies of the weights, between two steps.
-        waiting: the trained weights, while previews and files take the average.
-        saving: the copy that goes into a checkpoint.
+        kept: the average itself, throughout the run.
+        updating: float32 copies of the weights, during its update.
+        waiting: the trained weights, while the average replaces them for previews and saving.
+        saving: the copy that is written to a checkpoint.
     """
 
     kept: float
@@ -129,19 +129,19 @@ class AverageMemory:
 
 
 def average_memory(cost: TransformerCost, setup: TrainingSetup, place: Literal["device", "host"]) -> AverageMemory:
-    """What the average takes on the device or on the host: nothing where it is not."""
+    """Memory of the average at `place`; 0 if it is kept elsewhere."""
     count = trained_numbers(cost, setup) if setup.averaged == place else 0
     return AverageMemory(AVERAGE * count, AVERAGE * count, setup.trained_bytes * count, AVERAGE * count)
 
 
 def saving_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
-    """On the host: a shard of a full model, or a LoRA in its two forms, beside an average's copy from the device."""
+    """Host memory for saving: a shard of a full model, or a LoRA in both formats; without the average."""
     weights = trained_numbers(cost, setup) * setup.trained_bytes
     return min(weights, SHARD) if setup.is_full else 2 * weights
 
 
 def frozen_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
-    """Frozen weights on the device while a step runs."""
+    """Bytes of frozen weights on the device during a step."""
     if setup.is_full:
         return 0.0
     blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
@@ -153,7 +153,7 @@ def frozen_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
 
 
 def streamed_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
-    """Frozen weights that wait in host memory, or on a disk: those of the blocks that do not stay on the device."""
+    """Bytes of offloaded frozen weights, in host memory or on disk."""
     if setup.is_full or not setup.streamed:
         return 0.0
     blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
@@ -161,7 +161,7 @@ def streamed_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
 
 
 def step_memory(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> StepMemory:
-    """The worst moment of a step with one micro-batch."""
+    """Peak memory of a step with one micro-batch."""
     blocks = activations_of(cost, setup, load)
     chosen = are_checkpointed(cost, setup)
     checkpointed = [block for block, is_one in zip(blocks, chosen, strict=True) if is_one]
@@ -182,7 +182,7 @@ def step_memory(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -
 
 
 def technique_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> TechniqueCost:
-    """What all techniques together add to one micro-batch."""
+    """What all techniques together add to a micro-batch."""
     costs = [technique.cost(cost, load) for technique in setup.techniques]
     return TechniqueCost(
         parameters=sum(each.parameters for each in costs),
@@ -192,24 +192,18 @@ def technique_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape
 
 
 def activations_of(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> list[Activations]:
-    """Of each large block in a training step, with the tokens that routes leave it."""
+    """Activations of each large block in a training step, after routes."""
     return cost.activations_by_block(cost.routed(load, setup.routes), BYTES[setup.dtype], setup.adapters)
 
 
 def are_checkpointed(cost: TransformerCost, setup: TrainingSetup) -> list[bool]:
-    """Whether it is, of each large block."""
+    """Whether each large block is checkpointed."""
     interval, first = setup.checkpoint_interval, len(cost.blocks) - cost.large
     return [interval is not None and index % interval == 0 for index in range(first, len(cost.blocks))]
 
 
-def split_blocks(cost: TransformerCost, setup: TrainingSetup) -> tuple[int, int]:
-    """How many of the large blocks are checkpointed, and how many are not."""
-    chosen = sum(are_checkpointed(cost, setup))
-    return chosen, cost.large - chosen
-
-
 def inputs_on_host_bytes(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> float:
-    """Block inputs in host memory at the end of a forward pass."""
+    """Bytes of block inputs in host memory at the end of the forward pass."""
     if not setup.inputs_on_host:
         return 0.0
     blocks = zip(activations_of(cost, setup, load), are_checkpointed(cost, setup), strict=True)
@@ -217,6 +211,6 @@ def inputs_on_host_bytes(cost: TransformerCost, setup: TrainingSetup, load: Batc
 
 
 def sampling_bytes(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> float:
-    """A forward pass without gradients, beside weights."""
+    """Bytes of activations of a forward pass without gradients."""
     bytes_of = cost.activations(load, BYTES[setup.dtype], setup.adapters)
     return bytes_of.sampling + bytes_of.held + bytes_of.outside

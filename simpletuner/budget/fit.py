@@ -1,6 +1,6 @@
-"""Making a run fit: the smallest change that would, and what `offload: auto` chooses.
+"""Finds settings that fit: the smallest change for an error message, and the choice of `offload: auto`.
 
-Changes are tried in order: those that only cost time first, those that change numbers last.
+Changes that only cost time are tried first, those that change results last.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 
 @dataclass(frozen=True)
 class Change:
-    """Something that takes memory off the device.
+    """A change that lowers peak memory.
 
     Attributes:
-        values: keys and what they are set to.
-        words: how a person is told; by default the keys and their values.
-        apply: what it does to a workload, where it is no key alone.
+        values: config keys and their new values.
+        words: how messages describe it; by default the keys and values.
+        apply: its effect on the workload, if any.
     """
 
     values: Mapping[str, Any]
@@ -49,7 +49,7 @@ def written(value: Any) -> str:
 
 
 def check_fit(budget: Budget) -> Iterator[Problem]:
-    """What does not fit, and the smallest change that makes it; a warning where the user knows better."""
+    """The phase that does not fit, and the smallest change that helps; a warning with `i_know_what_i_am_doing`."""
     device, fatal = budget.device, not budget.config.run.i_know_what_i_am_doing
     lacking = [text for phase in budget.phases if (text := shortage(phase, device)) is not None]
     if not lacking:
@@ -66,7 +66,7 @@ def check_fit(budget: Budget) -> Iterator[Problem]:
 
 
 def _no_help(budget: Budget, told: str) -> str:
-    """What is still missing when everything possible has been changed, where that is another thing than was told."""
+    """Advice if no combination of changes suffices: what is still lacking with all of them, unless already reported."""
     changes = list(possible_changes(budget))
     phases = phases_after((budget.config, budget.workload), changes, budget)
     rest = next(text for phase in phases if (text := shortage(phase, budget.device)) is not None)
@@ -74,9 +74,9 @@ def _no_help(budget: Budget, told: str) -> str:
 
 
 def smallest_change(budget: Budget) -> list[Change]:
-    """The changes, in the order of `possible_changes`, that are needed together; empty when none suffice.
+    """The changes, in the order of `possible_changes`, that are needed together; empty if all of them do not suffice.
 
-    They are taken up to the first that makes everything fit; those that turn out not to be needed are dropped again.
+    Changes are added until everything fits; then those that turn out to be unnecessary are removed.
     """
     start: Choice = budget.config, budget.workload
     taken: list[Change] = []
@@ -98,7 +98,7 @@ def _fits(choice: Choice, changes: Sequence[Change], budget: Budget) -> bool:
 
 
 def phases_after(choice: Choice, changes: Sequence[Change], budget: Budget) -> list[PhasePeak]:
-    """The phases of the run with some changes made."""
+    """Peaks of the phases with some changes applied."""
     for change in changes:
         choice = change.of(choice)
     config, workload = choice
@@ -106,7 +106,7 @@ def phases_after(choice: Choice, changes: Sequence[Change], budget: Budget) -> l
 
 
 def possible_changes(budget: Budget) -> Iterator[Change]:
-    """Changes that this configuration has not made yet, the gentlest first."""
+    """Changes that this configuration does not have yet, the mildest first."""
     config, workload = budget.config, budget.workload
     yield from _lossless_changes(budget)
     if config.model.model_type == "lora" and config.precision.base_model_precision in PLAIN_PRECISIONS:
@@ -123,7 +123,7 @@ def possible_changes(budget: Budget) -> Iterator[Change]:
 
 
 def _smaller_samples(workload: Workload, spec: FamilySpec) -> Iterator[Change]:
-    """Shorter clips, then smaller pictures, in the words of the dataset file."""
+    """Shorter clips, then smaller pictures, described by dataset keys."""
     longest = max((bucket.frames for bucket in workload.buckets), default=1)
     if longest > 1:
         halve = partial(Workload.scaled, spec=spec, frames=0.5)
@@ -135,7 +135,7 @@ def _smaller_samples(workload: Workload, spec: FamilySpec) -> Iterator[Change]:
 
 
 def _lossless_changes(budget: Budget) -> Iterator[Change]:
-    """Those that leave every number as it is (tiles of the VAE excepted)."""
+    """Changes that leave results equal, except for tiling the VAE."""
     config = budget.config
     precision, caching = config.precision, config.caching
     if keeps_attention(config.speed):
@@ -153,11 +153,11 @@ def _lossless_changes(budget: Budget) -> Iterator[Change]:
 
 
 def _offload_changes(config: RunConfig) -> Iterator[Change]:
-    """From the device into host memory."""
+    """Changes that move data from the device to host memory."""
     offload, may_move = config.offload, graph_key(config.launch) is None
     streams = offload.enable_group_offload
     if config.model.model_type == "lora" and may_move and not streams:
-        # The two exclude each other.
+        # enable_model_cpu_offload excludes streaming.
         yield Change({**STREAMED, **({"enable_model_cpu_offload": False} if offload.enable_model_cpu_offload else {})})
     if may_move and not offload.offload_block_inputs:
         yield Change({"offload_block_inputs": True})
@@ -165,42 +165,43 @@ def _offload_changes(config: RunConfig) -> Iterator[Change]:
         yield Change({"group_offload_text_encoder": True})
 
 
-HEADROOM = 0.05  # that auto leaves free: a driver, a browser, an estimate that is a little off
-# Every n-th block checkpointed, from the fastest to the leanest; None is none of them.
+HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and errors of the estimate
+# Checkpointing intervals from the fastest to the leanest; None checkpoints no block.
 DEPTHS = (None, 8, 4, 3, 2)
+# Keys that auto may set, if the user has not.
 OWN_KEYS = (
     "gradient_checkpointing", "gradient_checkpointing_interval", "speed_keep_attention", "enable_group_offload",
     "group_offload_use_stream", "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
 )  # fmt: skip
-Way = tuple[Change, str]  # with its reason
+Candidate = tuple[Change, str]  # a change and its reason
 
 
 def choose(budget: Budget) -> Budget:
-    """What `offload: auto` makes of a budget: the fastest settings that fit with some room to spare.
+    """The choice of `offload: auto`: the fastest settings that fit with `HEADROOM`.
 
-    Only keys that the user left unset are touched. When nothing fits, the leanest settings are returned, and
-    `check_fit` says what is missing.
+    Only keys that the user left unset are changed. If nothing fits, the leanest settings are returned, and `check_fit`
+    reports what is lacking.
     """
     budget = _with_encoders(budget)
     ladders = [list(ladder) for ladder in _ladders(budget)]
     leanest = _in_8_bits(budget, ladders[-1][-1])
     budget = _with_tiles(budget, leanest)
     beyond = _beyond(budget, leanest)
-    fitting = [way for ladder in ladders if (way := _first_that_fits(ladder, budget, beyond)) is not None]
-    if fitting:  # the earlier one, where two are equally fast
-        return min((_with(budget, *way) for way in fitting), key=lambda chosen: chosen.step_seconds)
+    fitting = [candidate for ladder in ladders if (candidate := _first_that_fits(ladder, budget, beyond)) is not None]
+    if fitting:  # of two equally fast ones, the first
+        return min((_with(budget, *candidate) for candidate in fitting), key=lambda chosen: chosen.step_seconds)
     return _with(budget, *leanest)
 
 
-def _beyond(budget: Budget, leanest: Way) -> frozenset[str]:
-    """Phases beside the steps that lack room whatever is chosen here: no reason to make the steps slower."""
+def _beyond(budget: Budget, leanest: Candidate) -> frozenset[str]:
+    """Phases other than training that do not fit even with the leanest settings: they must not slow down the steps."""
     phases = phases_after((budget.config, budget.workload), [leanest[0]], budget)
     lacking = [phase for phase in phases if shortage(phase, budget.device, headroom=HEADROOM)]
     return frozenset(phase.name for phase in lacking if not phase.trains)
 
 
-def _with_tiles(budget: Budget, leanest: Way) -> Budget:
-    """Tiles of the VAE, where pictures or previews would not fit without them."""
+def _with_tiles(budget: Budget, leanest: Candidate) -> Budget:
+    """Enable VAE tiling if encoding or previews would not fit otherwise."""
     key, lacking = "vae_enable_tiling", _beyond(budget, leanest)
     if not lacking or budget.config.is_explicit(key) or budget.config.caching.vae_enable_tiling:
         return budget
@@ -209,7 +210,7 @@ def _with_tiles(budget: Budget, leanest: Way) -> Budget:
     return tiled if _beyond(tiled, leanest) < lacking else budget
 
 
-def _first_that_fits(ladder: Sequence[Way], budget: Budget, beyond: frozenset[str]) -> Way | None:
+def _first_that_fits(ladder: Sequence[Candidate], budget: Budget, beyond: frozenset[str]) -> Candidate | None:
     start: Choice = budget.config, budget.workload
     for change, reason in ladder:
         phases = [phase for phase in phases_after(start, [change], budget) if phase.name not in beyond]
@@ -219,7 +220,7 @@ def _first_that_fits(ladder: Sequence[Way], budget: Budget, beyond: frozenset[st
 
 
 def _with_encoders(budget: Budget) -> Budget:
-    """Text encoders streamed and the VAE in slices, each where its own phase lacks room."""
+    """Stream text encoders and slice the VAE, each if its own phase does not fit."""
     keys = [("captions", "group_offload_text_encoder")]
     if budget.parts.spec.slices_convolutions:
         keys.append((budget.parts.spec.media_noun, "vae_enable_patch_conv"))
@@ -231,7 +232,7 @@ def _with_encoders(budget: Budget) -> Budget:
 
 
 def _shortages(budget: Budget) -> dict[str, str | None]:
-    """What each phase lacks, by its name."""
+    """The shortage of each phase, by name."""
     return {phase.name: shortage(phase, budget.device, headroom=HEADROOM) for phase in budget.phases}
 
 
@@ -243,15 +244,15 @@ def _with(budget: Budget, change: Change, reason: str) -> Budget:
     return replace(fitted, decisions=[*budget.decisions, decision])
 
 
-def _ladders(budget: Budget) -> Iterator[Iterable[Way]]:
-    """Ladders of settings; on each, one step further down is slower and leaner."""
+def _ladders(budget: Budget) -> Iterator[Iterable[Candidate]]:
+    """Lists of settings, each ordered from fast to lean."""
     config = budget.config
     free = {key: not config.is_explicit(key) for key in OWN_KEYS}
     if graph_key(config.launch) is not None:
         free |= {"enable_group_offload": False, "offload_block_inputs": False}
     if free["gradient_checkpointing"] and free["gradient_checkpointing_interval"]:
         yield _depths()
-    kinds: list[tuple[dict[str, Any], str]] = [({}, "")]  # unset, every block is checkpointed
+    kinds: list[tuple[dict[str, Any], str]] = [({}, "")]  # by default every block is checkpointed
     if free["speed_keep_attention"] and keeps_attention(config.speed):
         kinds.append(({"speed_keep_attention": False}, ", attention is computed twice"))
     streams = _may_stream(config) and free["enable_group_offload"] and budget.device.is_gpu
@@ -262,8 +263,8 @@ def _ladders(budget: Budget) -> Iterator[Iterable[Way]]:
             yield _streamed(budget, {**values, **streamed}, free, on_host=on_host, twice=twice)
 
 
-def _in_8_bits(budget: Budget, leanest: Way) -> Way:
-    """The last resort, where it may be taken."""
+def _in_8_bits(budget: Budget, leanest: Candidate) -> Candidate:
+    """The last resort: an int8 base model, if the user has not set its precision."""
     key, config = "base_model_precision", budget.config
     if config.is_explicit(key) or config.model.model_type != "lora":
         return leanest
@@ -272,12 +273,12 @@ def _in_8_bits(budget: Budget, leanest: Way) -> Way:
 
 
 def _may_stream(config: RunConfig) -> bool:
-    """Only frozen weights stream, and not where previews move all of them."""
+    """Whether streaming is possible: only for frozen weights, and not with `enable_model_cpu_offload`."""
     return config.model.model_type == "lora" and not config.offload.enable_model_cpu_offload
 
 
-def _depths() -> Iterator[Way]:
-    """As few checkpointed blocks as possible: nothing is computed twice that memory can hold."""
+def _depths() -> Iterator[Candidate]:
+    """Checkpoint as few blocks as memory allows."""
     for depth in DEPTHS:
         if depth is None:
             yield Change({"gradient_checkpointing": False}), "memory holds every activation, so none is computed twice"
@@ -286,8 +287,8 @@ def _depths() -> Iterator[Way]:
             yield Change(values), f"memory holds the activations of all but every {depth}th block"
 
 
-def _resident(values: Mapping[str, Any], *, on_host: bool, twice: str) -> Way:
-    """All weights on the device, every block checkpointed."""
+def _resident(values: Mapping[str, Any], *, on_host: bool, twice: str) -> Candidate:
+    """Keep all weights on the device, and checkpoint every block."""
     where = "their inputs wait in host memory" if on_host else "everything stays on the device"
     inputs = {"offload_block_inputs": True} if on_host else {}
     return Change({**values, **inputs}), f"the blocks are checkpointed{twice}, and {where}"
@@ -295,8 +296,8 @@ def _resident(values: Mapping[str, Any], *, on_host: bool, twice: str) -> Way:
 
 def _streamed(
     budget: Budget, plain: Mapping[str, Any], free: Mapping[str, bool], *, on_host: bool, twice: str
-) -> Iterator[Way]:
-    """Blocks through slots, with as many residents as fit."""
+) -> Iterator[Candidate]:
+    """Stream blocks, keeping as many resident as fit."""
     blocks = len(budget.parts.transformer.blocks)
     for count in range(blocks - 1, -1, -1) if free["group_offload_resident_blocks"] else [None]:
         values = dict(plain)

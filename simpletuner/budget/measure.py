@@ -1,6 +1,6 @@
-"""Measures a device in a moment: the rate of a large matrix product, and of copies from page-locked memory.
+"""A short benchmark of a device: the rates of a large matrix product, and of copies from page-locked memory.
 
-It draws from a generator of its own and gives all memory back, so that nothing of it shows in what is trained.
+It uses its own random generator and frees all memory, so it does not affect training.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 from simpletuner.budget.device import DeviceRates, read_rates, write_rates
 
-# As large as it takes to keep any GPU busy; its three matrices take 0.4 GB in bfloat16.
+# Large enough to saturate any GPU; the three matrices take 0.4 GB in bfloat16.
 SIDE = 8192
 COPIED_BYTES = 1 << 28
-# On a CPU the first product tells whether the second can be afforded.
+# On a CPU, the larger product is measured only if the smaller one takes less than this.
 SMALL_SIDE, MEDIUM_SIDE = 256, 512
 AFFORDABLE_SECONDS = 0.01
 ROUNDS = 5
@@ -25,7 +25,7 @@ ROUNDS = 5
 def device_rates(folder: Path, device: torch.device, dtype: torch.dtype) -> DeviceRates | None:
     """The rates of the device at the precision of training, measured once per output folder and device.
 
-    None where nothing is measured: on devices that are neither CUDA nor CPU.
+    None on devices that are neither CUDA nor CPU.
     """
     known = read_rates(folder)
     if known is not None and (known.device, known.dtype) == (device_name(device), _name(dtype)):
@@ -38,14 +38,14 @@ def device_rates(folder: Path, device: torch.device, dtype: torch.dtype) -> Devi
 
 
 def device_name(device: torch.device) -> str:
-    """What people call the device."""
+    """Name of the device, as users know it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, side: int, rounds: int = ROUNDS) -> float:
-    """Operations per second of a square matrix product, `2 side^3` each; the fastest of some rounds."""
+    """FLOP/s of a square matrix product of `2 side^3` FLOPs; the fastest of some rounds."""
     generator = torch.Generator(device).manual_seed(0)
-    # Random values: multiplying zeros takes less power, so a GPU would be seen at a clock it cannot hold.
+    # Random values: multiplying zeros takes less power, so a GPU would run at a clock that it cannot sustain.
     left, right = (torch.randn(side, side, device=device, dtype=dtype, generator=generator) for _ in range(2))
     out = torch.empty_like(left)
     seconds = fastest(lambda: torch.mm(left, right, out=out), device, rounds)
@@ -60,7 +60,7 @@ def host_to_device_bytes(device: torch.device, count: int = COPIED_BYTES, rounds
 
 
 def fastest(work: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Seconds of the fastest round, after one that does not count."""
+    """Seconds of the fastest round, after a warm-up round."""
     seconds = []
     for _ in range(rounds + 1):
         started = _now(device)
@@ -78,7 +78,7 @@ def _measure_cuda(device: torch.device, dtype: torch.dtype) -> DeviceRates:
 
 
 def _measure_cpu(dtype: torch.dtype) -> DeviceRates:
-    """Some processors emulate bfloat16 and would take seconds for what others do in milliseconds."""
+    """Processors that emulate bfloat16 take seconds for what others do in milliseconds, so start small."""
     device = torch.device("cpu")
     rate = matmul_flops(device, dtype, SMALL_SIDE, rounds=1)
     if 2 * SMALL_SIDE**3 / rate < AFFORDABLE_SECONDS:

@@ -1,4 +1,4 @@
-"""A plan that fits: everything `make_plan` checks, and then memory and disk."""
+"""Makes a plan that fits: `make_plan`, then the checks of memory and disk."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from simpletuner.plan.build import Plan, make_plan
 
 
 def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
-    """The plan and its budget; with `offload: auto` the plan has the settings that were chosen.
+    """The plan and its budget; with `offload: auto` the plan has the chosen settings.
 
     Raises:
-        ConfigError: with every problem at once; a run that does not fit is one.
+        ConfigError: with all problems at once, including a run that does not fit.
     """
     weighed = weigh_plan(arguments, problems)
     raise_if_fatal(problems)
@@ -26,10 +26,10 @@ def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
 
 
 def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
-    """The same for a run that may not fit, which is then added to `problems`.
+    """Like `ready_plan`, but a run that does not fit is only added to `problems`.
 
     Raises:
-        ConfigError: something else is wrong, so that there is no plan.
+        ConfigError: other problems prevent a plan.
     """
     plan = make_plan(arguments, problems)
     device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
@@ -38,7 +38,7 @@ def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
         budget = choose(budget)
         chosen = replace(plan, config=budget.config)
         if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
-            # Latents in tiles have cache entries of their own.
+            # Tiled latents have separate cache entries, so the missing ones are listed again.
             budget = replace(make_budget(chosen, device), decisions=budget.decisions)
         plan = chosen
     found = [*check_fit(budget), *check_disk(plan, find_writings(plan, budget))]

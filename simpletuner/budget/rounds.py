@@ -1,4 +1,4 @@
-"""What comes again and again beside the steps of a run, and how long all of it takes. Free of torch."""
+"""How often previews, evaluations and saves happen in a run, and how long the rest of it takes. Free of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def steps_per_epoch(plan: Plan) -> float:
 
 
 def find_rounds(plan: Plan, budget: Budget) -> dict[str, Rounds]:
-    """Previews, evaluations, saves and newly drawn crops by kind, with what they are expected to take."""
+    """Previews, evaluations, saves and re-encoding of new crops, by kind, with their expected duration."""
     validation, evaluation, checkpoints = plan.config.validation, plan.config.evaluation, plan.config.checkpoints
     epoch = steps_per_epoch(plan)
     rounds = {SAVING: Rounds(checkpoints.checkpoint_step_interval, at_end=True)}
@@ -30,15 +30,21 @@ def find_rounds(plan: Plan, budget: Budget) -> dict[str, Rounds]:
 
 
 def remaining_steps(plan: Plan) -> int:
-    """Steps that a session started now would do."""
+    """Steps left for a session that starts now."""
     return max(0, plan.length.total_steps - (plan.resume.step if plan.resume else 0))
 
 
 def preview_rounds(plan: Plan) -> int:
-    """Rounds of previews that a session started now would render, that of the untrained model included."""
+    """Rounds of previews left for a session that starts now, including that of the untrained model."""
     if not plan.prompts:
         return 0
     validation, total = plan.config.validation, plan.length.total_steps
     rounds = Rounds(validation.validation_step_interval, at_end=True)
     untrained = plan.resume is None and not validation.disable_benchmark
     return rounds.after(total - remaining_steps(plan), total) + untrained
+
+
+def remaining_seconds(plan: Plan, budget: Budget) -> tuple[float, float]:
+    """Seconds of training and of previews left for a session that starts now."""
+    previews = preview_rounds(plan) * len(plan.prompts) * budget.preview_seconds
+    return remaining_steps(plan) * budget.step_seconds, previews

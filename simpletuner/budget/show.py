@@ -1,15 +1,16 @@
-"""The plan as a person reads it: what will run, on what, what decided it, and what it takes."""
+"""The plan as text: what will run, on which data and device, with which settings and at what cost."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes
 from simpletuner.budget.disk import Writing, find_writings
-from simpletuner.budget.rounds import preview_rounds, remaining_steps
+from simpletuner.budget.rounds import preview_rounds, remaining_seconds, remaining_steps
 from simpletuner.config.schema import all_options
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.plan.build import Plan
@@ -17,12 +18,12 @@ from simpletuner.plan.entries import evaluated
 from simpletuner.redaction import redact_settings
 
 logger = logging.getLogger(__name__)
-# A ledger longer than this is shown by its counts and its rejected files alone.
+# A longer ledger is shown only by its counts and rejected files.
 LONGEST_LEDGER = 60
 
 
 def log_plan(plan: Plan, budget: Budget) -> None:
-    """Every setting, without secrets, and the plan into the debug log, where a report of a fault begins."""
+    """Write all settings, without secrets, and the plan to the debug log, for bug reports."""
     logger.debug("settings %s", json.dumps(redact_settings(plan.config.flat()), ensure_ascii=False))
     for line in plan_lines(plan, budget):
         logger.debug("plan %s", line)
@@ -79,7 +80,7 @@ def _setting_lines(plan: Plan) -> Iterator[str]:
 
 
 def _written(value: Any) -> str:
-    """A value as it would stand in config.json; text without its quotes."""
+    """A value as in config.json; strings without quotes."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -92,10 +93,7 @@ def _ledger_lines(dataset_id: str, ledger: Sequence[LedgerEntry], changes_each_e
     yield f"Dataset {dataset_id}: {len(used)} of {len(ledger)} files are used"
     if changes_each_epoch:
         yield "  crops are drawn and encoded anew each epoch (vae_cache_clear_each_epoch false keeps the first)"
-    buckets: dict[str, int] = {}
-    for entry in used:
-        if entry.geometry is not None:
-            buckets[entry.trained_size] = buckets.get(entry.trained_size, 0) + 1
+    buckets = Counter(entry.trained_size for entry in used if entry.geometry is not None)
     for label, count in sorted(buckets.items()):
         yield f"  bucket {label}: {count}"
     shown = ledger if len(ledger) <= LONGEST_LEDGER else [entry for entry in ledger if entry.use]
@@ -146,7 +144,7 @@ SHOWN_BUCKETS = 4
 
 
 def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Iterator[str]:
-    """Everything about memory, time and disk, line by line."""
+    """The estimates of memory, time and disk, line by line."""
     device = budget.device
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
     host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
@@ -163,7 +161,7 @@ def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Ite
 
 
 def _phase_lines(budget: Budget) -> Iterator[str]:
-    """Peaks of the phases; training counts with its largest bucket."""
+    """Peaks of the phases; for training that of the largest bucket."""
     training = [phase for phase in budget.phases if phase.name.startswith("training")]
     worst = max(training, key=lambda phase: phase.device, default=None)
     shown = [phase for phase in budget.phases if phase not in training or phase is worst]
@@ -177,7 +175,7 @@ def _phase_lines(budget: Budget) -> Iterator[str]:
 
 
 def _bucket_lines(budget: Budget) -> Iterator[str]:
-    """The largest buckets: tokens, work, time, and what the memory is made of."""
+    """The largest buckets: tokens, FLOPs, memory by kind, and time."""
     shown = budget.buckets[:SHOWN_BUCKETS]
     width = max((len(each.bucket.label) for each in shown), default=0) + 2
     width = max(width, len("micro-step") + 2)
@@ -202,15 +200,14 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if plan.is_finished:
         yield "  nothing is left to do: this run is finished"
         return
-    steps, each = remaining_steps(plan), budget.step_seconds
-    previews = preview_rounds(plan) * len(plan.prompts) * budget.preview_seconds
+    training, previews = remaining_seconds(plan, budget)
     beside = f", and {duration(previews)} for previews" if previews else ""
-    whole = duration(each * steps)
-    yield f"  about {duration(each)} a step, {whole} for {steps} steps{beside}; without filling the caches"
+    each, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
+    yield f"  about {each} a step, {whole} for {steps} steps{beside}; without filling the caches"
 
 
 def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
-    """The plan in a few lines, for the start of a run: what, on what, how long, where it goes, whether it fits."""
+    """A summary of the plan for the start of a run: model, data, duration, output folder, and whether it fits."""
     kind = "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
     yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
     names = [dataset.id for dataset in plan.trained]
@@ -218,7 +215,7 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"  on {samples} {plan.spec.media_noun} (dataset{'s' if len(names) > 1 else ''} {', '.join(names)})"
     steps = remaining_steps(plan)
     rounds = preview_rounds(plan)
-    seconds = steps * budget.step_seconds + rounds * len(plan.prompts) * budget.preview_seconds
+    seconds = sum(remaining_seconds(plan, budget))
     after = f" after step {plan.resume.step}" if plan.resume else ""
     shown = f" and {_count(rounds, 'round')} of previews" if rounds else ""
     yield f"  {_count(steps, 'step')}{after}{shown}, about {duration(seconds)}; goes to {plan.output_dir}"
@@ -236,7 +233,7 @@ def _fit_line(budget: Budget) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: two figures are more than an estimate deserves."""
+    """A duration as text, with two digits at most: estimates are no more precise."""
     if seconds < 10:
         return f"{seconds:.2g} s"
     for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):

@@ -1,4 +1,4 @@
-"""What the model has to do in a run, as numbers: the buckets it trains on, what is encoded, the previews."""
+"""The workload of a run: the buckets it trains on, what is encoded, and the previews."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Bucket:
     """Training samples of one shape.
 
     Attributes:
-        width, height, frames: in pixels and frames.
-        batch: samples of a micro-batch.
-        share: of all micro-batches of an epoch.
+        width, height, frames: size in pixels, and length in frames.
+        batch: samples per micro-batch.
+        share: share of this bucket in an epoch's micro-batches.
         text: text tokens of the longest prompt.
-        timed: a first frame is given.
+        timed: a first frame is given, so that tokens have their own timesteps.
     """
 
     width: int
@@ -41,15 +41,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the model has to do.
+    """What a run computes.
 
     Attributes:
-        buckets: of training, the largest first.
-        encoded: what the VAE has to encode, one entry per shape with all its samples; empty when every latent is
-            cached. How many at a time and whether in tiles is up to the settings.
-        encodes_text: captions or prompts are missing from their cache.
-        previews: sizes of previews with their frames; empty without validation.
-        waiting: bytes of decoded pixels that wait for the VAE at most.
+        buckets: training buckets, the largest first.
+        encoded: samples that the VAE has to encode, by shape; empty if all latents are cached. Batch size and tiling
+            depend on the settings.
+        encodes_text: captions or prompts are missing from the cache.
+        previews: sizes and frames of previews; empty without validation.
+        waiting: most bytes of decoded pixels that wait for the VAE.
     """
 
     buckets: Sequence[Bucket]
@@ -59,7 +59,7 @@ class Workload:
     waiting: float
 
     def scaled(self, *, spec: FamilySpec, sides: float = 1.0, frames: float = 1.0) -> Workload:
-        """The same with smaller pictures or shorter clips, of sizes that the family takes."""
+        """The workload with smaller pictures or shorter clips, of sizes that the family supports."""
         grid, stride = max(64, spec.size_multiple), spec.frame_stride
 
         def shrink(bucket: Bucket) -> Bucket:
@@ -70,15 +70,15 @@ class Workload:
         return replace(self, buckets=[shrink(bucket) for bucket in self.buckets])
 
     def with_batch(self, batch: int) -> Workload:
-        """The same with no micro-batch larger than so many samples."""
+        """The workload with micro-batches of at most `batch` samples."""
         return replace(self, buckets=[replace(each, batch=min(each.batch, batch)) for each in self.buckets])
 
 
-Choice = tuple[RunConfig, Workload]  # settings, and what there is to do with them
+Choice = tuple[RunConfig, Workload]  # settings and their workload
 
 
 def workload_of(plan: Plan, missing_texts: int, missing: Sequence[Sample]) -> Workload:
-    """What a plan does, with the captions and samples that are not cached yet."""
+    """The workload of a plan, given the captions and samples that are not cached yet."""
     shapes = Counter((each.geometry.size, each.frames) for each in missing)
     encoded = [VaeLoad(count, frames, *size) for (size, frames), count in shapes.items()]
     pixels = sum(3.0 * each.geometry.size[0] * each.geometry.size[1] * each.frames for each in missing)
@@ -92,7 +92,7 @@ def workload_of(plan: Plan, missing_texts: int, missing: Sequence[Sample]) -> Wo
 
 
 def buckets_of(plan: Plan) -> list[Bucket]:
-    """Shapes of micro-batches with their shares, the largest first."""
+    """Training buckets with their shares, the largest first."""
     counts: Counter[Bucket] = Counter()
     for dataset in plan.trained:
         for samples in dataset.buckets().values():
@@ -111,7 +111,7 @@ def _size(bucket: Bucket) -> int:
 
 
 def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
-    """Text tokens of the longest prompt that is allowed, with a source picture where the prompt holds it."""
+    """Text tokens of the longest allowed prompt, including a source picture if the prompt holds it."""
     cost = plan.spec.cost
     held = picture if picture and plan.flavour.task in plan.spec.prompt_holds_picture else None
     longest = plan.spec.text_length(plan.config.text)
@@ -119,7 +119,7 @@ def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
 
 
 def previews_of(plan: Plan) -> list[Bucket]:
-    """What validation renders, the largest first."""
+    """Previews as buckets, the largest first."""
     validation = plan.config.validation
     if not plan.prompts:
         return []

@@ -1,7 +1,7 @@
-"""Dtypes by the names that the configuration uses, and frozen linear layers with weights in few bits.
+"""Dtypes by their config names, and quantised frozen linear layers.
 
-A library chooses levels and scales once, when the weights are loaded. They then lie in plain buffers of
-`QuantisedLinear`, which can be moved, streamed, compiled and saved like any other tensor.
+A library computes levels and scales once, when weights are loaded. They are kept in plain buffers of `QuantisedLinear`,
+which can be moved, streamed, compiled and saved like any other tensor.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from torch.nn import functional
 from simpletuner.config.precision import Quantisation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-GROUP_SIZES = (128, 96, 64, 32)  # weights that share a scale below 8 bits, where a row divides into such groups
-NF4_BLOCK = 64
+# Weights that share a scale below 8 bits: the first size that divides the row.
+GROUP_SIZES = (128, 96, 64, 32)
+NF4_BLOCK = 64  # weights that share a scale, as in QLoRA
 
 
 class WeightFormat(Protocol):
-    """How the plain tensors of a packed weight (out, in) become numbers again."""
+    """How to compute with the plain tensors of a packed weight `out in`."""
 
     def unpack(self, *packed: Tensor) -> Tensor:
         """The weight, `out in`, in the dtype of the computation."""
@@ -34,46 +33,36 @@ class WeightFormat(Protocol):
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
         """`inputs` (..., in) times the weight plus the bias: (..., out)."""
-        ...
+        return functional.linear(inputs, self.unpack(*packed), bias)
 
 
 Packed = tuple[WeightFormat, Mapping[str, Tensor]]
 
 
 def pack(weight: Tensor, quantisation: Quantisation) -> Packed:
-    """A weight `out in` as a format and the tensors it unpacks, in the order in which it takes them.
+    """Pack a weight `out in`: its format, and the tensors by name in the order that the format takes them.
 
-    Scales have the weight's dtype and unpacked weights do, too.
+    Scales and unpacked weights have the weight's dtype.
     """
     packers = {"quanto": _pack_quanto, "torchao": _pack_torchao, "bnb": _pack_bitsandbytes}
     with torch.no_grad():
         return packers[quantisation.library](weight.detach(), quantisation.kind)
 
 
-class _Unpacking:
-    """The product with the unpacked weight."""
-
-    def unpack(self, *packed: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
-        return functional.linear(inputs, self.unpack(*packed), bias)
-
-
-class ScaledRows(_Unpacking):
-    """One byte a weight, int8 or float8, and one scale a row: w = scale · level."""
+class ScaledRows(WeightFormat):
+    """One byte per weight, int8 or float8, and one scale per row: w = scale · level."""
 
     def unpack(self, *packed: Tensor) -> Tensor:
         levels, scale = packed
-        # Integers are promoted in the product itself; float8 is not.
+        # Multiplication promotes integers, but not float8.
         return (levels.to(scale.dtype) if levels.is_floating_point() else levels) * scale
 
 
 @dataclass(frozen=True)
-class ScaledGroups(_Unpacking):
-    """2 or 4 bits a weight, scale and shift for each group of a row: w = scale · level - shift.
+class ScaledGroups(WeightFormat):
+    """2 or 4 bits per weight, and a scale and shift per group: w = scale · level - shift.
 
-    The groups are packed in slices: byte i holds group i in its lowest bits, then the groups a slice further on.
+    The groups are packed in slices: byte row i holds group i in its lowest bits, then group i of the next slice.
     """
 
     bits: int
@@ -88,9 +77,9 @@ class ScaledGroups(_Unpacking):
 
 
 @dataclass(frozen=True)
-class NormalFloat(_Unpacking):
-    """4 bits a weight that stand for quantiles of a normal distribution, and a largest value per block (QLoRA,
-    arXiv:2305.14314)."""
+class NormalFloat(WeightFormat):
+    """NF4 (QLoRA, arXiv:2305.14314): 4 bits per weight, an index into quantiles of a normal distribution, and the
+    largest absolute value of each block."""
 
     dtype: torch.dtype
     shape: tuple[int, int]
@@ -105,8 +94,8 @@ class NormalFloat(_Unpacking):
 
 
 @dataclass(frozen=True)
-class TorchaoWeight:
-    """A tensor class of torchao, put together for each use; it may also quantise the inputs (int8dq)."""
+class TorchaoWeight(WeightFormat):
+    """A torchao tensor subclass, reassembled for each use; some also quantise the inputs (int8dq)."""
 
     kind: Any
     names: tuple[str, ...]
@@ -129,7 +118,7 @@ class TorchaoWeight:
 def _pack_quanto(weight: Tensor, kind: str) -> Packed:
     from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qtypes, quantize_weight
 
-    qtype, exact = qtypes[kind], weight.float()  # levels from bf16 quotients would be off by up to a quarter
+    qtype, exact = qtypes[kind], weight.float()  # levels computed in bf16 would be off by up to a quarter
     if qtype.bits == 8:
         scale = _usable(AbsmaxOptimizer()(exact, qtype=qtype, axis=0), weight.dtype)
         packed = quantize_weight(exact, qtype=qtype, axis=0, scale=scale.float(), optimized=False)
@@ -145,7 +134,7 @@ def _pack_quanto(weight: Tensor, kind: str) -> Packed:
 
 
 def _usable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale in the dtype it is kept in; 1 for rows of nothing but zeros, which would be divided by zero."""
+    """The scale in the dtype that is stored; 1 for rows of zeros, to avoid division by zero."""
     kept = scale.to(dtype)
     return torch.where(kept == 0, torch.ones_like(kept), kept)
 
@@ -153,7 +142,7 @@ def _usable(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _pack_bitsandbytes(weight: Tensor, kind: str) -> Packed:
     from bitsandbytes.functional import quantize_4bit
 
-    # In rows of one block each: on a CPU, blocks that reach over the end of a row come out wrong.
+    # One block per row: on a CPU, blocks that span two rows give wrong results.
     data, state = quantize_4bit(weight.reshape(-1, NF4_BLOCK), blocksize=NF4_BLOCK, quant_type=kind)
     format_ = NormalFloat(weight.dtype, (weight.shape[0], weight.shape[1]))
     return format_, {"data": data, "absmax": state.absmax, "code": state.code}
@@ -169,15 +158,14 @@ def _pack_torchao(weight: Tensor, kind: str) -> Packed:
     listed, settings = packed.__tensor_flatten__()
     tensors = {name: tensor for name in listed if (tensor := getattr(packed, name)) is not None}
     absent = tuple(name for name in listed if name not in tensors)
-    kind_of_tensor = type(packed)
-    return TorchaoWeight(kind_of_tensor, tuple(tensors), absent, settings, weight.shape), tensors
+    return TorchaoWeight(type(packed), tuple(tensors), absent, settings, weight.shape), tensors
 
 
 Via = Literal["cpu", "accelerator", "pipeline"]
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Inputs times a packed weight. The backward pass unpacks it again: an unpacked one is never kept."""
+    """Product with a packed weight. The backward pass unpacks it again, so an unpacked weight is never kept."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, form: WeightFormat, *packed: Tensor) -> Tensor:
@@ -194,10 +182,10 @@ class FrozenProduct(torch.autograd.Function):
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer whose weight is packed into buffers named `packed_...`; adapters go beside it as usual."""
+    """A linear layer whose weight is packed into buffers named `packed_...`; it takes adapters as usual."""
 
     def __init__(self, layer: nn.Linear, packed: Packed) -> None:
-        nn.Module.__init__(self)  # nn.Linear would make a weight of full size
+        nn.Module.__init__(self)  # nn.Linear would allocate a full-size weight
         self.in_features, self.out_features = layer.in_features, layer.out_features
         bias = None if layer.bias is None else nn.Parameter(layer.bias.detach(), requires_grad=False)
         self.register_parameter("bias", bias)
@@ -213,7 +201,7 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The unpacked weight `out in`, made anew for whoever asks: adapters, when they are added, and DoRA."""
+        """The weight `out in`, unpacked at each access; read by peft when adapters are added, and by DoRA."""
         return self.form.unpack(*self.packed)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -227,12 +215,12 @@ class QuantisedLinear(nn.Linear):
 def quantise(
     model: nn.Module, layers: str, quantisation: Quantisation, *, via: Via = "cpu", accelerator: torch.device
 ) -> None:
-    """Replace linear layers of a model by quantised ones, in place and where they are.
+    """Replace linear layers of a model by quantised ones, in place, each on its layer's device.
 
     Args:
         layers: regular expression that the whole dotted path of a layer must match.
-        via: where weights are packed; the result is the same. `accelerator` brings one block at a time there,
-            `pipeline` a single layer, `cpu` none.
+        via: where weights are packed, with equal results: on the CPU, or on the accelerator one block (`accelerator`)
+            or one layer (`pipeline`) at a time.
 
     Raises:
         RuntimeError: the expression matches no linear layer.
@@ -246,19 +234,19 @@ def quantise(
 
 
 def linear_layers(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers whose path matches, in the order of the model."""
+    """Linear layers whose path matches, in the order of the model."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and re.fullmatch(layers, name):
             yield name, module
 
 
 def block_of(name: str) -> str:
-    """The repeated block that a module is in: its path up to the first number."""
+    """The repeated block that contains a module: its path up to the first number."""
     return re.match(r"(.*?\.\d+)?", name).group()  # type: ignore[union-attr]
 
 
 def _quantise_together(model: nn.Module, names: list[str], quantisation: Quantisation, device: torch.device) -> None:
-    """Pack some layers on a device and put the results where the layers were."""
+    """Pack some layers on a device, and move the results to the layers' own device."""
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
     weights = {name: layer.weight.detach().to(device, non_blocking=True) for name, layer in layers.items()}
     for name, layer in layers.items():

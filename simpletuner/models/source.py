@@ -1,6 +1,6 @@
-"""Where the parts of a checkpoint are, and whether their weight files are whole. Free of torch.
+"""Locates the parts of a checkpoint and checks their weight files. Free of torch.
 
-A part lies in a local folder or in a repository of the Hugging Face hub.
+A part is in a local folder or in a repository of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
 class WeightsError(ValueError):
-    """A weight file that cannot be used; the message says why, ready to follow its name."""
+    """A weight file that cannot be used; the message continues a sentence that starts with its name."""
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes in a safetensors file.
 
     Raises:
-        WeightsError: the file is no safetensors file, or its end is missing.
+        WeightsError: the file is not a safetensors file, or is truncated.
     """
     try:
         status = path.stat()
@@ -42,7 +42,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=256)
 def _shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
-    """The same for a file as it is at the moment: a plan asks for it from several sides."""
+    """Cached by size and modification time: several parts of a plan read the same header."""
     try:
         entries = {name: entry for name, entry in read_header(path).items() if name != METADATA}
         shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
@@ -59,7 +59,7 @@ def _shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
 
 
 def find_fault(folder: Path) -> str | None:
-    """What is wrong with the model in a folder with a config.json; None when its weights are there and whole."""
+    """What is wrong with a model folder that has a config.json; None if its weights are complete."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -93,7 +93,7 @@ def _missing_shards(index: Path) -> str | None:
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{0,95}[\w]", re.ASCII)
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# One of these in its folder shows that a component is there.
+# A component is present if its folder holds one of these files.
 MARKERS = (
     "config.json",
     "scheduler_config.json",
@@ -106,7 +106,7 @@ MARKERS = (
 
 @dataclass(frozen=True)
 class Part:
-    """One component: `folder` inside `location`, which is a local folder or a hub id and was set by `key`."""
+    """A component: `folder` inside `location`, a local folder or hub id that the config key `key` set."""
 
     role: str
     key: str
@@ -120,61 +120,54 @@ class Part:
         return looks_like_path(self.location)
 
     def local_folder(self) -> Path | None:
-        """The folder on this machine, if the part is there; nothing is downloaded."""
-        if self.is_local:
-            folder = Path(self.location).expanduser() / self.folder
-        else:
-            snapshot = self._snapshot()
-            if snapshot is None:
-                return None
-            folder = snapshot / self.folder
-        return folder if _fault(folder) is None else None
+        """The folder on this machine, or None; nothing is downloaded."""
+        base = Path(self.location).expanduser() if self.is_local else self._snapshot()
+        return base / self.folder if base is not None and _fault(base / self.folder) is None else None
 
     def fault(self) -> str | None:
-        """Why a local folder does not hold this part."""
+        """What is wrong with this part in a local folder, or None."""
         folder = Path(self.location).expanduser() / self.folder
         return _fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the weights that would be loaded, empty where they are in another format or not here.
+        """Names and shapes of the weights that would be loaded; empty if not safetensors or not on this machine.
 
         Raises:
             WeightsError: a file is damaged.
         """
         folder = self.local_folder()
-        files = [path for path in sorted(folder.glob("*.safetensors")) if self._is_meant(path)] if folder else []
+        files = [path for path in sorted(folder.glob("*.safetensors")) if self._has_variant(path)] if folder else []
         return {name: shape for path in files for name, shape in tensor_shapes(path).items()}
 
-    def _is_meant(self, path: Path) -> bool:
-        """Whether a weight file is of the chosen variant: `model.fp16.safetensors`, `model.fp16-00001-of-…`."""
+    def _has_variant(self, path: Path) -> bool:
+        """Whether a weight file has the chosen variant: `model.fp16.safetensors`, `model.fp16-00001-of-…`."""
         _, dot, suffix = path.stem.partition(".")
         return suffix.partition("-")[0] == self.variant if self.variant else not dot
 
     def _fault_of_variant(self, folder: Path) -> str | None:
         files = [path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES]
-        if files and self.variant and not any(map(self._is_meant, files)):
+        if files and self.variant and not any(map(self._has_variant, files)):
             return f"its weights have no variant {self.variant!r}"
         return None
 
     def _snapshot(self) -> Path | None:
-        """Where the hub's cache keeps the repository, if it does."""
+        """The repository's folder in the hub's cache, or None."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         if not HUB_ID.fullmatch(self.location):
             return None
-        pattern = f"{self.folder}/*"
+        wanted = [f"{self.folder}/*"]
         try:
-            return Path(
-                snapshot_download(
-                    self.location, revision=self.revision, allow_patterns=[pattern], local_files_only=True
-                )
+            path = snapshot_download(
+                self.location, revision=self.revision, allow_patterns=wanted, local_files_only=True
             )
+            return Path(path)
         except LocalEntryNotFoundError:
             return None
 
     def fetch(self) -> Path:
-        """The folder on this machine, downloaded when it is not there yet.
+        """The folder on this machine, downloaded if necessary.
 
         Raises:
             UserError: the hub has no such repository or part, or cannot be reached.
@@ -204,13 +197,13 @@ class Part:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The parts of one checkpoint by role, with what the configuration put in their place."""
+    """The parts of a checkpoint by role, with the overrides of the configuration."""
 
     parts: dict[str, Part]
 
     @classmethod
     def from_config(cls, spec: FamilySpec, flavour: Flavour, config: RunConfig) -> ModelSource:
-        """Base path (the configured one, else the flavour's repository) and the overrides of single parts."""
+        """Parts at the configured base path, else in the flavour's repository, unless a key overrides them."""
         model, settings = config.model, config.flat()
         base = model.pretrained_model_name_or_path or flavour.repository
         parts = {}
@@ -225,7 +218,7 @@ class ModelSource:
         return self.parts[role]
 
     def read_config(self, role: str) -> dict[str, Any] | None:
-        """config.json of a part that is on this machine, else None."""
+        """The config.json of a part; None if it is not on this machine."""
         folder = self[role].local_folder()
         path = folder / "config.json" if folder else None
         if path is None or not path.is_file():
@@ -234,9 +227,12 @@ class ModelSource:
         return content
 
     def problems(self) -> list[Problem]:
-        """Local folders that do not hold what they should; hub ids are left to the download."""
+        """Problems of local folders and malformed hub ids; whether a repository exists shows at the download."""
         found = []
-        for location, parts in _by_location(self.parts.values()).items():
+        by_location: dict[str, list[Part]] = {}
+        for part in self.parts.values():
+            by_location.setdefault(part.location, []).append(part)
+        for location, parts in by_location.items():
             if not parts[0].is_local:
                 if not HUB_ID.fullmatch(location):
                     message = f"{location!r} is neither a folder that is there nor a name the hub could have."
@@ -253,19 +249,19 @@ class ModelSource:
 
 
 def looks_like_path(location: str) -> bool:
-    """Whether a model location is meant as a folder: hub ids have exactly one slash and never start like a path."""
+    """Whether a model location is a folder: hub ids have exactly one slash and do not start like a path."""
     return location.startswith(("/", ".", "~")) or location.count("/") != 1 or Path(location).expanduser().is_dir()
 
 
 def _fault(folder: Path) -> str | None:
-    """What is missing from the folder of a component; None when it can be loaded, as far as that can be seen."""
+    """What is wrong with the folder of a component, as far as its files show; None if nothing."""
     if not any((folder / marker).is_file() for marker in MARKERS):
         return "it is not there"
     return find_fault(folder) if (folder / MARKERS[0]).is_file() else None
 
 
 def _unreadable(folder: Path) -> str | None:
-    """A settings file of tokenizer or scheduler that no library could read."""
+    """The settings file of a tokenizer or scheduler that cannot be read, or None."""
     for marker in MARKERS[1:]:
         path = folder / marker
         try:
@@ -278,7 +274,7 @@ def _unreadable(folder: Path) -> str | None:
 
 
 def missing_layers(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """What a text encoder lacks, by the number of layers in its config; None when all of its layers are there."""
+    """The layers missing from a text encoder, by the number in its config; None if complete."""
     inner = config.get("text_config")
     wanted = config.get("num_hidden_layers") or (inner.get("num_hidden_layers") if isinstance(inner, dict) else None)
     found = {int(match[1]) for match in (LAYER.search(name) for name in names) if match}
@@ -289,7 +285,7 @@ def missing_layers(config: Mapping[str, Any], names: Iterable[str]) -> str | Non
 
 
 def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:
-    """The weights of each block of a group, by the number of the block and by their names in it."""
+    """Shapes of the weights of a group's blocks, by block number and by name within the block."""
     blocks: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         number, dot, rest = name.removeprefix(f"{group}.").partition(".")
@@ -299,7 +295,7 @@ def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, di
 
 
 def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, ...]]]) -> list[str]:
-    """Weights that other blocks of the group have and one lacks, or has in another shape than most."""
+    """Weights that a block lacks while others have them, or whose shape differs from most."""
     everything = {name for block in blocks.values() for name in block}
     usual = {name: Counter(block[name] for block in blocks.values() if name in block) for name in everything}
     return sorted(
@@ -308,10 +304,3 @@ def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, .
         for name in everything
         if block.get(name) != usual[name].most_common(1)[0][0]
     )
-
-
-def _by_location(parts: Iterable[Part]) -> dict[str, list[Part]]:
-    grouped: dict[str, list[Part]] = {}
-    for part in parts:
-        grouped.setdefault(part.location, []).append(part)
-    return grouped

@@ -1,7 +1,7 @@
-"""What a model family is, as plain data: readable without torch, before anything is downloaded.
+"""Describes a model family as plain data, readable without torch and before anything is downloaded.
 
-A family is one folder under `models/` with a `spec.py` that fills in a `FamilySpec` and an adapter module that the
-spec names. Whoever needs weights asks `registry.load_adapter`.
+A family is a folder under `models/` with a `spec.py` that defines a `FamilySpec`, and the adapter module that the spec
+names. Code that needs weights calls `registry.load_adapter`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Flavour:
         name: value of `model_flavour`.
         repository: hub id of the diffusers checkpoint.
         task: what goes in and what comes out.
-        needs: what a user must bring beside captions, for the wizard; empty when nothing.
+        needs: what a user must provide besides captions, for the wizard; empty if nothing.
         dataset_task: what the same checkpoint does instead when a dataset asks for it (`video.is_i2v`), or None.
     """
 
@@ -48,8 +48,8 @@ class Component:
     """A part of a diffusers checkpoint.
 
     Attributes:
-        folder: where it lies.
-        override: the config key that can replace it.
+        folder: its folder in the checkpoint.
+        override: the config key that can replace it, if any.
         kind: `model_type` in the config.json of a text encoder.
     """
 
@@ -60,7 +60,7 @@ class Component:
 
 @dataclass(frozen=True)
 class AutoShift:
-    """`flow_schedule_auto_shift`: e^mu, mu linear in the tokens of a sample between two points, constant outside."""
+    """`flow_schedule_auto_shift`: e^mu, with mu linear in the tokens of a sample between two points, else constant."""
 
     fewest_tokens: int = 256
     lowest_mu: float = 0.5
@@ -74,46 +74,46 @@ class AutoShift:
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """Everything about a family that can be known without loading it.
+    """Everything about a family that is known without loading it.
 
     Attributes:
         name: value of `model_family`.
         flavours: the published checkpoints; the first is the default.
         adapter: `module:Class` of the adapter.
-        options: the config keys that only this family, or a relative of it, has.
-        defaults: family defaults by config key, laid over the global ones.
-        fixed: what the family sets itself by config key; other values of the user are ignored with a warning.
-        components: parts that a checkpoint must have, by their role.
+        options: the config keys of this family; related families share them.
+        defaults: family defaults by config key, which replace the global ones.
+        fixed: values that the family fixes, by config key; the user's values are ignored with a warning.
+        components: the parts of a checkpoint, by role.
         size_multiple: width and height of pictures must be multiples of this many pixels.
         vae_stride: pixels per latent position on each side.
         patch_size: latent positions per token on each side.
-        largest_side: pixels a side where the model's position tables end.
-        auto_shift: the shift that a number of tokens asks for, where `flow_schedule_auto_shift` is on.
+        largest_side: pixels per side covered by the model's position tables.
+        auto_shift: tokens of a sample -> shift, for `flow_schedule_auto_shift`.
         native_sizes: (width, height) of the sizes the model was trained at, by resolution.
-        text_length_cap: longest caption in tokens that the family takes.
+        text_length_cap: longest caption in tokens.
         lora_targets: modules that get a LoRA by default.
-        lora_presets: named selections for `peft_lora_target_modules`; a text is a regular expression.
-        quantised_layers: regular expression for the linear layers that a quantised base holds in few bits.
+        lora_presets: named selections for `peft_lora_target_modules`, as regular expressions.
+        quantised_layers: regular expression for the linear layers that a quantised base model quantises.
         license: of the published weights.
-        in_comfyui: ComfyUI has the model, and calls its layers what diffusers calls them.
-        token_blocks: entry of the transformer's config that counts the blocks that tokens can
-            be routed past; None where they cannot.
-        block_counts: entries of the transformer's config that count its blocks, by the group's name in weight files.
-        grid: what width and height must be multiples of for a checkpoint, where that is more than `size_multiple`.
-        frame_rate: frames per second that clips are trained and sampled at; None for families of pictures.
+        in_comfyui: ComfyUI supports the model, with diffusers' names for its layers.
+        token_blocks: key in the transformer's config.json with the number of blocks that tokens can be routed past;
+            None if the family does not support routes.
+        block_counts: keys in the transformer's config.json with the number of blocks, by group name in weight files.
+        grid: (flavour, checkpoint) -> required multiple of width and height, if it can exceed `size_multiple`.
+        frame_rate: frames per second that clips are trained and sampled at; None for pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
-        fast_blocks: the adapter has blocks of less work than those of diffusers.
-        check: problems of a config that only this family knows of.
-        check_sizes: hints about the sizes of use and those that are trained, by dataset id; None where any go together.
+        fast_blocks: the adapter has faster blocks than diffusers.
+        check: problems of a config that are specific to this family.
+        check_sizes: warnings about preview sizes and trained sizes by dataset id; None if any combination works.
         check_checkpoint: problems of the parts of a checkpoint that are on this machine.
-        clean_caption: what is done to a caption before it is encoded.
-        dataset_keys: keys of datasets that only this family reads.
-        dataset_caption: what the keys of a dataset add to a caption of it, None where none do.
-        text_fingerprint: stands for the words around a caption; changes when they do.
+        clean_caption: applied to a caption before it is encoded.
+        dataset_keys: dataset keys that only this family reads.
+        dataset_caption: applies the dataset's keys to a caption; None if no key does.
+        text_fingerprint: identifies the prompt template in the text cache: different words, another fingerprint.
         cost: shapes, FLOPs and bytes, for the plan.
-        bare_fingerprint: the same for negative prompts and the empty caption, None where nothing differs.
-        prompt_holds_picture: tasks whose prompt contains the source picture.
+        bare_fingerprint: the same for negative prompts and the empty caption; None if they are encoded alike.
+        prompt_holds_picture: tasks whose prompt includes the source picture.
     """
 
     name: str
@@ -163,26 +163,21 @@ class FamilySpec:
 
     @property
     def media_noun(self) -> str:
-        """What is trained on and rendered, as people call it."""
+        """`clips` or `pictures`, for messages."""
         return "clips" if self.media == "video" else "pictures"
 
     @property
     def text_encoders(self) -> int:
-        """How many text encoders the family has."""
+        """The number of text encoders."""
         return sum(role.startswith("text_encoder") for role in self.components)
 
     def flavour(self, name: str | None) -> Flavour:
-        """The flavour of that name, or the default one.
+        """The flavour of that name; None is the default flavour.
 
         Raises:
             KeyError: there is no such flavour.
         """
-        if name is None:
-            return self.flavours[0]
-        for flavour in self.flavours:
-            if flavour.name == name:
-                return flavour
-        raise KeyError(name)
+        return self.flavours[0] if name is None else {each.name: each for each in self.flavours}[name]
 
     def for_checkpoint(self, flavour: Flavour, source: ModelSource) -> FamilySpec:
         """This family with the pixel grid that a checkpoint needs."""
@@ -193,13 +188,13 @@ class FamilySpec:
         return replace(self, size_multiple=multiple, defaults=defaults)
 
     def text_length(self, text: TextConfig) -> int:
-        """The longest caption in tokens that a run takes; longer ones are cut."""
+        """The longest caption of a run in tokens; longer ones are truncated."""
         return min(text.tokenizer_max_length or self.text_length_cap, self.text_length_cap)
 
     def latent_size(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
-        """(frames, height, width) of the latents of a picture or clip of that size in pixels."""
+        """(frames, height, width) of the latents of a picture or clip of this size in pixels."""
         return (frames - 1) // self.frame_stride + 1, height // self.vae_stride, width // self.vae_stride
 
     def tokens(self, frames: int, height: int, width: int) -> int:
-        """Transformer tokens of latents of that size."""
+        """Transformer tokens of latents of this size."""
         return frames * (height // self.patch_size) * (width // self.patch_size)

@@ -1,4 +1,4 @@
-"""A program that samples with a result as the previews did: what it needs to know, and the lines all families share."""
+"""Python code that reproduces a preview with a result: its inputs, and the lines that all families share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from simpletuner.models.spec import Task
 
 @dataclass(frozen=True)
 class Usage:
-    """A result and how its previews were made.
+    """A result, and the settings of the preview to reproduce.
 
     Attributes:
-        model: hub id or folder of the pipeline; for a full fine-tune the published folder.
+        model: hub id or folder of the pipeline; for a full fine-tune the exported folder.
         lora: folder or file for `load_lora_weights`; None for a full fine-tune.
         dtype: name of a torch dtype.
-        options: of the families.
-        shift: of the scheduler, where it is not the checkpoint's own.
+        options: the families' options.
+        shift: shift of the scheduler; None keeps the checkpoint's.
     """
 
     model: str
@@ -46,22 +46,29 @@ EULER = "FlowMatchEulerDiscreteScheduler"
 
 
 def text(value: str) -> str:
-    """Text as Python writes it, in double quotes."""
+    """A string literal in double quotes."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def imports(usage: Usage, *more: str, classes: list[str]) -> list[str]:
-    """The first lines; `classes` come from diffusers."""
+    """Import lines; `classes` are imported from diffusers."""
     lines = ["import torch", f"from diffusers import {', '.join(sorted(classes))}"]
     if usage.needs_picture:
         lines.append("from PIL import Image, ImageOps")
     if usage.task in ("t2v", "i2v"):
-        return ["from pathlib import Path", "", *lines, *more, SAVE_CLIP_IMPORT, ""]
+        return [
+            "from pathlib import Path",
+            "",
+            *lines,
+            *more,
+            "from simpletuner.validation.clip_writer import write_mp4",
+            "",
+        ]
     return [*lines, *more, ""]
 
 
 def preparation(usage: Usage, scheduler: str | None = None) -> list[str]:
-    """The LoRA, a scheduler in place of the checkpoint's, the device."""
+    """Lines that load the LoRA, replace the scheduler and choose the device."""
     lines = [] if usage.lora is None else [f"pipe.load_lora_weights({text(usage.lora)})"]
     if scheduler is not None:
         lines.append(f"pipe.scheduler = {scheduler}")
@@ -69,14 +76,14 @@ def preparation(usage: Usage, scheduler: str | None = None) -> list[str]:
 
 
 def picture(usage: Usage) -> list[str]:
-    """The source picture, cut to the size that is sampled."""
+    """Lines that load the source picture at the sampled size."""
     if not usage.needs_picture:
         return []
     return [f'source = ImageOps.fit(Image.open("source.png").convert("RGB"), {usage.size})  # your picture', ""]
 
 
 def arguments(usage: Usage, *more: str) -> list[str]:
-    """What the pipeline is called with."""
+    """Arguments of the pipeline's call, one per line."""
     width, height = usage.size
     lines = [
         f"prompt={text(usage.prompt)}",
@@ -92,9 +99,6 @@ def arguments(usage: Usage, *more: str) -> list[str]:
     return [f"    {line}," for line in lines]
 
 
-SAVE_CLIP_IMPORT = "from simpletuner.validation.clip_writer import write_mp4"
-
-
 def save_clip(usage: Usage) -> str:
-    """The last line for a family of clips."""
+    """The line that saves a clip."""
     return f'write_mp4(Path("clip.mp4"), frames, rate={usage.frame_rate:g})'

@@ -1,4 +1,4 @@
-"""Which kernel computes the dense self-attention of fast blocks."""
+"""Chooses the kernel for the dense self-attention of fast blocks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.blocks import AttentionKernel, torch_attention
 from simpletuner.speed.recomputation import outside_checkpoints
 
-# In the order in which torch tries them where no measurement says otherwise.
+# Torch's own order of preference, unless a measurement reverses it.
 FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 REST = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-# Another kernel is only worth its other rounding where it is clearly faster.
+# cuDNN rounds differently from flash, so it must be clearly faster to be chosen.
 MARGIN = 0.97
 
 Choose = Callable[[Tensor, Tensor, Tensor], AttentionKernel]
 
 
 def kernel_chooser(mechanism: str, device: torch.device, dtype: torch.dtype) -> Choose | None:
-    """How to pick the kernel of a call; None leaves it to torch, as on a CPU.
+    """How to choose the kernel of a call; None leaves the choice to torch, as on a CPU.
 
     Raises:
-        ConfigError: the mechanism is a package's, whose kernels need a CUDA GPU and 16-bit numbers.
+        ConfigError: the mechanism needs a CUDA GPU and 16-bit numbers.
     """
     if mechanism in ATTENTION_PACKAGES:
         if device.type != "cuda" or dtype == torch.float32:
@@ -36,12 +36,12 @@ def kernel_chooser(mechanism: str, device: torch.device, dtype: torch.dtype) -> 
             raise ConfigError([Problem("attention_mechanism", message)])
         kernel = load_kernel(mechanism)
         return lambda query, key, value: kernel
-    # Neither flash nor cuDNN takes float32.
+    # Neither flash nor cuDNN supports float32.
     return MeasuredChoice() if device.type == "cuda" and dtype != torch.float32 else None
 
 
 def load_kernel(mechanism: str) -> AttentionKernel:
-    """The function of an installed package, `B S H D` in and out."""
+    """The attention function of an installed package, `B S H D` in and out."""
     package = ATTENTION_PACKAGES[mechanism]
     function: Any = getattr(importlib.import_module(package.module), package.function)
 
@@ -54,7 +54,7 @@ def load_kernel(mechanism: str) -> AttentionKernel:
 
 
 class MeasuredChoice:
-    """cuDNN or flash, whichever took less time forward and backward at the largest shape so far."""
+    """cuDNN or flash, whichever was faster in forward plus backward at the largest number of tokens so far."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -73,7 +73,7 @@ class MeasuredChoice:
 
 
 def measure(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, rounds: int = 3) -> float:
-    """Milliseconds of one forward and backward pass on a CUDA device, infinite where the kernel does not run."""
+    """Milliseconds of a forward and backward pass on a CUDA device; infinite if the kernel does not support it."""
     inputs = [each.detach().requires_grad_() for each in (query, key, value)]
     times = []
     with sdpa_kernel(backend), outside_checkpoints():
@@ -83,7 +83,7 @@ def measure(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, roun
             try:
                 out = torch_attention(*inputs)
                 torch.autograd.grad(out, inputs, out.detach())
-            except RuntimeError:  # of torch when no enabled kernel takes these shapes, of cuDNN in either direction
+            except RuntimeError:  # no enabled kernel supports these shapes, or cuDNN fails in either direction
                 return float("inf")
             end.record()
             torch.cuda.synchronize()

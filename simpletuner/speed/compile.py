@@ -1,7 +1,7 @@
-"""torch.compile for the repeated blocks of a transformer, and for nothing else.
+"""torch.compile for the repeated blocks of a transformer only.
 
-Compiled once, a block serves all its siblings. What is compiled is a function inside `block.forward`, so that hooks
-on blocks, checkpointing and weights on the move stay outside.
+Blocks of one class share compiled code. Only a function inside `block.forward` is compiled, so that hooks on blocks,
+checkpointing and weight streaming stay outside.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from simpletuner.models.adapter import BlockLayout
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.speed.recomputation import outside_checkpoints
 
-# Compiled arithmetic rounds elsewhere: gradients of a right block differ by thousandths, of a wrong one by more than
-# their size.
+# Largest accepted relative error of gradients. Compiled code rounds differently: correct blocks are off by thousandths,
+# wrong ones by more than 1.
 TOLERANCE = 0.05
 
-# torch gives a function up after eight versions. Padding or none, gradients or none, batches of one or more and the
-# empty caption of one token multiply to that.
+# torch stops recompiling a function after eight versions by default. With and without padding and gradients, batches
+# of one or more, and the empty caption of one token multiply to as many.
 VERSIONS = 16
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CompiledPiece:
-    """A function of `FastBlocks.pieces`, compiled for any number of tokens, or as it was if the compiler fails.
+    """A function of `FastBlocks.pieces`, compiled for any number of tokens; uncompiled if the compiler fails.
 
     Attributes:
-        sampling: whether calls without gradients, that is previews, run the compiled code, too.
-        strict: let the compiler's errors through.
+        sampling: also run compiled code in calls without gradients, that is, in previews.
+        strict: raise the compiler's errors instead of falling back.
     """
 
     eager: Callable[..., Any]
@@ -64,14 +64,14 @@ class CompiledPiece:
         return self.eager(block, hidden, *others)
 
 
-Case = tuple[object, ...]  # kind of a block, and the shapes of what it is given
+Case = tuple[object, ...]  # class of a block, and shapes of its inputs
 
 
 class CheckedForward:
-    """`forward` of a stock block, compiled where gradients of its kind were found right, else as it was.
+    """`forward` of a stock block, compiled if its gradients were verified, else uncompiled.
 
-    Every shape is checked when it is first seen, with its inputs: inductor was found to compile blocks of Sana Video
-    for a CPU so that some gradients are wrong by orders of magnitude, and nothing else shows it.
+    Each shape is verified with its first inputs: on CPUs, inductor compiles blocks of Sana Video so that some gradients
+    are wrong by orders of magnitude, without any error.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class CheckedForward:
 def compile_blocks(
     layout: BlockLayout, fast: FastBlocks | None, backend: str, launch: LaunchConfig, *, sampling: bool
 ) -> None:
-    """Compile the functions of fast blocks, or else each block's forward, checked.
+    """Compile the functions of fast blocks; for other families each block's forward, with verification.
 
     Args:
-        sampling: compile for previews, too, which run without gradients.
+        sampling: also compile previews, which run without gradients.
     """
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-        # Sizes of stock blocks are not marked, and inductor fails where it makes those of Sana Video symbols.
+        # Static by default for stock blocks: inductor fails on Sana Video with symbolic sizes.
         dynamic = True if launch.dynamo_dynamic else None if fast is not None else False
         compiled: Callable[..., Any] = torch.compile(
             function, backend=backend, mode=launch.dynamo_mode, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
@@ -131,10 +131,11 @@ def compile_blocks(
 
 
 def settle_compiler() -> None:
-    """For this thread: torch's settings belong to threads, and on a GPU a checkpoint recomputes in one of autograd's.
+    """Configure the compiler for this thread: its settings are per thread, and on a GPU autograd recomputes checkpoints
+    in its own threads.
 
-    Giving up there alone, it would not get what the forward pass saved. And gradients are compiled together with the
-    forward pass, where a failure still finds the way back to the function as it was.
+    If the recompile limit were reached there only, the recomputation would not match the forward pass. The backward
+    pass is compiled together with the forward pass, where a failure can still fall back to the uncompiled function.
     """
     if torch._dynamo.config.recompile_limit < VERSIONS:
         torch._dynamo.config.recompile_limit = VERSIONS
@@ -143,8 +144,8 @@ def settle_compiler() -> None:
 
 
 def with_gradient(hidden: Tensor) -> Tensor:
-    """The hidden states as they come out of a block. The first block gets the model's input, which no gradient is
-    asked for, and would need a compiled function of its own."""
+    """Hidden states that require a gradient, as the outputs of blocks do. The first block's input does not, and would
+    need its own compiled version."""
     return hidden if hidden.requires_grad else hidden.detach().requires_grad_()
 
 
@@ -155,7 +156,7 @@ def gradient_error(
     inputs: tuple[Any, ...],
     named: dict[str, Any],
 ) -> float:
-    """The largest relative error of a compiled block's gradients, of its weights and its inputs, by their norms."""
+    """The largest relative error, in norms, of a compiled block's gradients of weights and inputs."""
     found = [_gradients(block, forward, inputs, named) for forward in (eager, compiled)]
     errors = [
         float((wrong - right).float().norm() / right.float().norm().clamp_min(1e-12))
@@ -167,7 +168,7 @@ def gradient_error(
 def _gradients(
     block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> list[Tensor]:
-    """Gradients of half the output's square."""
+    """Gradients of half the squared norm of the output."""
     copies = [_copy(value) for value in inputs]
     with outside_checkpoints():
         output = forward(*copies, **named)
@@ -177,12 +178,12 @@ def _gradients(
 
 
 def _reason(error: Exception) -> str:
-    """What the compiler says, without the advice that follows it."""
+    """The compiler's message without the advice that follows it."""
     return " ".join(str(error).splitlines()[:2])
 
 
 def _shape(value: Any) -> object:
-    """What a compiled function may be specialised to: a tensor's shape and dtype, any other value itself."""
+    """What compiled code is specialised for: shape and dtype of a tensor, or any other value itself."""
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""Recompute block activations in the backward pass instead of keeping them."""
+"""Activation checkpointing: recomputes activations of blocks in the backward pass instead of keeping them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.models.adapter import BlockLayout
 from simpletuner.models.blocks import SelfAttention
 
-# torch's attention on each device; what else an attention may be made of is computed again.
+# torch's attention kernels on all devices; their results are kept, all other operations are recomputed.
 KEPT = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-# Tokens from which on keeping is worth it. It costs a fixed time per block: more than half of the attention itself at
-# 256 tokens, less than its tenth at 1000.
+# Tokens from which keeping pays off. Its fixed cost per block is more than half of the attention's own time at 256
+# tokens, and less than a tenth at 1000.
 LONG = 512
 
 
@@ -37,13 +37,13 @@ def enable_checkpointing(
     block_inputs: BlockInputs | None = None,
     keep: SelfAttention | None = None,
 ) -> None:
-    """Checkpoint every block, or every n-th one with `gradient_checkpointing_interval`.
+    """Checkpoint every block, or every n-th with `gradient_checkpointing_interval`.
 
     Args:
-        dropout: whether blocks draw random numbers, whose state must then be put back for the recomputation.
+        dropout: blocks draw random numbers, so the generator's state is restored for the recomputation.
         block_inputs: keeps the hidden states of checkpointed blocks in host memory.
-        keep: the attention whose result is kept: a tensor of the hidden states' size per block, in exchange for the
-            part of the recomputation that grows with the square of the tokens.
+        keep: the attention whose result is kept instead of recomputed: one more tensor of the hidden states' size per
+            block saves the part of the recomputation that is quadratic in tokens.
     """
     interval = config.checkpoint_interval
     if interval is None:
@@ -64,15 +64,15 @@ def enable_checkpointing(
 
 
 def outside_checkpoints() -> saved_tensors_hooks:
-    """For a graph of one's own in the middle of a block: nothing that it saves is taken for the block's.
+    """Isolate a separate autograd graph inside a block.
 
-    Hooks that do nothing stand before those of a checkpoint that the block may run in.
+    These no-op hooks shadow those of a surrounding checkpoint, which would take the graph's saved tensors for its own.
     """
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a block's forward pass and of its recomputation, between which the attention's result is kept."""
+    """Contexts for a block's forward pass and recomputation, which keep the attention's result between them."""
     saving, replaying = create_selective_checkpoint_contexts(KEPT)
-    # Around the attention alone: a dispatch mode costs every operation under it some microseconds.
+    # Entered around the attention only: a dispatch mode adds some microseconds to every operation.
     return keep.within(saving), keep.within(replaying)

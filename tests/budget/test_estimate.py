@@ -11,12 +11,12 @@ from torch import nn
 
 from simpletuner.budget.estimate import (
     TrainingSetup,
+    are_checkpointed,
     average_memory,
     frozen_bytes,
     inputs_on_host_bytes,
     optimizer_state_bytes,
     saving_bytes,
-    split_blocks,
     step_memory,
     streamed_bytes,
     trained_bytes,
@@ -96,10 +96,10 @@ def test_what_a_block_keeps_with_checkpointing_is_its_input(lite: TransformerCos
 
 def test_every_nth_block_is_checkpointed_as_the_step_does_it(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
-    assert split_blocks(lite, setup) == (32, 0)
+    assert sum(are_checkpointed(lite, setup)) == 32
     # Two text blocks come first; of the 34 those with an even number are checkpointed.
-    assert split_blocks(lite, replace(setup, checkpoint_interval=2)) == (16, 16)
-    assert split_blocks(lite, replace(setup, checkpoint_interval=None)) == (0, 32)
+    assert sum(are_checkpointed(lite, replace(setup, checkpoint_interval=2))) == 16
+    assert sum(are_checkpointed(lite, replace(setup, checkpoint_interval=None))) == 0
 
 
 def test_residents_take_their_bytes_and_no_more_than_all(lite: TransformerCost) -> None:

@@ -1,10 +1,10 @@
-"""Frozen weights live in host memory and visit the device block by block, in training, sampling and caching.
+"""Group offload: frozen weights live in host memory and are copied to the device when needed.
 
-image          the frozen tensors of a group of blocks in one flat host buffer, and what points at it
-host           that buffer: page-locked, or a file mapped into memory
-lane           how a buffer gets to the device: in line with the compute, or beside it
-streamer       the ring of device slots: what comes next, and which slot it takes
-saved_tensors  weights that autograd saves, remembered by their place instead of their value
-attach         puts all of it around a model
-block_inputs   activations instead of weights: the inputs of checkpointed blocks wait in host memory
+It serves training, sampling and caching alike.
+
+image          the frozen tensors of a group of blocks in one flat host buffer: page-locked, or a memory-mapped file
+lane           copies a buffer to the device: in line with the compute, or on a stream beside it
+streamer       the ring of device slots: which group comes next, and into which slot
+attach         applies all of it to a model
+block_inputs   offloads activations instead of weights: the inputs of checkpointed blocks
 """

@@ -1,7 +1,7 @@
-"""Puts the streamer around a model: which blocks stream, what stays, and where `forward` meets the ring.
+"""Attaches a streamer to a model: chooses the blocks that stream, and wraps their `forward`.
 
-Nothing of this is seen from outside: names, shapes and `state_dict()` keys are those of the model without it, and
-`model.to(...)` moves everything but the streamed weights.
+Names, shapes and `state_dict()` keys of the model are unchanged, and `model.to(...)` moves everything but the streamed
+weights.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.device) -> None:
-    """Move a model to a device, and leave the frozen weights of blocks that will stream where they are."""
+    """Move a model to a device, except for the frozen weights of blocks that will stream."""
     frozen = {id(tensor) for block in streamed for tensor in frozen_tensors(block)}
     with set_aside(streamed, frozen):
         model.to(device)
 
 
 def streamed_blocks(blocks: Sequence[nn.Module], residents: int) -> list[nn.Module]:
-    """All blocks but so many that stay on the device, evenly spaced: each gives the copy behind it more time."""
+    """All blocks except `residents` evenly spaced ones, which stay on the device and give the next copy more time."""
     count = min(residents, len(blocks))
     staying = {int((index + 0.5) * len(blocks) / count) for index in range(count)}
     return [block for index, block in enumerate(blocks) if index not in staying]
@@ -47,15 +47,15 @@ def attach_offload(
     keeps_saved: bool,
     slots: int = SLOTS,
 ) -> Streamer | None:
-    """Let the frozen weights of a transformer stream; the last thing that is done to it before training.
+    """Let the frozen weights of a transformer stream; call it last, after all other changes to the transformer.
 
     Args:
-        blocks: those that stream, in the order in which the forward pass enters them; see `streamed_blocks`.
-        keeps_saved: some blocks run without activation checkpointing, so the graph keeps what they save.
+        blocks: the blocks that stream, in the order of the forward pass; see `streamed_blocks`.
+        keeps_saved: some blocks run without activation checkpointing, so autograd saves their weights.
         slots: groups on the device at a time.
 
     Returns:
-        the streamer, or None where nothing streams.
+        the streamer, or None if nothing streams.
     """
     if not blocks:
         logger.warning("group_offload_resident_blocks covers every block: nothing is left to offload.")
@@ -77,10 +77,10 @@ def attach_offload(
 
 
 def offload_layers(model: nn.Module, config: OffloadConfig, device: torch.device) -> list[Streamer]:
-    """Move a frozen model to a device, and stream the layers of each stack of layers that is worth it.
+    """Move a frozen model to a device, streaming its stacks of layers that are longer than the ring.
 
-    Stacks are the outermost module lists: the layers of a language model, the up blocks of a VAE's decoder. Each gets
-    a ring of its own, because not every call passes through all of them.
+    Stacks are the outermost module lists: the layers of a language model, the up blocks of a VAE's decoder. Each has
+    its own ring, because not every call runs all of them.
     """
     stacks = [stack for stack in _outermost_lists(model) if len(stack) > SLOTS]
     place_model(model, [layer for stack in stacks for layer in stack], device)
@@ -88,10 +88,10 @@ def offload_layers(model: nn.Module, config: OffloadConfig, device: torch.device
 
 
 def stream(blocks: Sequence[nn.Module], device: torch.device, config: OffloadConfig, slots: int = SLOTS) -> Streamer:
-    """Pack blocks into images and let each forward pass enter them through a streamer.
+    """Pack blocks into images, and stream them in each forward pass.
 
     Raises:
-        UserError: the folder for images on disk cannot be made.
+        UserError: the folder for images on disk cannot be created.
     """
     size = config.group_offload_blocks_per_group
     groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
@@ -110,7 +110,7 @@ def stream(blocks: Sequence[nn.Module], device: torch.device, config: OffloadCon
 
 
 def _enter_before_forward(block: nn.Module, streamer: Streamer, group: int) -> None:
-    """Around whatever `forward` is by now: a compiled one is not looked into."""
+    """Wrap the current `forward`, which may be compiled: the streamer stays outside of compiled code."""
     inner = block.forward
 
     @functools.wraps(inner)
@@ -122,7 +122,7 @@ def _enter_before_forward(block: nn.Module, streamer: Streamer, group: int) -> N
 
 
 def _stay_put(block: nn.Module, tensors: frozenset[int]) -> None:
-    """Let `to`, `cuda`, `float` and their like pass the streamed tensors by; LoRA weights move as ever."""
+    """Exclude the streamed tensors from `to`, `cuda`, `float` and the like; LoRA weights move as usual."""
     apply: Callable[..., nn.Module] = block._apply
 
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -133,7 +133,7 @@ def _stay_put(block: nn.Module, tensors: frozenset[int]) -> None:
 
 
 def _remember_places(transformer: nn.Module, streamer: Streamer) -> None:
-    """Around the whole forward pass, so that the hooks of activation checkpointing, further in, come first."""
+    """Wrap the whole forward pass: the hooks of activation checkpointing are nested inside and so take precedence."""
     inner = transformer.forward
 
     @functools.wraps(inner)
@@ -145,14 +145,14 @@ def _remember_places(transformer: nn.Module, streamer: Streamer) -> None:
 
 
 def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
-    """Module lists that lie in no other one, in the order of the model."""
+    """Module lists that are not inside another, in the order of the model."""
     if isinstance(module, nn.ModuleList):
         return [module]
     return [found for child in module.children() for found in _outermost_lists(child)]
 
 
 def _settle(config: OffloadConfig, device: torch.device) -> Callable[[WeightImage, Tensor], Tensor]:
-    """Where images are kept: on disk, or in host memory that a GPU can read directly."""
+    """How images are stored: on disk, or in host memory, page-locked for a GPU."""
     path = config.group_offload_to_disk_path
     if path is None:
         return _lock if device.type == "cuda" else _keep

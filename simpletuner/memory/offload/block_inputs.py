@@ -1,8 +1,8 @@
-"""Inputs of checkpointed blocks wait for the backward pass in host memory.
+"""Keeps the inputs of checkpointed blocks in host memory until the backward pass.
 
-Activation checkpointing keeps one tensor per block, its input: of a long clip they are the largest thing on the
-device. They leave it behind the block's back on a stream of their own, in the direction of the bus that streamed
-weights do not use, and come back one block early.
+Activation checkpointing keeps one tensor per block, its input; for long clips these dominate device memory. They are
+copied to the host on a separate stream while the block computes, in the bus direction that streamed weights leave free,
+and are copied back one block ahead.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Kept:
 
     Attributes:
         host: its values.
-        before: what was kept before it, and will be wanted after it.
-        coming: the copy on the device and the event of its arrival, once it has been asked for.
+        before: the tensor kept before it, which the backward pass needs after it.
+        coming: its copy on the device and the event that completes it, once requested.
     """
 
     def __init__(self, host: Tensor, before: weakref.ref[_Kept] | None) -> None:
@@ -35,10 +35,10 @@ class _Kept:
 
 
 class BlockInputs:
-    """Keeps the hidden states that blocks are called with.
+    """Offloads the hidden states that blocks are called with.
 
     Args:
-        device: where the blocks compute. Without CUDA the copies are made at once, and save nothing.
+        device: where the blocks compute. Without CUDA, copies are synchronous and save nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,9 +50,9 @@ class BlockInputs:
         self._last: weakref.ref[_Kept] | None = None
 
     def around(self, hidden_states: Tensor) -> saved_tensors_hooks:
-        """Wraps one checkpointed call of a block.
+        """Hooks to wrap around one checkpointed call of a block.
 
-        `hidden_states` is the input that changes from block to block; the others are the same for all blocks and
+        `hidden_states` is the input that changes from block to block; the other inputs are shared by all blocks and
         stay on the device.
         """
         address = hidden_states.data_ptr()
@@ -89,18 +89,18 @@ class BlockInputs:
         return tensor
 
     def _fetch(self, kept: _Kept) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Begin to bring a tensor back."""
+        """Start to copy a tensor back to the device."""
         with self._beside():
-            # A copy of its own also on a CPU: the buffer will hold another tensor.
+            # A real copy on a CPU too: the buffer will be reused for another tensor.
             tensor = torch.empty_like(kept.host, device=self.device, pin_memory=False)
             tensor.copy_(kept.host, non_blocking=True)
         return tensor, None if self.side is None else self.side.record_event()
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """Host memory of at least so many bytes: the smallest that an earlier tensor has left, or new.
+        """Host memory of at least `nbytes` bytes: the smallest free buffer, or a new one.
 
-        All copies run on one stream one after the other, so a buffer may be given on while it is still being read.
-        One that is too small is given up for the new one: there are never more than tensors at a time.
+        All copies run in order on one stream, so a buffer can be reused while it is still being read. A new buffer
+        replaces a free one that is too small: there are never more buffers than tensors.
         """
         self._free.sort(key=Tensor.numel)
         index = next((index for index, each in enumerate(self._free) if each.numel() >= nbytes), None)
@@ -110,7 +110,7 @@ class BlockInputs:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.side is not None)
 
     def _beside(self) -> AbstractContextManager[object]:
-        """The side stream, from this point of the compute on."""
+        """The side stream, after waiting for the compute up to this point."""
         if self.side is None:
             return nullcontext()
         self.side.wait_stream(torch.cuda.current_stream(self.device))

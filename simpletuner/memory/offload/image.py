@@ -1,6 +1,6 @@
-"""The frozen tensors of a group of blocks in one flat buffer of bytes, and the host memory it lies in.
+"""Packs the frozen tensors of a group of blocks into one flat buffer of host memory.
 
-That memory is page-locked where there is a GPU, or a file mapped into memory.
+The buffer is page-locked for a GPU, or a memory-mapped file.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PAGE = mmap.PAGESIZE
 
 
 def whole_pages(nbytes: int) -> Tensor:
-    """An empty buffer that shares no page of memory with anything else: pages can be locked once only."""
+    """An uninitialised buffer that shares no memory page with another: a page can be locked only once."""
     room = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8)
     start = -room.data_ptr() % PAGE
-    return torch.from_numpy(room.numpy()[start : start + nbytes])  # its storage begins here, not with the room
+    return torch.from_numpy(room.numpy()[start : start + nbytes])  # a storage that starts at the page, unlike a slice
 
 
 def page_lock(flat: Tensor, owner: object) -> None:
-    """Let the GPU read a buffer of `whole_pages` directly, until `owner` dies.
+    """Page-lock a buffer of `whole_pages` for the GPU, until `owner` is garbage-collected.
 
-    The memory is locked where it is: torch's own pinned allocator rounds every size up to a power of two.
+    The memory is locked in place, because torch's pinned allocator rounds every size up to a power of two.
     """
     runtime = torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(flat.data_ptr(), -(-flat.nbytes // PAGE) * PAGE, 0))
@@ -48,27 +48,27 @@ def page_lock(flat: Tensor, owner: object) -> None:
         )
         return
     release = weakref.finalize(owner, _unlock, flat.data_ptr())
-    release.atexit = False  # the process gives everything back by itself
+    release.atexit = False  # at exit the operating system frees it
 
 
 def _unlock(address: int) -> None:
-    """After the last copy: the streamer may have asked for one that nobody waits for any more."""
+    """Unlock after all copies: the streamer may have submitted one that nothing waited for."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _forget_error() -> None:
-    """CUDA keeps the code of a failed call until it is asked for, and torch asks after each kernel it launches: the
-    next one would be taken for the culprit. So one is launched that may fail."""
+    """Clear CUDA's last error by launching a kernel that is allowed to fail: torch checks the error after each launch,
+    and would blame the next kernel."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)
 
 
 def on_disk(flat: Tensor, folder: Path) -> Tensor:
-    """The same bytes as a private mapping of a file in `folder`.
+    """Copy a buffer to a file in `folder` and map it privately.
 
-    The file loses its name as soon as it is mapped, so its space is free again when the process ends, however it
-    ends, and no other run can take it for its own.
+    The file is unlinked as soon as it is mapped, so its space is freed however the process ends, and no other run can
+    use it.
 
     Raises:
         DiskFullError: no space left in the folder.
@@ -79,19 +79,19 @@ def on_disk(flat: Tensor, folder: Path) -> Tensor:
         return torch.from_file(file.name, shared=False, size=flat.numel(), dtype=torch.uint8)
 
 
-ALIGNMENT = 256  # bytes; what CUDA's own allocator gives, so that kernels find their usual alignment
+ALIGNMENT = 256  # bytes; that of CUDA's allocator, for kernels that depend on it
 
-# Makes the final home of an image out of a plain buffer: locks it, or moves it to disk.
+# Turns a plain buffer into the stored image: locks it, or moves it to disk.
 Settle = Callable[["WeightImage", Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where the values of one plain tensor lie in the buffer.
+    """The place of a plain tensor's values in the buffer.
 
     Attributes:
         offset: in bytes.
-        stride: in elements; that of the tensor where it is dense, so that kernels see the layout they know.
+        stride: in elements; the tensor's own if it is dense, so that kernels see the same layout.
     """
 
     offset: int
@@ -101,11 +101,11 @@ class Span:
 
     @classmethod
     def of(cls, tensor: Tensor, offset: int = 0) -> Span:
-        """Room for a tensor."""
+        """A place for a tensor, at `offset` bytes."""
         return cls(offset, tensor.size(), torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
 
     def view(self, flat: Tensor) -> Tensor:
-        """This place of a buffer as a tensor; the buffer may be longer than it need be."""
+        """View this place of a buffer as a tensor; the buffer may be longer than the image."""
         whole = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
         return torch.as_strided(whole, self.size, self.stride, self.offset // self.dtype.itemsize)
 
@@ -114,12 +114,12 @@ class WeightImage:
     """The frozen parameters and buffers of some modules.
 
     Args:
-        modules: whose weights are taken; trainable parameters are left alone.
-        settle: turns the packed buffer into the one that is kept.
+        modules: the modules to pack; trainable parameters are not packed.
+        settle: turns the packed buffer into the stored one.
 
     Attributes:
-        tensors: what is packed, in the order of the modules.
-        flat: the image in host memory, bytes.
+        tensors: the packed tensors, in the order of the modules.
+        flat: the stored image, as bytes.
     """
 
     def __init__(self, modules: Sequence[nn.Module], settle: Settle = lambda image, flat: flat) -> None:
@@ -139,17 +139,17 @@ class WeightImage:
         return self.flat.nbytes
 
     def bind(self, flat: Tensor) -> None:
-        """Let the tensors read a buffer that holds this image: the host's own, or a slot on the device."""
+        """Point the tensors at a buffer that holds this image: the one in host memory, or a slot on the device."""
         binding = self._bindings.get(flat.data_ptr())
         if binding is None:
             binding = self._bindings[flat.data_ptr()] = self._make_binding(flat)
-        # Quantised tensors would answer an assignment with arithmetic of their own.
+        # Tensor subclasses of quantised weights would intercept the assignment.
         with torch._C.DisableTorchFunctionSubclass():
             for tensor, content in binding:
                 tensor.data = content
 
     def _make_binding(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Every plain tensor with its view; behind them the wrappers, which must tell the device of their content."""
+        """Each plain tensor with its view, then the wrappers, which must report the device of their content."""
         views = [place.view(flat) for place in self._places]
         remaining = iter(views)
         shells = [(tensor, _rebuild(tensor, remaining)) for tensor in self.tensors]
@@ -158,18 +158,18 @@ class WeightImage:
 
 
 def frozen_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters that are not trained, and buffers."""
+    """Frozen parameters, and buffers."""
     yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
     yield from module.buffers()
 
 
 def wraps(tensor: Any) -> bool:
-    """Whether a tensor has no memory of its own but holds others, as quantised ones do."""
+    """Whether a tensor is a wrapper around others, without memory of its own, like quantised ones."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def leaves(tensor: Any) -> list[Tensor]:
-    """The plain tensors a tensor consists of: itself, or what a quantised one wraps."""
+    """The plain tensors of a tensor: itself, or those that a quantised tensor wraps."""
     if not wraps(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -178,7 +178,7 @@ def leaves(tensor: Any) -> list[Tensor]:
 
 @contextmanager
 def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]:
-    """Hide some parameters and buffers, given by `id`, from whatever walks through the modules meanwhile."""
+    """Temporarily remove some parameters and buffers, given by `id`, from their modules."""
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in modules:
         for each in module.modules():
@@ -195,11 +195,11 @@ def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]
         for table, before in tables:
             after = {name: value if id(value) in tensors else table[name] for name, value in before.items()}
             table.clear()
-            table.update(after)  # in the order they had, which is that of the state dict
+            table.update(after)  # in the original order, which is that of the state dict
 
 
 def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[Span], int]:
-    """A place for each tensor, and the bytes they take together."""
+    """A place for each tensor, and the total bytes."""
     places, end = [], 0
     for tensor in tensors:
         places.append(Span.of(tensor, end))
@@ -208,7 +208,7 @@ def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[Span], int]:
 
 
 def _rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:
-    """A tensor of the same kind around other contents."""
+    """A tensor of the same type around other contents."""
     if not wraps(tensor):
         return next(contents)
     names, context = tensor.__tensor_flatten__()

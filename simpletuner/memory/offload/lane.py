@@ -1,8 +1,7 @@
-"""How the image of a group gets into a slot on the device.
+"""Copies the image of a group into a slot on the device.
 
-A lane promises two things: a copy begins when everything that the compute has been given so far is done with the
-slot, and what the compute is given after `wait` finds the copy complete. No lane but the one from disk ever lets the
-host wait.
+A lane guarantees that a copy starts only after all compute submitted before it, which may still use the slot, and that
+compute submitted after `wait` sees the complete copy. Only the lane from disk blocks the host.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# Of an unread clock, only so many waits are kept: somebody who never asks must not pay with memory.
+# Waits that an unread clock keeps at most, so that its memory stays bounded.
 UNREAD = 4096
 
 
@@ -25,24 +24,24 @@ class Lane(Protocol):
     """Copies images into slots."""
 
     def make_slot(self, nbytes: int) -> Tensor:
-        """Room for one group on the device."""
+        """Allocate device memory for one group."""
         ...
 
     def submit(self, slot: Tensor, flat: Tensor) -> Any:
-        """Begin to copy an image into a slot; returns a ticket to wait for."""
+        """Start to copy an image into a slot; returns a ticket to wait for."""
         ...
 
     def wait(self, ticket: Any) -> None:
-        """Let the compute wait until a copy is complete."""
+        """Make the compute wait until a copy is complete."""
         ...
 
     def waited(self) -> float:
-        """Seconds the compute waited for copies since this was last asked."""
+        """Seconds that the compute waited for copies since the last call."""
         ...
 
 
 class HostClock:
-    """Measures work that the host does itself."""
+    """Measures time on the host."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -60,9 +59,9 @@ class HostClock:
 
 
 class StreamClock:
-    """Measures how long a CUDA stream takes between two points, without waiting for either.
+    """Measures time on a CUDA stream without synchronising.
 
-    What has not happened when the clock is read belongs to the next reading.
+    Intervals that are not complete when the clock is read count in the next reading.
     """
 
     def __init__(self) -> None:
@@ -86,7 +85,7 @@ class StreamClock:
 
 
 class InlineLane:
-    """Copies where the compute runs, at the moment of submission: on a CPU, on MPS, or on CUDA's current stream."""
+    """Copies in line with the compute: on a CPU, on MPS, or on CUDA's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -100,14 +99,14 @@ class InlineLane:
             slot[: flat.numel()].copy_(flat, non_blocking=True)
 
     def wait(self, ticket: None) -> None:
-        """The copy stands before whatever comes now."""
+        """Nothing to wait for: the copy precedes all later compute."""
 
     def waited(self) -> float:
         return self.clock.read()
 
 
 class CudaLane:
-    """Copies on a stream beside the compute; events order the two."""
+    """Copies on a side stream, ordered with the compute by events."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -116,7 +115,7 @@ class CudaLane:
 
     def make_slot(self, nbytes: int) -> Tensor:
         slot = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        slot.record_stream(self.side)  # its memory is not given away while a copy may still write to it
+        slot.record_stream(self.side)  # the allocator must not reuse it while a copy writes to it
         return slot
 
     def submit(self, slot: Tensor, flat: Tensor) -> Any:
@@ -137,9 +136,9 @@ class CudaLane:
 
 
 class DiskLane(CudaLane):
-    """The same for images on disk: a thread reads each into page-locked memory, and the copy goes on from there.
+    """For images on disk: a thread reads each into page-locked memory, from where it is copied to the device.
 
-    Here the host waits: at `wait`, until the disk has delivered.
+    `wait` blocks the host until the disk has been read.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -164,7 +163,7 @@ class DiskLane(CudaLane):
     def _read(self, slot: Tensor, flat: Tensor, free: torch.cuda.Event) -> torch.cuda.Event:
         with torch.cuda.device(self.device):
             if self._copied is not None:
-                self._copied.synchronize()  # in this thread: the last copy must have left the staging buffer
+                self._copied.synchronize()  # before the staging buffer is overwritten; blocks this thread only
             staged = self._staging[: flat.numel()].copy_(flat)
             self._copied = self._copy(slot, staged, free)
             return self._copied

@@ -1,10 +1,11 @@
 """The ring of slots through which the groups of a model pass.
 
-    forward            ─► 0 1 2 3 4 5   each enters a slot one group before it is needed,
-    backward  3 2 1 0 ◄─               in the slot that the group before has left
+    forward            ─► 0 1 2 3 4 5   each is copied to a slot one group before it is needed,
+    backward  3 2 1 0 ◄─               replacing the group that ran before
 
-The last groups stay where they are at the turn, so that a training step copies 2 (groups - slots) times. Evicting a
-group means to point its tensors at the host image again: frozen weights never change, so nothing is copied back.
+The last groups are still in their slots when the backward pass begins, so a training step makes 2 (groups - slots)
+copies. Evicting a group points its tensors at the host image again; frozen weights never change, so nothing is copied
+back.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from simpletuner.memory.offload.lane import Lane
 
 
 class Streamer:
-    """Brings groups to the device in the order in which they are entered.
+    """Copies groups to the device in the order in which they are entered.
 
     Args:
-        images: of the groups, in the order of the forward pass.
-        lane: how they get there.
-        slots: groups on the device at a time: the one that computes and those on their way.
+        images: one per group, in the order of the forward pass.
+        lane: makes the copies.
+        slots: groups on the device at a time: the one that computes and those being copied.
     """
 
     def __init__(self, images: Sequence[WeightImage], lane: Lane, slots: int = SLOTS) -> None:
         self.images, self.lane = list(images), lane
         largest = max(image.nbytes for image in images)
         self.slots: list[Tensor] = [lane.make_slot(largest) for _ in range(min(slots, len(images)))]
-        self._held: list[int | None] = [None] * len(self.slots)  # group of each slot
-        self._tickets: dict[int, Any] = {}  # of groups that are on their way
+        self._held: list[int | None] = [None] * len(self.slots)  # the group in each slot
+        self._tickets: dict[int, Any] = {}  # of groups that are being copied
         self._places = {slot.untyped_storage().data_ptr(): index for index, slot in enumerate(self.slots)}
 
     def enter(self, group: int) -> None:
-        """The compute begins with a group, and is done with what it has entered before.
+        """Announce that the compute starts a group and is done with earlier ones.
 
-        First the group itself, then those that come next in this direction.
+        Loads the group, if necessary, then those that come next in this direction.
         """
         if group not in self._held:
             self._load(group, {group})
@@ -55,20 +56,20 @@ class Streamer:
                 self._load(coming, {group, *ahead})
 
     def slot_of(self, group: int) -> Tensor:
-        """The device memory of a group that is there."""
+        """The device memory of a loaded group."""
         return self.slots[self._held.index(group)]
 
     def group_at(self, tensor: Tensor) -> int | None:
-        """The group whose slot a tensor lies in, None for memory that is no slot's."""
+        """The group whose slot holds a tensor; None if it is not in a slot."""
         index = self._places.get(tensor.untyped_storage().data_ptr())
         return None if index is None else self._held[index]
 
     def waited(self) -> float:
-        """Seconds the compute waited for weights since this was last asked."""
+        """Seconds that the compute waited for weights since the last call."""
         return self.lane.waited()
 
     def _load(self, group: int, keep: set[int]) -> None:
-        """Begin to copy a group over one that need not be kept."""
+        """Start to copy a group into a slot whose group is not in `keep`."""
         index = next(index for index, held in enumerate(self._held) if held not in keep)
         evicted = self._held[index]
         if evicted is not None:
@@ -77,9 +78,9 @@ class Streamer:
         self._tickets[group] = self.lane.submit(self.slots[index], self.images[group].flat)
 
     def _ahead(self, group: int) -> list[int]:
-        """The groups that come next, as many as there are slots for: backwards inside the autograd engine.
+        """The groups that come next, one for each other slot; in reverse order inside the autograd engine.
 
-        Without gradients the model is run again and again, so behind the last group comes the first.
+        Without gradients the model is called repeatedly, so the first group follows the last.
         """
         count, depth = len(self.images), len(self.slots) - 1
         if in_backward():
@@ -91,27 +92,27 @@ class Streamer:
 
 
 def in_backward() -> bool:
-    """Whether this thread is computing gradients: activation checkpointing recomputes a block there."""
+    """Whether this thread runs the backward pass, where activation checkpointing recomputes blocks."""
     return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True)
 class SlotView:
-    """A tensor that lay in the slot of a group."""
+    """A saved tensor that was a view of a group's slot."""
 
     group: int
     place: Span
 
 
 class RememberedPlaces(saved_tensors_hooks):
-    """While this is entered, saved views of slots are remembered by their place; all else is saved as usual.
+    """Hooks that save views of slots by their place instead of their values; all else is saved as usual.
 
-    Each operation reads the weights of one group: the hooks fetch one group at a time.
+    An operation reads the weights of only one group, so unpacking one group at a time suffices.
     """
 
     def __init__(self, streamer: Streamer) -> None:
         def pack(tensor: Tensor) -> Tensor | SlotView:
-            # Wrappers have no memory of their own. Quantised weights stream with checkpointing only.
+            # Wrappers have no memory of their own; quantised weights stream only with checkpointing.
             group = streamer.group_at(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
             if group is None:
                 return tensor
