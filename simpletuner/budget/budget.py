@@ -45,7 +45,7 @@ class PhasePeak:
     """Peak memory of a phase, in bytes.
 
     Attributes:
-        passing: the part of `device` that also lies in host memory for a moment, on its way to a GPU.
+        passing: the part of `device` that passes through host memory on its way to a GPU.
         trains: whether the phase is training.
     """
 
@@ -189,10 +189,10 @@ def shortage(phase: PhasePeak, device: Device, *, headroom: float = 0.0) -> str 
             return f"{phase.name} needs {gigabytes(needed)}, this machine has {gigabytes(room)} and no GPU"
         return None
     if room is not None and phase.device > room * (1 - headroom):
-        return f"{phase.name} needs {gigabytes(phase.device)} on the device, of which {gigabytes(room)} can be used"
+        return f"{phase.name} needs {gigabytes(phase.device)} on the device, where {gigabytes(room)} can be used"
     host, wanted = device.host_memory, phase.host + phase.passing
     if host is not None and wanted > host:
-        return f"{phase.name} needs {gigabytes(wanted)} of host memory, of which there are {gigabytes(host)}"
+        return f"{phase.name} needs {gigabytes(wanted)} of host memory, this machine has {gigabytes(host)}"
     return None
 
 

@@ -152,7 +152,7 @@ KNOWN: tuple[tuple[str, Rates], ...] = (
 UNKNOWN_GPU = _rates(50, 0.5, 11)
 # (GiB, card): the usual card with at least that much memory, for `--device-memory`.
 USUAL = ((0, "RTX 3060"), (15, "RTX 4080"), (20, "RTX 4090"), (30, "RTX 5090"), (40, "A100"), (120, "H200"))
-CORE_FLOPS, CPU_BYTES = 20e9, 20e9
+CORE_FLOPS, CPU_BYTES = 20e9, 20e9  # conservative guesses: FLOP/s per core, bytes/s of memory
 
 
 def find_device(planned_gigabytes: float | None = None, output_dir: Path | None = None) -> Device:
@@ -174,7 +174,8 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
     if found:
         device = Device(found[0], found[1], host, True, rates_of(found[0]), "rates assumed")
     else:
-        device = Device("CPU", host, host, False, cpu_rates(), "rates assumed")
+        flops = usable_cores() * CORE_FLOPS
+        device = Device("CPU", host, host, False, Rates(flops, flops, CPU_BYTES, CPU_BYTES), "rates assumed")
     return with_measured(device, output_dir) if output_dir else device
 
 
@@ -186,12 +187,6 @@ def rates_of(name: str) -> Rates:
         return whole
     share = int(part["sevenths"]) / 7
     return replace(whole, matmul=share * whole.matmul, attention=share * whole.attention, memory=share * whole.memory)
-
-
-def cpu_rates() -> Rates:
-    """A conservative guess, by the cores that this process may use."""
-    cores = usable_cores()
-    return Rates(cores * CORE_FLOPS, cores * CORE_FLOPS, CPU_BYTES, CPU_BYTES)
 
 
 def usable_cores() -> int:

@@ -88,4 +88,4 @@ def check_disk(plan: Plan, writings: Sequence[Writing]) -> Iterator[Problem]:
         if at_once > free:
             yield Problem("disk", message, fatal=not plan.config.run.i_know_what_i_am_doing)
         elif total > free:
-            yield Problem("disk", f"{message} A lower checkpoints_total_limit takes less.", fatal=False)
+            yield Problem("disk", f"{message} A lower checkpoints_total_limit needs less.", fatal=False)

@@ -62,7 +62,9 @@ def check_fit(budget: Budget) -> Iterator[Problem]:
     others = len(lacking) - 1
     more = f" ({others} more phase{'s lack' if others > 1 else ' lacks'} room)" if others else ""
     message = f"{lacking[0]}{more}. {advice}"
-    yield Problem("memory", message if not fatal else f"{message} i_know_what_i_am_doing goes on anyway.", fatal=fatal)
+    if fatal:
+        message += " To run anyway, set i_know_what_i_am_doing."
+    yield Problem("memory", message, fatal=fatal)
 
 
 def _no_help(budget: Budget, told: str) -> str:
@@ -70,7 +72,7 @@ def _no_help(budget: Budget, told: str) -> str:
     changes = list(possible_changes(budget))
     phases = phases_after((budget.config, budget.workload), changes, budget)
     rest = next(text for phase in phases if (text := shortage(phase, budget.device)) is not None)
-    return "No setting makes it fit." if rest == told else f"With every setting that helps, {rest}."
+    return "No setting makes it fit." if rest == told else f"Even with every setting that helps, {rest}."
 
 
 def smallest_change(budget: Budget) -> list[Change]:
@@ -254,7 +256,7 @@ def _ladders(budget: Budget) -> Iterator[Iterable[Candidate]]:
         yield _depths()
     kinds: list[tuple[dict[str, Any], str]] = [({}, "")]  # by default every block is checkpointed
     if free["speed_keep_attention"] and keeps_attention(config.speed):
-        kinds.append(({"speed_keep_attention": False}, ", attention is computed twice"))
+        kinds.append(({"speed_keep_attention": False}, ", attention is recomputed"))
     streams = _may_stream(config) and free["enable_group_offload"] and budget.device.is_gpu
     streamed = {key: value for key, value in STREAMED.items() if free[key]}
     for on_host in (False, True) if free["offload_block_inputs"] and budget.device.is_gpu else (False,):
@@ -281,7 +283,7 @@ def _depths() -> Iterator[Candidate]:
     """Checkpoint as few blocks as memory allows."""
     for depth in DEPTHS:
         if depth is None:
-            yield Change({"gradient_checkpointing": False}), "memory holds every activation, so none is computed twice"
+            yield Change({"gradient_checkpointing": False}), "memory holds all activations, so none is recomputed"
         else:
             values = {"gradient_checkpointing": True, "gradient_checkpointing_interval": depth}
             yield Change(values), f"memory holds the activations of all but every {depth}th block"
@@ -289,7 +291,7 @@ def _depths() -> Iterator[Candidate]:
 
 def _resident(values: Mapping[str, Any], *, on_host: bool, twice: str) -> Candidate:
     """Keep all weights on the device, and checkpoint every block."""
-    where = "their inputs wait in host memory" if on_host else "everything stays on the device"
+    where = "their inputs are kept in host memory" if on_host else "everything stays on the device"
     inputs = {"offload_block_inputs": True} if on_host else {}
     return Change({**values, **inputs}), f"the blocks are checkpointed{twice}, and {where}"
 
@@ -305,8 +307,8 @@ def _streamed(
             values["group_offload_resident_blocks"] = count
         if on_host:
             values["offload_block_inputs"] = True
-        where = " and their inputs wait in host memory" if on_host else ""
-        stay = f", {count} of {blocks} stay" if count else ""
+        where = " and their inputs are kept in host memory" if on_host else ""
+        stay = f", {count} of {blocks} stay resident" if count else ""
         yield Change(values), f"blocks are streamed{stay}{where}{twice}, to fit {_room(budget.device)}"
 
 

@@ -92,7 +92,7 @@ def _ledger_lines(dataset_id: str, ledger: Sequence[LedgerEntry], changes_each_e
     used = [entry for entry in ledger if not entry.use]
     yield f"Dataset {dataset_id}: {len(used)} of {len(ledger)} files are used"
     if changes_each_epoch:
-        yield "  crops are drawn and encoded anew each epoch (vae_cache_clear_each_epoch false keeps the first)"
+        yield "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false keeps the first)"
     buckets = Counter(entry.trained_size for entry in used if entry.geometry is not None)
     for label, count in sorted(buckets.items()):
         yield f"  bucket {label}: {count}"
@@ -218,7 +218,7 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     seconds = sum(remaining_seconds(plan, budget))
     after = f" after step {plan.resume.step}" if plan.resume else ""
     shown = f" and {_count(rounds, 'round')} of previews" if rounds else ""
-    yield f"  {_count(steps, 'step')}{after}{shown}, about {duration(seconds)}; goes to {plan.output_dir}"
+    yield f"  {_count(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
     yield _fit_line(budget)
 
 

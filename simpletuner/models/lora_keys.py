@@ -81,8 +81,8 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
         shown = ", ".join(map(str, others))
         yield Problem(key, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
     if wanted and (absent := sorted(wanted - ranks.keys())):
-        message = f"holds {len(found)} of {len(wanted)} trained layers; the others start as new ({shorten(absent)})."
+        message = f"holds {len(found)} of {len(wanted)} trained layers; the others start untrained ({shorten(absent)})."
         yield Problem(key, f"{str(path)!r} {message}", fatal=False)
     if wanted and (surplus := sorted((ranks.keys() & set(modules)) - wanted)):
-        message = f"{len(surplus)} layers of {str(path)!r} are not trained and are left out ({shorten(surplus)})."
+        message = f"{len(surplus)} layers of {str(path)!r} are not trained and are dropped ({shorten(surplus)})."
         yield Problem(key, f"{message} Name them in peft_lora_target_modules to keep them.", fatal=False)

@@ -235,7 +235,7 @@ class ModelSource:
         for location, parts in by_location.items():
             if not parts[0].is_local:
                 if not HUB_ID.fullmatch(location):
-                    message = f"{location!r} is neither a folder that is there nor a name the hub could have."
+                    message = f"{location!r} is neither an existing folder nor a valid hub id."
                     found.append(Problem(parts[0].key, message))
                 continue
             if not Path(location).expanduser().is_dir():

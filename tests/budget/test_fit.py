@@ -65,7 +65,7 @@ def test_a_run_that_fits_is_not_mentioned() -> None:
 def test_it_says_what_needs_how_much_and_what_would_fit() -> None:
     told = complaint(gpu(8))
     assert told.startswith("memory: training at 768x512@61 needs 10.")
-    assert "of which 7.2 GB can be used" in told
+    assert "where 7.2 GB can be used" in told
     assert "This would fit: enable_group_offload true, group_offload_use_stream true." in told
 
 

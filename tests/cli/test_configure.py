@@ -286,7 +286,7 @@ def test_what_is_no_text_is_asked_again(configure: Configure) -> None:
     ("answers", "reason"),
     [
         ({"lr_warmup_steps": ["1000", "100"]}, "the learning rate never reaches its value"),
-        ({"validation_guidance": ["7.5", "5"]}, "burns pictures"),
+        ({"validation_guidance": ["7.5", "5"]}, "oversaturates pictures"),
         ({"report_to": ["wandb", "none"]}, "wandb has no login"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_folder_that_looks_like_a_hub_name_is_a_folder(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("location", ["org/na@me", "org/", "-org/name", "org/name-", "a b/c", f"org/{'x' * 200}"])
 def test_a_name_that_the_hub_could_not_have(location: str) -> None:
     (problem,) = problems(pretrained_model_name_or_path=location)
-    assert "is neither a folder that is there nor a name the hub could have" in problem
+    assert "is neither an existing folder nor a valid hub id" in problem
     assert source(pretrained_model_name_or_path=location)["vae"].local_folder() is None
 
 

@@ -90,7 +90,7 @@ def test_the_start_of_a_run_is_its_plan_in_a_few_lines_and_its_end_names_the_res
     begin = lines.index("LoRA on Kandinsky 5 Image t2i-lite-sft")
     assert lines[begin + 1] == "  on 8 pictures (dataset pictures)"
     assert lines[begin + 2].startswith("  4 steps and 2 rounds of previews, about ")
-    assert lines[begin + 2].endswith("; goes to output")
+    assert lines[begin + 2].endswith("; saved to output")
     assert lines[begin + 3].startswith("  fits: up to ")
     assert " while " in lines[begin + 3]
     saved, report, further = lines[-3:]

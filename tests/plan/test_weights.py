@@ -123,7 +123,7 @@ class TestInitLora:
 
     def test_one_for_some_layers(self, workspace: Workspace, capsys: Capture) -> None:
         told = warnings(workspace, capsys, f"init_lora={self.write(workspace, blocks=1)}", "lora_rank=4")
-        assert "trained layers; the others start as new (visual_transformer_blocks.1." in " ".join(told.split())
+        assert "trained layers; the others start untrained (visual_transformer_blocks.1." in " ".join(told.split())
 
     def test_another_rank(self, workspace: Workspace, capsys: Capture) -> None:
         told = complaint(workspace, capsys, "plan", f"init_lora={self.write(workspace, rank=8)}", "lora_rank=4")

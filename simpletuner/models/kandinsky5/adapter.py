@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transf
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewPipeline
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
 from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale
@@ -28,12 +29,14 @@ class Kandinsky5Adapter:
 
     Attributes:
         vae_class: diffusers class of its VAE.
+        preview_class: wraps the stock pipeline for previews.
         takes_picture: the task starts from a picture (i2i, i2v).
         dtype: dtype that the transformer was loaded in.
     """
 
     spec: FamilySpec
     vae_class: Any
+    preview_class: Callable[[Any, torch.device, bool], PreviewPipeline]
 
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching = setup.source, setup.text, setup.caching
@@ -83,10 +86,12 @@ class Kandinsky5Adapter:
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
         return load_vae(self.vae_class, self.source["vae"], self.caching, device, dtype)
 
-    def stock_pipeline(self, transformer: nn.Module, device: torch.device, shift: float | None) -> Any:
-        """diffusers' pipeline of the flavour around a transformer; `shift` replaces its scheduler's if given."""
+    def load_preview_pipeline(
+        self, transformer: nn.Module, device: torch.device, shift: float | None
+    ) -> PreviewPipeline:
         vae = self.load_vae(device, self.dtype)
-        return loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
+        pipeline = loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
+        return self.preview_class(pipeline, device, self.takes_picture)
 
     def velocity(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -14,7 +13,7 @@ from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import PreviewRequest
 from simpletuner.models.kandinsky5.adapter import Kandinsky5Adapter
 from simpletuner.models.kandinsky5.denoiser import channels_last, sample_posterior
-from simpletuner.models.kandinsky5.loading import pipeline_inputs
+from simpletuner.models.kandinsky5.loading import StockPipeline
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 
 # The stock pipelines sample pictures with unscaled positions at every size.
@@ -46,25 +45,20 @@ class FluxLatentEncoder:
         return False
 
 
-class StockImagePipeline:
-    """diffusers' own pipeline of the flavour, fed with cached embeddings."""
-
-    def __init__(self, pipeline: Any, device: torch.device, takes_picture: bool) -> None:
-        self.pipeline, self.vae, self.device, self.takes_picture = pipeline, pipeline.vae, device, takes_picture
+class StockImagePipeline(StockPipeline):
+    """The stock pipeline for pictures."""
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture of exactly the requested size."""
         # The pipeline rounds every request to its list of sizes, so the list is set to the requested size.
         self.pipeline.resolutions = [(request.width, request.height)]
-        source = {"image": request.start} if self.takes_picture else {}
-        output = self.pipeline(**pipeline_inputs(request, self.device), **source)
-        return list(output.image[:1])
+        return list(self.pipeline(**self.inputs(request)).image[:1])
 
 
 class Kandinsky5ImageAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Image checkpoint."""
 
-    spec, vae_class = KANDINSKY5_IMAGE, AutoencoderKL
+    spec, vae_class, preview_class = KANDINSKY5_IMAGE, AutoencoderKL, StockImagePipeline
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxLatentEncoder:
         return FluxLatentEncoder(self.load_vae(device, dtype), device, dtype)
@@ -75,11 +69,6 @@ class Kandinsky5ImageAdapter(Kandinsky5Adapter):
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         channels = self._source_channels(noisy) if self.takes_picture else ()
         return self.velocity(transformer, noisy, channels, ROPE_SCALE)
-
-    def load_preview_pipeline(
-        self, transformer: nn.Module, device: torch.device, shift: float | None
-    ) -> StockImagePipeline:
-        return StockImagePipeline(self.stock_pipeline(transformer, device, shift), device, self.takes_picture)
 
     def _source_channels(self, noisy: NoisyBatch) -> tuple[Tensor, Tensor]:
         """The source picture's latents, and a channel of ones that marks them as given."""

@@ -53,22 +53,29 @@ def stock_pipeline(
     return pipeline
 
 
-def pipeline_inputs(request: PreviewRequest, device: torch.device) -> dict[str, Any]:
-    """Arguments of a Kandinsky pipeline's call for one preview."""
-    inputs: dict[str, Any] = {
-        "height": request.height,
-        "width": request.width,
-        "num_inference_steps": request.num_inference_steps,
-        "guidance_scale": request.guidance_scale,
-        "generator": torch.Generator(request.seed_device).manual_seed(request.seed),
-        "callback_on_step_end": request.on_step_end,
-    }
-    for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
-        length = len(embeds["prompt_embeds"])
-        inputs[f"{prefix}prompt_embeds_qwen"] = embeds["prompt_embeds"][None].to(device)
-        inputs[f"{prefix}prompt_embeds_clip"] = embeds["pooled_prompt_embeds"][None].to(device)
-        inputs[f"{prefix}prompt_cu_seqlens"] = torch.tensor([0, length], dtype=torch.int32, device=device)
-    return inputs
+class StockPipeline:
+    """diffusers' own pipeline of the flavour, called with cached embeddings; a subclass defines `render`."""
+
+    def __init__(self, pipeline: Any, device: torch.device, takes_picture: bool) -> None:
+        self.pipeline, self.vae, self.device, self.takes_picture = pipeline, pipeline.vae, device, takes_picture
+
+    def inputs(self, request: PreviewRequest) -> dict[str, Any]:
+        """Arguments of the pipeline's call for one preview."""
+        inputs: dict[str, Any] = {
+            "height": request.height,
+            "width": request.width,
+            "num_inference_steps": request.num_inference_steps,
+            "guidance_scale": request.guidance_scale,
+            "generator": torch.Generator(request.seed_device).manual_seed(request.seed),
+            "callback_on_step_end": request.on_step_end,
+            **({"image": request.start} if self.takes_picture else {}),
+        }
+        for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
+            lengths = [0, len(embeds["prompt_embeds"])]
+            inputs[f"{prefix}prompt_embeds_qwen"] = embeds["prompt_embeds"][None].to(self.device)
+            inputs[f"{prefix}prompt_embeds_clip"] = embeds["pooled_prompt_embeds"][None].to(self.device)
+            inputs[f"{prefix}prompt_cu_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        return inputs
 
 
 class _TextAndImageProcessor(Qwen2VLProcessor):

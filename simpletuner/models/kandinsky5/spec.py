@@ -37,11 +37,10 @@ TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v
 IMAGE_SIZES = ((1024, 1024), (640, 1408), (1408, 640), (768, 1280), (1280, 768), (896, 1152), (1152, 896))
 
 
-def _image_flavour(name: str, task: str, stage: str) -> Flavour:
+def _image_flavour(task: Task, stage: str) -> Flavour:
     repository = f"kandinskylab/Kandinsky-5.0-{task.upper()}-Lite-{stage}-Diffusers"
-    if task == "i2i":
-        return Flavour(name, repository, "i2i", needs="a conditioning dataset with the source pictures")
-    return Flavour(name, repository, "t2i")
+    needs = "a conditioning dataset with the source pictures" if task == "i2i" else ""
+    return Flavour(f"{task}-lite-{stage}", repository, task, needs)
 
 
 def check_image(config: RunConfig, flavour: Flavour) -> list[Problem]:
@@ -53,11 +52,11 @@ def check_image(config: RunConfig, flavour: Flavour) -> list[Problem]:
         problems.append(Problem("flow_schedule_shift", message, fatal=False))
     guidance = config.validation.validation_guidance
     if guidance is not None and guidance >= 7:
-        message = f"{guidance:g} burns pictures of this model; about 5 is right."
+        message = f"{guidance:g} oversaturates pictures of this model; about 5 is right."
         problems.append(Problem("validation_guidance", message, fatal=False))
     scale = config.family.of(KandinskyOptions).rope_scale
     if scale is not None:
-        message = f"{write_rope_scale(scale)!r}: pictures are sampled with 1,1,1 and nothing else; leave it at auto."
+        message = f"{write_rope_scale(scale)!r}: pictures are always sampled with 1,1,1; leave it at auto."
         problems.append(Problem("rope_scale", message))
     return problems
 
@@ -126,10 +125,10 @@ KANDINSKY5_IMAGE = FamilySpec(
     title="Kandinsky 5 Image",
     media="image",
     flavours=(
-        _image_flavour("t2i-lite-sft", "t2i", "sft"),
-        _image_flavour("t2i-lite-pretrain", "t2i", "pretrain"),
-        _image_flavour("i2i-lite-sft", "i2i", "sft"),
-        _image_flavour("i2i-lite-pretrain", "i2i", "pretrain"),
+        _image_flavour("t2i", "sft"),
+        _image_flavour("t2i", "pretrain"),
+        _image_flavour("i2i", "sft"),
+        _image_flavour("i2i", "pretrain"),
     ),
     adapter="simpletuner.models.kandinsky5.image:Kandinsky5ImageAdapter",
     options=KandinskyOptions,

@@ -17,7 +17,7 @@ from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.adapter import Kandinsky5Adapter
 from simpletuner.models.kandinsky5.denoiser import channels_last, sample_posterior
 from simpletuner.models.kandinsky5.geometry import is_sparse, rope_scale_of_size
-from simpletuner.models.kandinsky5.loading import pipeline_inputs
+from simpletuner.models.kandinsky5.loading import StockPipeline
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from simpletuner.models.loading import attend_by_frame, slice_convolutions
 
@@ -48,24 +48,19 @@ class HunyuanLatentEncoder:
         return pixels
 
 
-class StockVideoPipeline:
-    """diffusers' own pipeline of the flavour, fed with cached embeddings."""
-
-    def __init__(self, pipeline: Any, device: torch.device, takes_picture: bool) -> None:
-        self.pipeline, self.vae, self.device, self.takes_picture = pipeline, pipeline.vae, device, takes_picture
+class StockVideoPipeline(StockPipeline):
+    """The stock pipeline for clips."""
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one clip of exactly the requested size and length."""
-        source = {"image": request.start} if self.takes_picture else {}
-        inputs = pipeline_inputs(request, self.device)
-        output = self.pipeline(**inputs, **source, num_frames=request.num_frames, output_type="pil")
+        output = self.pipeline(**self.inputs(request), num_frames=request.num_frames, output_type="pil")
         return list(output.frames[0])
 
 
 class Kandinsky5VideoAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Video checkpoint; the size that the result will be sampled at decides the RoPE scale."""
 
-    spec, vae_class = KANDINSKY5_VIDEO, AutoencoderKLHunyuanVideo
+    spec, vae_class, preview_class = KANDINSKY5_VIDEO, AutoencoderKLHunyuanVideo, StockVideoPipeline
 
     def __init__(self, setup: CheckpointSetup) -> None:
         super().__init__(setup)
@@ -95,11 +90,6 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         channels = self._condition_channels(noisy) if self._settings.get("visual_cond") else ()
         return self.velocity(transformer, noisy, channels, self.rope_scale, self._sparsity(noisy))
-
-    def load_preview_pipeline(
-        self, transformer: nn.Module, device: torch.device, shift: float | None
-    ) -> StockVideoPipeline:
-        return StockVideoPipeline(self.stock_pipeline(transformer, device, shift), device, self.takes_picture)
 
     def _sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
         """Parameters of block-sparse attention for a batch; None for dense checkpoints."""

@@ -49,7 +49,7 @@ def check_video(config: RunConfig, flavour: Flavour) -> list[Problem]:
     """Problems and hints for Kandinsky 5 Video."""
     problems = [*_check_guidance(config), *_check_preview(config, flavour)]
     if config.schedule.train_batch_size > 1:
-        message = f"{config.schedule.train_batch_size}: clips take much memory; 1 with accumulation is usual."
+        message = f"{config.schedule.train_batch_size}: clips need much memory; 1 with gradient accumulation is usual."
         problems.append(Problem("train_batch_size", message, fatal=False))
     return problems
 
@@ -82,7 +82,7 @@ def check_sizes(
             at = f", as {_sizes(used[:1])} is sampled" if used else ""
             message = (
                 f"{_sizes(strange)} of {name}: the pipeline samples this size with {theirs}, it is trained with "
-                f"{write_rope_scale(scale)}{at}. Right if you will sample at that size, wrong if at the bucket's."
+                f"{write_rope_scale(scale)}{at}. Correct if you will sample at that size, wrong if at the bucket's."
             )
             problems.append(Problem("rope_scale", message, fatal=False))
     return problems
@@ -96,7 +96,7 @@ def _check_preview(config: RunConfig, flavour: Flavour) -> list[Problem]:
     frames = config.validation.validation_num_video_frames
     if flavour.task != "i2v" or frames is None or frames >= SHORTEST_I2V_PREVIEW:
         return []
-    message = f"{frames}: the i2v pipeline gives NaN below {SHORTEST_I2V_PREVIEW} frames."
+    message = f"{frames}: the i2v pipeline returns NaN below {SHORTEST_I2V_PREVIEW} frames."
     return [Problem("validation_num_video_frames", message)]
 
 

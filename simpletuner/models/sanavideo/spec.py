@@ -59,7 +59,7 @@ def check_video(config: RunConfig, flavour: Flavour) -> list[Problem]:
     if config.tread.tread_config is not None:
         message = (
             "cannot be used with Sana Video: its feed-forward is a convolution over the whole grid of tokens, "
-            "so none of them can be left out; remove the key."
+            "so no token can be dropped; remove the key."
         )
         problems.append(Problem("tread_config", message))
     frames = config.validation.validation_num_video_frames
@@ -88,7 +88,7 @@ def check_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
     if vae is not None and vae.get("z_dim") != channels:
         problems.append(Problem(VAE_KEY, f"the VAE has {vae.get('z_dim')} channels, the transformer {channels}."))
     if transformer.get("out_channels") not in (None, channels):
-        message = f"the transformer takes {channels} channels and gives {transformer['out_channels']}, not as many."
+        message = f"the transformer takes {channels} channels but returns {transformer['out_channels']}."
         problems.append(Problem(MODEL_KEY, message))
     width = transformer.get("caption_channels")
     if text_encoder is not None and text_encoder.get("hidden_size") != width:
