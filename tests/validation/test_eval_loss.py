@@ -177,7 +177,7 @@ def test_what_the_plan_says(workspace: Workspace, i2i_checkpoint: Path, capsys: 
     assert "held-out: is not used" in warnings(workspace, capsys, "eval_steps_interval=5", "--eval_loss_disable")
     both = warnings(workspace, capsys, "eval_steps_interval=5", "eval_epoch_interval=0.5")
     assert both.count("\n  ") == 1
-    assert "both are kept" in both
+    assert "both are used" in both
     assert workspace.run("plan", "eval_epoch_interval=1") == 0
     assert "Evaluation loss at 28 timesteps: held-out (1 sample)" in capsys.readouterr().out
     workspace.write_config(pretrained_model_name_or_path=str(i2i_checkpoint), model_flavour="i2i-lite-sft")

@@ -95,7 +95,7 @@ def test_a_long_nickname_leaves_room_in_the_file_name(letter: str) -> None:
         ({"a": ""}, "the prompt 'a' is empty or not text."),
         ({"a": {"text": "x"}}, "the prompt 'a' is empty or not text."),
         ({"a": 5}, "the prompt 'a' is empty or not text."),
-        ('{"a": "x", "a": "y"}', "says 'a' twice: 'x' and 'y'."),
+        ('{"a": "x", "a": "y"}', "contains 'a' twice: 'x' and 'y'."),
     ],
 )
 def test_a_library_that_cannot_be_used(tmp_path: Path, content: Any, complaint: str) -> None:
