@@ -249,7 +249,7 @@ def test_auto_moves_inputs_alone_where_weights_cannot_stream() -> None:
     chosen = choose(budget(gpu(27), **settings))
     assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
     assert chosen.decisions[0].startswith(
-        "offload_block_inputs true: the blocks are checkpointed, and their inputs wait"
+        "offload_block_inputs true: the blocks are checkpointed, and their inputs are kept"
     )
 
 

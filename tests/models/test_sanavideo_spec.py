@@ -140,7 +140,7 @@ class TestCheckpoint:
         [
             ("transformer", {"_class_name": "SanaTransformer2DModel"}, "not a SanaVideoTransformer3DModel"),
             ("transformer", {"in_channels": 32}, "16 channels, the transformer 32"),
-            ("transformer", {"out_channels": 32}, "gives 32"),
+            ("transformer", {"out_channels": 32}, "returns 32"),
             ("transformer", {"caption_channels": 2304}, "reads 2304"),
             ("vae", {"_class_name": "AutoencoderKLLTX2Video"}, "not an AutoencoderKLWan"),
             ("vae", {"z_dim": 48}, "48 channels"),
