@@ -26,6 +26,7 @@ from tests.run.test_resume import assert_same_run
 from tests.techniques.alignment import CHANNELS, SPEC, TEACHER, Alignment, PatchTeacher
 from tests.tiny import WIDTH, make_checkpoint
 from tests.training.assembly import make_assembly, make_batch
+from tests.training.test_step import Batches
 from tests.workspace import Workspace
 
 SIDE, TOKENS = 16, 64
@@ -45,18 +46,6 @@ def batch(deep: Path) -> Batch:
     return replace(batch, features={TEACHER.name: [PatchTeacher().encode(each) for each in batch.latents]})
 
 
-class Same:
-    """A loader of one batch without end."""
-
-    epoch, epochs_done = 1, 0
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-
-    def __next__(self) -> Batch:
-        return self.batch
-
-
 def gradients_of(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     step.rehearse_micro_step(assembly, batch)
     own = {f"own.{name}": each for module in assembly.modules.values() for name, each in module.named_parameters()}
@@ -69,7 +58,7 @@ def test_it_trains(deep: Path, batch: Batch) -> None:
     assembly = make_assembly(deep, Alignment())
     module = assembly.modules["Alignment"]
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
-    losses = [step.optimizer_step(assembly, Same(batch), each).metrics for each in range(8)]  # type: ignore[arg-type]
+    losses = [step.optimizer_step(assembly, Batches(batch), each).metrics for each in range(8)]  # type: ignore[arg-type]
     assert losses[-1]["alignment_loss"] < losses[0]["alignment_loss"] - 0.05
     assert losses[0]["optimization_loss"] == pytest.approx(losses[0]["train_loss"] + losses[0]["alignment_loss"])
     assert all(not torch.equal(before[name], each) for name, each in module.named_parameters())
@@ -92,7 +81,7 @@ def test_optimizers_take_its_group(deep: Path, batch: Batch, optimizer: str) -> 
     assembly = make_assembly(deep, Alignment(), optimizer=optimizer)
     before = [each.detach().clone() for each in assembly.modules["Alignment"].parameters()]
     for number in range(2):
-        step.optimizer_step(assembly, Same(batch), number)  # type: ignore[arg-type]
+        step.optimizer_step(assembly, Batches(batch), number)  # type: ignore[arg-type]
     after = list(assembly.modules["Alignment"].parameters())
     assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
 

@@ -28,6 +28,7 @@ from tests.fidelity.family import CPU, make_adapter
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tiny import make_checkpoint
 from tests.training.assembly import make_assembly, make_batch, make_site, no_forward
+from tests.training.test_step import Batches
 
 BLOCKS, SIDE, TOKENS = 5, 16, 64
 CAPTIONS = ["a star", "two blue circles"]
@@ -186,22 +187,10 @@ def test_ratio_0_is_plain_training(deep: Path, batch: Batch) -> None:
     assemblies = [make_assembly(deep, *given) for given in ((), (Tread([Route(0.0, 0, -1)]),), (Tread(ROUTES),))]
     for assembly in assemblies:
         for number in range(2):
-            step.optimizer_step(assembly, Same(batch), number)
+            step.optimizer_step(assembly, Batches(batch), number)
     plain, neutral, routed = (assembly.parameters for assembly in assemblies)
     assert all(torch.equal(plain[name], neutral[name]) for name in plain)
     assert not all(torch.equal(plain[name], routed[name]) for name in plain)
-
-
-class Same:
-    """A loader of one batch without end."""
-
-    epoch, epochs_done = 1, 0
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-
-    def __next__(self) -> Batch:
-        return self.batch
 
 
 def test_nothing_is_routed_without_gradients(deep: Path, batch: Batch) -> None:
