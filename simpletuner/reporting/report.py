@@ -77,6 +77,10 @@ class Result:
     size: int
     snippet: str
 
+    @property
+    def size_text(self) -> str:
+        return f"{self.size / 1e6:,.1f} MB" if self.size < 1e9 else f"{self.size / 1e9:,.1f} GB"
+
 
 @dataclass(frozen=True)
 class ReportData:
