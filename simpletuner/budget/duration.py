@@ -41,17 +41,21 @@ class StepCost:
 
 def step_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape, device: Device) -> StepCost:
     """FLOPs and seconds of one micro-batch on a device."""
-    added = Work(technique_cost(cost, setup, load).flops)
+    added = technique_cost(cost, setup, load)
+    alone = cost.forward(load, setup.adapters).times(added.forwards)
+    alone_traffic = _forward_traffic(cost, setup, load) * added.forwards
     load = cost.routed(load, setup.routes)
     forward = cost.forward(load, setup.adapters)
     backward = cost.backward(load, setup.adapters, full=setup.is_full)
     share = recomputed_share(cost, setup)
     again = cost.forward(load, setup.adapters, blocks_only=True).times(share, 0.0 if setup.keep_attention else share)
     flash = Work(0.0, (FLASH_BACKWARD - ATTENTION_BACKWARD) * forward.attention)
-    executed = forward + backward + again + flash + added
-    traffic = sum(block.traffic for block in activations_of(cost, setup, load)) * (3 + share)
-    computing = max(_seconds(executed, traffic, setup, device), _launches(cost, device) * (1 + share / 3))
-    copying = copy_seconds(cost, setup, device)
+    passes = 1 + added.passes
+    executed = (forward + backward + again + flash).times(passes) + alone + Work(added.flops)
+    traffic = sum(block.traffic for block in activations_of(cost, setup, load)) * (3 + share) * passes + alone_traffic
+    launching = _launches(cost, device) * ((1 + share / 3) * passes + added.forwards / 3)
+    computing = max(_seconds(executed, traffic, setup, device), launching)
+    copying = copy_seconds(cost, setup, device, 2 * passes + added.forwards)
     seconds = max(computing, copying) if setup.overlapped else computing + copying
     return StepCost(forward.total + backward.total, executed, traffic, seconds, copying)
 
@@ -63,17 +67,25 @@ def recomputed_share(cost: TransformerCost, setup: TrainingSetup) -> float:
 
 def forward_seconds(cost: TransformerCost, setup: TrainingSetup, load: BatchShape, device: Device) -> float:
     """Seconds of a forward pass without gradients."""
-    traffic = cost.large * cost.activations(load, BYTES[setup.dtype], setup.adapters).traffic
+    traffic = _forward_traffic(cost, setup, load)
     return max(_seconds(cost.forward(load, setup.adapters), traffic, setup, device), _launches(cost, device) / 3)
 
 
-def copy_seconds(cost: TransformerCost, setup: TrainingSetup, device: Device) -> float:
-    """Seconds of copying streamed blocks in a step: each twice, except for those still in the slots at the turn."""
+def copy_seconds(cost: TransformerCost, setup: TrainingSetup, device: Device, times: float = 2.0) -> float:
+    """Seconds of copying streamed blocks in a step, except for those still in the slots at the turn.
+
+    Args:
+        times: how often the blocks are gone through: twice in a forward and backward pass.
+    """
     if not setup.streamed or setup.is_full:
         return 0.0
     blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
     moving = max(len(blocks) - setup.residents - SLOTS * setup.group, 0)
-    return 2 * moving * sum(blocks) / len(blocks) / device.rates.transfer
+    return times * moving * sum(blocks) / len(blocks) / device.rates.transfer
+
+
+def _forward_traffic(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> float:
+    return cost.large * cost.activations(load, BYTES[setup.dtype], setup.adapters).traffic
 
 
 def _seconds(work: Work, traffic: float, setup: TrainingSetup, device: Device) -> float:

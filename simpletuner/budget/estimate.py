@@ -188,6 +188,8 @@ def technique_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape
         parameters=sum(each.parameters for each in costs),
         held=sum(each.held for each in costs),
         flops=sum(each.flops for each in costs),
+        forwards=sum(each.forwards for each in costs),
+        passes=sum(each.passes for each in costs),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -24,11 +24,15 @@ class TechniqueCost:
         parameters: number of weights in its module, all trained in float32.
         held: bytes kept on the device from the forward to the backward pass.
         flops: of forward and backward.
+        forwards: mean number of extra forward passes of the transformer without gradients, through all tokens.
+        passes: mean number of extra forward and backward passes, which follow the routes.
     """
 
     parameters: int = 0
     held: float = 0.0
     flops: float = 0.0
+    forwards: float = 0.0
+    passes: float = 0.0
 
 
 def no_cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
@@ -53,15 +57,19 @@ class TechniqueSpec:
     cost: Callable[[TransformerCost, BatchShape], TechniqueCost] = no_cost
 
 
-def chosen_techniques(config: RunConfig, regularised: frozenset[str]) -> tuple[TechniqueSpec, ...]:
+def chosen_techniques(config: RunConfig, regularised: Mapping[str, float]) -> tuple[TechniqueSpec, ...]:
     """The techniques that a configuration switches on, in the order in which they are called.
 
     Args:
-        regularised: ids of datasets with regularisation data.
+        regularised: datasets with regularisation data: their share of the micro-batches, by id.
     """
     specs = []
     if regularised:
-        specs.append(TechniqueSpec(lambda: _load("regularisation:Regularisation")(regularised)))
+        forwards = TechniqueCost(forwards=sum(regularised.values()))
+        ids = frozenset(regularised)
+        specs.append(
+            TechniqueSpec(lambda: _load("regularisation:Regularisation")(ids), cost=lambda transformer, load: forwards)
+        )
     routes = config.tread.routes
     if routes:
         specs.append(TechniqueSpec(lambda: _load("tread:Tread")(routes), routes=routes))

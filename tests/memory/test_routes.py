@@ -14,6 +14,8 @@ from simpletuner.budget.estimate import TrainingSetup, inputs_on_host_bytes, ste
 from simpletuner.config.tread import Route, tokens_by_block
 from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
+from simpletuner.techniques.base import Technique
+from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 from tests.budget.test_estimate import KANDINSKY, lora
 
 GUIDES = (Route(0.5, 2, -2),)
@@ -69,6 +71,24 @@ def test_no_share_left_out_changes_nothing(lite: TransformerCost, setup: Trainin
 def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: TrainingSetup) -> None:
     routed = replace(setup, routes=GUIDES)
     assert forward_seconds(lite, routed, load_of("lite"), H100) == forward_seconds(lite, setup, load_of("lite"), H100)
+
+
+@pytest.mark.parametrize(
+    "device", [H100, replace(H100, rates=replace(H100.rates, transfer=1.0))], ids=["compute", "copy"]
+)
+def test_extra_passes(lite: TransformerCost, setup: TrainingSetup, device: Device) -> None:
+    """A pass costs what the step costs, with its routes; a forward pass without gradients goes through all tokens."""
+
+    def seconds(**extra: float) -> float:
+        spec = TechniqueSpec(Technique, cost=lambda transformer, load: TechniqueCost(**extra))
+        routed = replace(setup, routes=GUIDES, streamed=True, techniques=(spec,))
+        return step_cost(lite, routed, load_of("lite"), device).seconds
+
+    plain = seconds()
+    assert seconds(passes=0.25, flops=0.0) == pytest.approx(1.25 * plain)
+    alone = seconds(forwards=2) - plain
+    unrouted = 2 * forward_seconds(lite, setup, load_of("lite"), H100)
+    assert alone == pytest.approx(unrouted if device is H100 else plain)
 
 
 def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: TrainingSetup) -> None:
