@@ -54,7 +54,6 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed fp8, every second checkpointed": ({"interval": 2, "prepare": to_packed("fp8-quanto")}, {}),
     "packed int8, compiled": ({"compiled": "aot_eager", "prepare": to_packed("int8-quanto")}, {}),
     "compiled": ({"compiled": "aot_eager"}, {}),
-    "compiled, no checkpointing": ({**KEPT, "compiled": "aot_eager"}, {}),
 }
 
 
