@@ -109,7 +109,7 @@ class Chain:
 
     def train(self) -> None:
         """Steps on what the caches hold."""
-        reader = BatchReader(self.catalogue, 0.0, 0, _refuse)
+        reader = BatchReader(self.catalogue, 0.0, 0, _refuse, _refuse)
         loader = BatchLoader(
             self.plan.sampler(),
             lambda planned: self.with_captions(reader, planned),

@@ -29,9 +29,10 @@ from simpletuner.budget.workload import Bucket, Workload, workload_of
 from simpletuner.config.load import RunConfig
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import CachingConfig
+from simpletuner.data.sample import Sample
 from simpletuner.models.cost import BYTES, VaeLoad
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import Listing, list_entries, make_catalogue
+from simpletuner.plan.entries import Listing, latent_storage, list_entries, make_catalogue
 
 # Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers.
 HOST_BASE = 1.2e9
@@ -106,11 +107,24 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
-    samples = [sample for dataset in plan.trained for sample in dataset.samples]
-    if listing is not None:
-        samples = [entry.sample for entry in listing.missing_latents]
-    workload = workload_of(plan, len(listing.missing_texts) if listing else 1, samples)
+    ahead, later = _to_encode(plan, listing)
+    workload = workload_of(plan, len(listing.missing_texts) if listing else 1, ahead, later)
     return estimate(plan.config, parts_of(plan), workload, device, listing)
+
+
+def _to_encode(plan: Plan, listing: Listing | None) -> tuple[list[Sample], list[Sample]]:
+    """The samples that are encoded before training, and those that training encodes.
+
+    All samples, if the checkpoint is not on this machine yet.
+    """
+    if listing is not None:
+        groups = listing.missing_latents, listing.encoded_in_training
+        return [entry.sample for entry in groups[0]], [entry.sample for entry in groups[1]]
+    samples = [sample for dataset in plan.trained for sample in dataset.samples]
+    first = {dataset.id for dataset in plan.trained if latent_storage(plan, dataset) == "ahead"}
+    return [each for each in samples if each.dataset_id in first], [
+        each for each in samples if each.dataset_id not in first
+    ]
 
 
 def estimate(config: RunConfig, parts: Parts, workload: Workload, device: Device, listing: Listing | None) -> Budget:
@@ -133,11 +147,12 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
         on_device = text * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
         yield PhasePeak("encoding captions", on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
     if workload.encoded:
-        size = BYTES[vae_dtype(config.precision, config.caching)]
         loads = [_at_a_time(load, config.caching) for load in workload.encoded]
-        peak = max(parts.cost.vae_encode(parts.vae, load) for load in loads) * size
+        peak = vae + _encoding_bytes(config, parts, loads)
         clip = max(load.samples * load.frames * load.width * load.height for load in loads)
-        yield PhasePeak(f"encoding {parts.spec.media_noun}", vae + peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
+        yield PhasePeak(f"encoding {parts.spec.media_noun}", peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
+    in_training = [_at_a_time(load, config.caching) for load in workload.encoded_in_training]
+    beside = vae + _encoding_bytes(config, parts, in_training) if in_training else 0.0
     whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
     yield PhasePeak("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
     on_disk = config.offload.group_offload_to_disk_path is not None
@@ -148,13 +163,19 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
         load = parts.load(bucket)
         device = max(step_memory(cost, setup, load).total, frozen + trained + there.updating)
         host = waiting + max(inputs_on_host_bytes(cost, setup, load), here.updating)
-        yield PhasePeak(f"training at {bucket.label}", device, host, trains=True)
+        yield PhasePeak(f"training at {bucket.label}", device + beside, host, trains=True)
     if workload.previews:
         rendering = _preview_peak(config, parts, workload, setup, vae)
-        yield PhasePeak("rendering previews", trained + rendering + there.waiting, waiting + here.waiting)
+        yield PhasePeak("rendering previews", trained + rendering + there.waiting + beside, waiting + here.waiting)
     copies = there.saving + there.waiting
     host = waiting + saving_bytes(cost, setup) + here.saving + here.waiting
     yield PhasePeak("saving", frozen + trained + copies if copies else 0.0, host)
+
+
+def _encoding_bytes(config: RunConfig, parts: Parts, loads: Sequence[VaeLoad]) -> float:
+    """Peak memory of the VAE's activations over these batches."""
+    size = BYTES[vae_dtype(config.precision, config.caching)]
+    return max(parts.cost.vae_encode(parts.vae, load) for load in loads) * size
 
 
 def _at_a_time(load: VaeLoad, caching: CachingConfig) -> VaeLoad:

@@ -56,10 +56,12 @@ def _offloaded(plan: Plan, budget: Budget) -> Iterator[Writing]:
 def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
     if budget.listing is None:
         return
+    later = [entry for entry in budget.listing.encoded_in_training if entry.storage == "ondemand"]
+    written = [*budget.listing.missing_latents, *later]
     latents = sum(latent_bytes(plan.spec, *each.sample.geometry.size, each.sample.frames) *
-                  (COMPRESSED if each.compress else 1.0) for each in budget.listing.missing_latents)  # fmt: skip
-    if budget.listing.missing_latents:
-        yield Writing("latents", budget.listing.missing_latents[0].folder, latents, latents)
+                  (COMPRESSED if each.compress else 1.0) for each in written)  # fmt: skip
+    if written:
+        yield Writing("latents", written[0].folder, latents, latents)
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
     width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
     texts = float(

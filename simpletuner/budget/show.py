@@ -124,9 +124,13 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         return
     for what, absent, total in (
         ("captions and prompts", len(listing.missing_texts), len(listing.texts)),
-        (plan.spec.media_noun, len(listing.missing_latents), len(listing.latents)),
+        (plan.spec.media_noun, len(listing.missing_latents), len(listing.ahead)),
     ):
         yield f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
+    later = len(listing.encoded_in_training)
+    if later:
+        what = f"{later} {plan.spec.media_noun}"
+        yield f"Encoded in training: {what}; the VAE stays on the device, and its time is not counted below"
 
 
 def _preview_lines(plan: Plan) -> Iterator[str]:

@@ -50,6 +50,7 @@ class Workload:
         encodes_text: captions or prompts are missing from the cache.
         previews: sizes and frames of previews; empty without validation.
         waiting: most bytes of decoded pixels that wait for the VAE.
+        encoded_in_training: samples that training encodes, one at a time, by shape.
     """
 
     buckets: Sequence[Bucket]
@@ -57,6 +58,7 @@ class Workload:
     encodes_text: bool
     previews: Sequence[Bucket]
     waiting: float
+    encoded_in_training: Sequence[VaeLoad] = ()
 
     def scaled(self, *, spec: FamilySpec, sides: float = 1.0, frames: float = 1.0) -> Workload:
         """The workload with smaller pictures or shorter clips, of sizes that the family supports."""
@@ -77,10 +79,16 @@ class Workload:
 Choice = tuple[RunConfig, Workload]  # settings and their workload
 
 
-def workload_of(plan: Plan, missing_texts: int, missing: Sequence[Sample]) -> Workload:
-    """The workload of a plan, given the captions and samples that are not cached yet."""
+def workload_of(plan: Plan, missing_texts: int, missing: Sequence[Sample], later: Sequence[Sample] = ()) -> Workload:
+    """The workload of a plan.
+
+    Args:
+        missing_texts, missing: captions and samples that are encoded before training.
+        later: samples that training encodes.
+    """
     shapes = Counter((each.geometry.size, each.frames) for each in missing)
     encoded = [VaeLoad(count, frames, *size) for (size, frames), count in shapes.items()]
+    one_by_one = {VaeLoad(1, each.frames, *each.geometry.size) for each in later}
     pixels = sum(3.0 * each.geometry.size[0] * each.geometry.size[1] * each.frames for each in missing)
     return Workload(
         buckets=buckets_of(plan),
@@ -88,6 +96,7 @@ def workload_of(plan: Plan, missing_texts: int, missing: Sequence[Sample]) -> Wo
         encodes_text=missing_texts > 0,
         previews=previews_of(plan),
         waiting=min(pixels, 1e9),
+        encoded_in_training=list(one_by_one),
     )
 
 

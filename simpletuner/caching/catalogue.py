@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from simpletuner.caching.entry import list_keys
 from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, digest
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from simpletuner.models.adapter import FamilyAdapter
+
+
+# When latents are encoded: before training; when first used, then cached; or at every use, and never cached.
+Storage = Literal["ahead", "ondemand", "never"]
 
 
 class FeatureEncoder(Protocol):
@@ -48,12 +52,13 @@ class FeatureKind:
 
 @dataclass(frozen=True)
 class LatentEntry:
-    """The latents of one sample, their folder, and whether they are written compressed."""
+    """The latents of one sample, their folder, whether they are written compressed, and when they are encoded."""
 
     key: LatentKey
     folder: Path
     sample: Sample
     compress: bool
+    storage: Storage = "ahead"
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class Catalogue:
         compressed: whether a dataset's entries are written compressed, by id.
         compress: the same for prompts that belong to no dataset.
         completed: completes the captions of a dataset, by id; other captions are used unchanged.
+        storage: when the latents of a dataset are encoded, by id; by default before training.
     """
 
     encoders: Encoders
@@ -129,6 +135,7 @@ class Catalogue:
     compressed: Mapping[str, bool]
     compress: bool
     completed: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
+    storage: Mapping[str, Storage] = field(default_factory=dict)
     _latents: dict[Sample, LatentEntry] = field(default_factory=dict)
     _texts: dict[tuple[str | None, str, Sample | None, bool], TextEntry] = field(default_factory=dict)
 
@@ -153,7 +160,8 @@ class Catalogue:
                 read_as=sample.read_as,
             )
             name = sample.dataset_id
-            self._latents[sample] = LatentEntry(key, self.latent_folders[name], sample, self.compressed[name])
+            storage = self.storage.get(name, "ahead")
+            self._latents[sample] = LatentEntry(key, self.latent_folders[name], sample, self.compressed[name], storage)
         return self._latents[sample]
 
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:

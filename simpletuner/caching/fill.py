@@ -103,10 +103,7 @@ def fill_latents(
     """
     if not entries:
         return {}
-    encoder = load()
-    encode = ShrinkingEncoder(
-        _latent_batch(encoder), encoder.use_less_memory, lambda decoded: _describe(decoded[0].sample), _advice(config)
-    )
+    encode = _shrinking(load(), config)
     failures: dict[tuple[str, str], str] = {}
     writes: list[Future[None]] = []
     with _decoding_threads(config) as decoders, ThreadPoolExecutor(WRITERS) as writers:
@@ -120,6 +117,31 @@ def fill_latents(
             bar.advance(len(group), group[-1][0].sample.name)
     _settle(writes, wait=True)
     return failures
+
+
+def _shrinking(encoder: LatentEncoder, config: CachingConfig) -> ShrinkingEncoder[Decoded, Tensor]:
+    return ShrinkingEncoder(
+        _latent_batch(encoder), encoder.use_less_memory, lambda decoded: _describe(decoded[0].sample), _advice(config)
+    )
+
+
+def encode_now(entry: LatentEntry, encoder: LatentEncoder, config: CachingConfig) -> Tensor:
+    """Decode and encode one sample; the same latents as `fill_latents` writes with a `vae_batch_size` of 1.
+
+    Raises:
+        UserError: it cannot be decoded, does not fit into memory, or the VAE's output is not finite.
+    """
+    try:
+        pixels = _decode(entry.sample)
+    except files.MediaError as error:
+        remedy = "remove it, or let the caches be filled before training, which leaves such files out"
+        raise UserError(f"{entry.sample.path} {error}; {remedy}.") from error
+    return _shrinking(encoder, config)([(entry, pixels)])[0]
+
+
+def write_latents(entry: LatentEntry, latents: Tensor) -> None:
+    """Cache the latents of one sample."""
+    _write(entry, {"latents": latents}, 1)
 
 
 def fill_features(

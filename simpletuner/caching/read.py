@@ -26,6 +26,7 @@ class BatchReader:
         caption_dropout: probability that a sample is trained with the empty caption.
         seed: of the run; with the position in the run it decides which captions are dropped.
         restore: encodes a damaged or missing entry again.
+        encode: encodes latents that are never cached.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class BatchReader:
         caption_dropout: float,
         seed: int,
         restore: Callable[[AnyEntry], None],
+        encode: Callable[[LatentEntry], Tensor],
         features: Sequence[FeatureKind] = (),
     ) -> None:
         self.catalogue = catalogue
         self.caption_dropout = caption_dropout
         self.seed = seed
         self.restore = restore
+        self.encode = encode
         self.features = features
         self._stores: dict[Path, CacheStore] = {}
 
@@ -72,7 +75,7 @@ class BatchReader:
         return self._read(entry)
 
     def _latents(self, entry: LatentEntry) -> Tensor:
-        return self._read(entry)["latents"]
+        return self.encode(entry) if entry.storage == "never" else self._read(entry)["latents"]
 
     def _embeds(self, planned: PlannedBatch, index: int) -> TextEmbeds:
         sample, slot = planned.samples[index], planned.slots[index]

@@ -161,7 +161,7 @@ class DatasetConfig(Group):
     conditioning_image_embeds: Text | None = option(None, "Id of a conditioning_image_embeds entry.")
     write_batch_size: Integer = option(128, "Accepted; never changes content.", ge=1)
     vae_cache_clear_each_epoch: Flag | None = option(None, "Redraw random crops and encode them each epoch.")
-    vae_cache_disable: Flag = option(False, "Encode every time and write nothing.")
+    vae_cache_disable: Flag | None = option(None, "Encode latents at every use and cache none.")
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
     preserve_data_backend_cache: Flag | None = option(None, "Do not look for added files.")
     compress_cache: Flag | None = option(None, "Compress cache entries.")
@@ -170,6 +170,9 @@ class DatasetConfig(Group):
     delete_unwanted_images: Flag | None = option(None, "Move files outside the limits to quarantine.")
     caption_shuffle: CaptionShuffle | None = option(None, "Shuffle the parts of captions.")
     caption_filter_list: Json | None = option(None, "Texts or expressions removed from captions.")
+    timestep_sampling_offset: Number = option(
+        0.0, "Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner."
+    )
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
     disable_validation: Flag = option(False, "Use none of its samples in validation.")
     hash_filenames: Json | None = option(None, "Accepted for old files; ignored.")

@@ -132,6 +132,17 @@ Texts = Annotated[list[Text], BeforeValidator(parse_texts)]
 Json = Annotated[Any, BeforeValidator(parse_json_text)]
 
 
+BYTES_TEXT = re.compile(r"([0-9.]+) ?([MGT])i?B?", re.IGNORECASE)
+
+
+def parse_gigabytes(value: object) -> float:
+    """GB from a number of them, or from text with a unit: "10G", "500 MB"."""
+    found = BYTES_TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
+    scale = {"M": 1e-3, "G": 1.0, "T": 1e3}[found[2].upper()] if found else 1.0
+    return scale * parse_number(found[1] if found else value, "is not a size such as 10G or 500M")
+
+
+Gigabytes = Annotated[float, BeforeValidator(parse_gigabytes)]
 Size = tuple[int, int]  # width and height in pixels
 SIZE = re.compile(r"([0-9]{1,6})(?:\.0*)?(?:x([0-9]{1,6})(?:\.0*)?)?")
 

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator
 
 from simpletuner.config.option import (
     Flag,
+    Gigabytes,
     Group,
     Integer,
     Json,
@@ -188,6 +189,9 @@ class CheckpointConfig(Group):
     )
     checkpointing_rolling_steps: Integer = option(0, "Additional frequent saves, pruned separately; 0 is off.", ge=0)
     checkpoints_rolling_total_limit: Integer = option(1, "How many rolling checkpoints are kept.", ge=1)
+    disk_low_threshold: Gigabytes | None = option(
+        None, "Stop with a checkpoint when less than this is free in output_dir: 10G, 500M, or a number of GB.", gt=0
+    )
     checkpointing_use_tempdir: Flag = option(False, "Accepted for old configs; writes are always atomic.")
 
 
@@ -450,10 +454,16 @@ class CachingConfig(Group):
     vae_enable_patch_conv: Flag = option(
         False, "Run 3D convolutions of the HunyuanVideo VAE in slices of time (Kandinsky 5 Video)."
     )
-    vae_enable_temporal_roll: Flag = option(False, "Convolutions carried over time (video VAEs).", planned="switch")
+    vae_enable_temporal_roll: Flag = option(
+        False, "Carry convolutions from frame to frame: Sana Video's VAE always does, the others cannot."
+    )
     keep_vae_loaded: Flag = option(False, "Keep the VAE on the device between validations.")
-    vae_cache_ondemand: Flag = option(False, "Encode when first used.", planned="switch")
-    vae_cache_disable: Flag = option(False, "Encode every time and write nothing.", planned="switch")
+    vae_cache_ondemand: Flag = option(
+        False, "Encode latents when training first uses them, and cache them then; the VAE stays on the device."
+    )
+    vae_cache_disable: Flag = option(
+        False, "Encode latents at every use and cache none; the VAE stays on the device. A dataset may override it."
+    )
     compress_disk_cache: Flag = option(True, "Compress cache entries; both kinds can be read with either setting.")
     text_encoder_batch_size: Integer = option(
         1, "Captions encoded at a time, fewer if memory runs out; changes only the rounding.", ge=1
@@ -512,8 +522,18 @@ class LossConfig(Group):
     huber_c: Number = option(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0)
     snr_gamma: Number | None = option(None, "Does not apply to flow models; accepted with a warning.", ge=0)
     input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
+    input_perturbation_steps: Integer = option(
+        0, "Lower input_perturbation in a straight line to 0 at this step; 0 keeps it constant.", ge=0
+    )
     noise_offset: Number = option(0.0, "Offset of the noise mean per sample and channel.", ge=0)
+    noise_offset_probability: Number = option(1.0, "Share of samples with noise_offset.", ge=0, le=1)
     masked_loss_probability: Number = option(1.0, "Share of batches that use masks.", ge=0, le=1, planned="detail")
+
+    def input_perturbation_at(self, step: int) -> float:
+        """The strength of `input_perturbation` after `step` optimizer steps."""
+        if not self.input_perturbation_steps:
+            return self.input_perturbation
+        return self.input_perturbation * max(0.0, 1 - step / self.input_perturbation_steps)
 
 
 class TreadConfig(Group):
@@ -611,7 +631,6 @@ class ValidationConfig(Group):
     validation_randomize: Flag = option(False, "Use a new seed for every validation.")
     validation_seed_source: Literal["cpu", "gpu"] = option("cpu", "Which generator draws the noise.")
     validation_guidance: Number | None = option(None, "Guidance scale.", ge=1, default_note="of the family")
-    validation_guidance_rescale: Number = option(0.0, "Rescaling of guidance.", ge=0, le=1, planned="switch", off=(0,))
     validation_num_inference_steps: Integer | None = option(None, "Sampling steps.", ge=1, default_note="of the family")
     validation_resolution: Sizes | None = option(
         None,
@@ -657,7 +676,6 @@ class EvaluationConfig(Group):
     eval_timesteps: Integer = option(28, "Number of evenly spaced timesteps in the evaluation.", ge=1)
     eval_dataset_pooling: Flag = option(False, "Also report the mean over datasets.")
     eval_loss_disable: Flag = option(False, "No evaluation loss.")
-    evaluation_type: Literal["none", "clip"] = option("none", "Scoring of previews.", planned="switch")
 
     @property
     def measures_loss(self) -> bool:

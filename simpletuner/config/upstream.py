@@ -16,6 +16,14 @@ LAUNCHER = "this program needs no launcher; num_processes and mixed_precision ar
 DISTILL = "distillation is not supported"
 CONTROL = "control models are not supported; conditioning datasets give i2i flavours their source pictures"
 
+SIGMAS = "flow_* keys and a dataset's timestep_sampling_offset decide which noise levels are trained"
+RECOMPUTED = "gradient_checkpointing_interval and speed_keep_attention decide what is recomputed"
+SCRIPTS = "no scripts are run; checkpoints appear complete or not at all, so another program can watch for them"
+DISK = "below disk_low_threshold a run stops with a checkpoint, and the same command continues it"
+
+# Values of single keys that ask for what is done anyway.
+NEUTRAL = {"gradient_checkpointing_backend": "torch", "disk_low_action": "stop", "evaluation_type": "none"}
+
 # The alternative, worded to follow "is not a key here:".
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("controlnet", "control", "controlnet_model_name_or_path", "controlnet_custom_config"), CONTROL),
@@ -49,6 +57,16 @@ INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("allow_tf32",), "disable_tf32 is the switch"),
     **dict.fromkeys(("hub_token",), "log in with `hf auth login` or set HF_TOKEN"),
     **dict.fromkeys(("wandb_api_key",), "log in with `wandb login` or set WANDB_API_KEY"),
+    **dict.fromkeys(("flow_cubic_schedule_weights", "flow_custom_timesteps", "flow_timesteps_mode"), SIGMAS),
+    **dict.fromkeys(("gradient_checkpointing_backend", "gradient_checkpointing_segment_stride"), RECOMPUTED),
+    "gradient_checkpointing_offload_attention": "offload_block_inputs keeps saved block inputs in host memory",
+    **dict.fromkeys(("disk_low_action", "disk_low_script", "disk_low_check_interval"), DISK),
+    **dict.fromkeys(("post_checkpoint_script", "post_upload_script"), SCRIPTS),
+    "delete_invalid_checkpoints": "a run continues from the newest complete checkpoint and deletes no incomplete one",
+    "validation_guidance_rescale": "diffusers' pipelines of these families cannot rescale guidance, so nobody could "
+                                   "sample what such previews show; use a lower validation_guidance",
+    **dict.fromkeys(("evaluation_type", "pretrained_evaluation_model_name_or_path"),
+                    "the score of a few previews says little; eval_steps_interval measures the loss on held-out data"),
 }  # fmt: skip
 
 
@@ -59,6 +77,6 @@ def foreign_key_problem(written: str, key: str, value: Any, source: str) -> Prob
     """
     if key not in INSTEAD:
         return None
-    off = value is None or str(value).strip().lower() in OFF
+    off = value is None or str(value).strip().lower() in (*OFF, NEUTRAL.get(key))
     note = " It is off and is ignored." if off else ""
     return Problem(written, f"is not a key here: {INSTEAD[key]}.{note} ({source})", fatal=not off)

@@ -63,7 +63,6 @@ def _check_kind(config: DatasetConfig, context: DataContext, problems: list[Prob
 def _check_not_built(config: DatasetConfig, problems: list[Problem]) -> None:
     """Known keys that would switch on something that is not implemented."""
     switches = {
-        "vae_cache_disable": config.vae_cache_disable or None,
         "conditioning": config.conditioning,
         "conditioning_image_embeds": config.conditioning_image_embeds,
     }

@@ -66,6 +66,7 @@ class DataContext:
     num_processes: int = 1
     seed: int | None = None
     compress_cache: bool = True
+    vae_cache_disable: bool = False
     delete_problematic_images: bool = False
     delete_unwanted_images: bool = False
     max_workers: int = 32
@@ -89,6 +90,7 @@ class DataContext:
             # 0 and -1 ask for another seed in each run, see `DataContext.seed`.
             seed=run.seed if run.seed is not None and run.seed > 0 else None,
             compress_cache=caching.compress_disk_cache,
+            vae_cache_disable=caching.vae_cache_disable,
             delete_problematic_images=caching.delete_problematic_images,
             delete_unwanted_images=caching.delete_unwanted_images,
             max_workers=caching.max_workers,
@@ -100,6 +102,7 @@ class DataContext:
             self.defaults,
             train_batch_size=1 if config.dataset_type == "eval" else self.train_batch_size,
             compress_cache=self.compress_cache,
+            vae_cache_disable=self.vae_cache_disable,
             delete_problematic_images=self.delete_problematic_images,
             delete_unwanted_images=self.delete_unwanted_images,
             cache_dir_vae=str(self.latent_root / _folder_name(config.id)),

@@ -23,7 +23,7 @@ from simpletuner.diffusion.seeds import Place
 SMALLEST_SIGMA = 1e-6
 
 
-def sample_sigmas(place: Place, flow: FlowConfig, shift: float) -> Tensor:
+def sample_sigmas(place: Place, flow: FlowConfig, shift: float, offset: float = 0.0) -> Tensor:
     """Noise levels of one micro-batch.
 
     Uniform numbers go through the inverse CDF of the chosen distribution (logit-normal, uniform or beta), then through
@@ -33,6 +33,7 @@ def sample_sigmas(place: Place, flow: FlowConfig, shift: float) -> Tensor:
 
     Args:
         shift: factor k of the schedule, see `choose_shift`.
+        offset: added before the sigmoid of the logit-normal; above 0 gives noisier samples.
 
     Returns:
         sigmas in (0, 1], float32, `B`, on the CPU.
@@ -42,21 +43,22 @@ def sample_sigmas(place: Place, flow: FlowConfig, shift: float) -> Tensor:
     if not flow.disable_segmented_timestep_sampling:
         slices = torch.randperm(place.group, generator=place.shared_generator("slices"))[list(place.slots)]
         shares = (slices + shares) / place.group
-    sigmas = shift_sigmas(law_quantiles(shares, flow), shift)
+    sigmas = shift_sigmas(law_quantiles(shares, flow, offset), shift)
     return sigmas.clamp(SMALLEST_SIGMA, 1.0).float()
 
 
-def law_quantiles(shares: Tensor, flow: FlowConfig) -> Tensor:
+def law_quantiles(shares: Tensor, flow: FlowConfig, offset: float = 0.0) -> Tensor:
     """Quantiles of the chosen distribution: its inverse CDF at `shares`; float64, same shape.
 
-    Logit-normal is sigmoid(flow_sigmoid_scale * standard normal), as in Esser et al., arXiv 2403.03206, section 3.1.
+    Logit-normal is sigmoid(offset + flow_sigmoid_scale * standard normal), as in Esser et al., arXiv 2403.03206,
+    section 3.1; the other distributions have no offset.
     """
     if flow.flow_use_uniform_schedule:
         return shares
     if flow.flow_use_beta_schedule:
         alpha, beta = flow.flow_beta_schedule_alpha, flow.flow_beta_schedule_beta
         return torch.tensor([beta_quantile(share, alpha, beta) for share in shares.tolist()], dtype=torch.float64)
-    return torch.sigmoid(flow.flow_sigmoid_scale * torch.special.ndtri(shares))
+    return torch.sigmoid(offset + flow.flow_sigmoid_scale * torch.special.ndtri(shares))
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
@@ -96,12 +98,14 @@ def make_noisy(
     *,
     input_perturbation: float = 0.0,
     noise_offset: float = 0.0,
+    noise_offset_probability: float = 1.0,
     place: Place | None = None,
 ) -> NoisyBatch:
     """Mix a batch with noise.
 
     `noise_offset` shifts the mean of the noise itself, per sample and channel: input and target both contain the
-    shifted noise (N. Guttenberg, "Diffusion with Offset Noise", 2023). `input_perturbation` adds fresh noise of that
+    shifted noise (N. Guttenberg, "Diffusion with Offset Noise", 2023); a sample has the shift with
+    `noise_offset_probability`. `input_perturbation` adds fresh noise of that
     strength to the noise in the input and leaves the target unchanged (Ning et al., arXiv 2301.11706).
 
     Args:
@@ -119,7 +123,9 @@ def make_noisy(
         # Both draw from the same generators, so their order is part of the result.
         generators = place.generators("perturbation")
         if noise_offset:
-            in_input = noise = noise + noise_offset * sample_noise(latents[..., :1, :1, :1], generators)
+            shifted = [torch.rand(1, generator=each) < noise_offset_probability for each in place.generators("offset")]
+            strength = noise_offset * upload(torch.cat(shifted).view(-1, 1, 1, 1, 1), latents.device)
+            in_input = noise = noise + strength * sample_noise(latents[..., :1, :1, :1], generators)
         if input_perturbation:
             in_input = noise + input_perturbation * sample_noise(latents, generators)
     sigmas = upload(sigmas.float(), latents.device)

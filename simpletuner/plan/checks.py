@@ -175,6 +175,8 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if config.caching.vae_enable_patch_conv and not spec.slices_convolutions:
         message = f"has no effect: the VAE of {spec.title} is not the one it applies to."
         yield Problem("vae_enable_patch_conv", message, fatal=False)
+    if config.caching.vae_enable_temporal_roll:
+        yield from _check_temporal_roll(spec)
     if not spec.fast_blocks:
         for key in filter(config.is_explicit, (*BLOCK_KEYS, "attention_mechanism")):
             message = f"has no effect: the blocks of {spec.title} are diffusers' own, unchanged."
@@ -193,6 +195,16 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if vae is not None and base is not None and vae != base:
         message = f"{vae!r} is not the same model as pretrained_model_name_or_path {base!r}."
         yield Problem("pretrained_vae_model_name_or_path", message, fatal=False)
+
+
+def _check_temporal_roll(spec: FamilySpec) -> Iterator[Problem]:
+    """Whether the family's VAE carries its convolutions from frame to frame."""
+    key = "vae_enable_temporal_roll"
+    if spec.frame_rate is None:
+        yield Problem(key, f"has no effect: {spec.title} has no frames.", fatal=False)
+    elif spec.slices_convolutions:
+        message = f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions between frames;"
+        yield Problem(key, f"{message} vae_enable_patch_conv lowers the VAE's memory.")
 
 
 def check_frames(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
@@ -286,13 +298,17 @@ def check_datasets(
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
     yield from _check_choices(config, datasets)
     previewed = config.validation.eval_dataset_id or []
-    evaluation = config.evaluation
+    evaluation, uniform = config.evaluation, config.flow.flow_use_uniform_schedule
     if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
         key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
         message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
         yield Problem(key, message, fatal=False)
     for dataset in datasets:
         yield from _check_resolution(config, dataset)
+        if dataset.config.timestep_sampling_offset and (uniform or config.flow.flow_use_beta_schedule):
+            law = "flow_use_uniform_schedule" if uniform else "flow_use_beta_schedule"
+            message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
+            yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
         for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
             if key in dataset.config.model_fields_set:
                 yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)

@@ -13,6 +13,7 @@ from simpletuner.caching.catalogue import (
     FeatureEntry,
     FeatureKind,
     LatentEntry,
+    Storage,
     TextEntry,
     missing,
 )
@@ -65,7 +66,15 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         compressed={dataset.id: bool(dataset.config.compress_cache) for dataset in plan.datasets},
         compress=plan.config.caching.compress_disk_cache,
         completed=_completed(plan),
+        storage={dataset.id: latent_storage(plan, dataset) for dataset in plan.datasets},
     )
+
+
+def latent_storage(plan: Plan, dataset: Dataset) -> Storage:
+    """When the latents of a dataset are encoded."""
+    if dataset.config.vae_cache_disable:
+        return "never"
+    return "ondemand" if plan.config.caching.vae_cache_ondemand else "ahead"
 
 
 def _completed(plan: Plan) -> dict[str, Callable[[str], str]]:
@@ -104,10 +113,21 @@ class Listing:
         """The captions that were not cached at the first access."""
         return missing(self.texts)
 
+    @property
+    def ahead(self) -> list[LatentEntry]:
+        """The latents that are encoded before training."""
+        return [entry for entry in self.latents if entry.storage == "ahead"]
+
     @cached_property
     def missing_latents(self) -> list[LatentEntry]:
-        """The latents that were not cached at the first access."""
-        return missing(self.latents)
+        """Those of them that were not cached at the first access."""
+        return missing(self.ahead)
+
+    @cached_property
+    def encoded_in_training(self) -> list[LatentEntry]:
+        """The latents that training encodes, as far as they were not cached at the first access."""
+        uncached = missing(entry for entry in self.latents if entry.storage == "ondemand")
+        return uncached + [entry for entry in self.latents if entry.storage == "never"]
 
 
 def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:

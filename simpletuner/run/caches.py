@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 
 from simpletuner.caching.catalogue import AnyEntry, Catalogue, FeatureEntry, LatentEntry, TextEntry, missing
 from simpletuner.caching.entry import DamagedEntryError
-from simpletuner.caching.fill import ChangedFileError, fill_features, fill_latents, fill_texts
+from simpletuner.caching.fill import (
+    ChangedFileError,
+    encode_now,
+    fill_features,
+    fill_latents,
+    fill_texts,
+    write_latents,
+)
 from simpletuner.caching.store import CacheStore
 from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
@@ -50,6 +58,8 @@ class CacheFiller:
     device: torch.device
     events: EventStream
     listing: Listing
+    _vae: LatentEncoder | None = field(default=None, init=False)  # stays loaded once training encodes
+    _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def catalogue(self) -> Catalogue:
@@ -64,7 +74,7 @@ class CacheFiller:
         self.remove_damaged(self.listing.latents)
         try:  # one encoder after the other, so that only one is in memory
             self.encode_texts(missing(self.listing.texts))
-            failures = self.encode_latents(missing(self.listing.latents))
+            failures = self.encode_latents(missing(self.listing.ahead))
         except ChangedFileError as error:
             self._forget(error.sample)
             raise
@@ -73,7 +83,7 @@ class CacheFiller:
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
         self.encode_features(missing(self.listing.features))
         listing = self.listing
-        holes: list[AnyEntry] = [*missing(listing.texts), *missing(listing.latents), *missing(listing.features)]
+        holes: list[AnyEntry] = [*missing(listing.texts), *missing(listing.ahead), *missing(listing.features)]
         if holes:
             raise UserError(f"{len(holes)} cache entries are still missing, the first is {holes[0].key.digest()}.")
 
@@ -131,10 +141,28 @@ class CacheFiller:
         self._release()
 
     def _latents(self, entry: LatentEntry) -> Tensor:
-        return CacheStore(entry.folder).read(entry.key.digest())["latents"].to(self.device)
+        if entry.storage == "never":
+            return self.encode(entry).to(self.device)
+        store, key = CacheStore(entry.folder), entry.key.digest()
+        if not store.has(key):
+            self.restore(entry)
+        return store.read(key)["latents"].to(self.device)
+
+    def encode(self, entry: LatentEntry) -> Tensor:
+        """Encode latents during training; the VAE stays on the device from the first ones on.
+
+        Raises:
+            UserError: they cannot be encoded.
+        """
+        with self._turn:  # the loop's reading thread and evaluation share the VAE
+            self._vae = self._vae or self._load_latent_encoder()
+            return encode_now(entry, self._vae, self.plan.config.caching)
 
     def restore(self, entry: AnyEntry) -> None:
-        """Re-encode a damaged entry during a run."""
+        """Encode an entry during a run: a damaged one, or one that is encoded when first used."""
+        if isinstance(entry, LatentEntry) and entry.storage == "ondemand":
+            write_latents(entry, self.encode(entry))
+            return
         logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
         if isinstance(entry, TextEntry):
             self.encode_texts([entry])

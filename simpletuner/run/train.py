@@ -71,7 +71,7 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
         assembly = assemble(config, training_spec(plan), adapter, techniques, accelerator)
     ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
     dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
-    reader = BatchReader(caches.catalogue, dropout, plan.seed, caches.restore, features)
+    reader = BatchReader(caches.catalogue, dropout, plan.seed, caches.restore, caches.encode, features)
     loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
     state = begin(plan, assembly, loader, ema)
     if plan.resume:
@@ -136,7 +136,9 @@ def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) 
 
 def training_spec(plan: Plan) -> TrainingSpec:
     """The plan's decisions that training depends on."""
-    return TrainingSpec(plan.lora_targets, plan.seed, plan.length.total_steps, peak_learning_rate(plan.config))
+    offsets = {each.id: offset for each in plan.trained if (offset := each.config.timestep_sampling_offset)}
+    rate = peak_learning_rate(plan.config)
+    return TrainingSpec(plan.lora_targets, plan.seed, plan.length.total_steps, rate, offsets)
 
 
 def prepare_machine(plan: Plan) -> None:

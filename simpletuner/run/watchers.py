@@ -94,7 +94,10 @@ def build_callbacks(session: Session, validation: ValidationRunner) -> list[Call
     averaging: list[Callback] = [EmaUpdater(session.ema)] if session.ema else []
     evaluation, recorder, checkpoints = build_evaluation(session), build_recorder(session), build_checkpoints(session)
     requests = RequestHandler(
-        session.plan.output_dir, session.events, {"save": checkpoints.save, "preview": validation.render}
+        session.plan.output_dir,
+        session.events,
+        {"save": checkpoints.save, "preview": validation.render},
+        session.plan.config.checkpoints.disk_low_threshold or 0.0,
     )
     return [*averaging, evaluation, recorder, requests, checkpoints, validation]
 

@@ -10,7 +10,7 @@ hold the LoRA already, and the optimizer needs parameters on their final device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -52,12 +52,14 @@ class TrainingSpec:
         seed: of the run; drawn by the plan if the user set none.
         total_steps: optimizer steps of the whole run.
         learning_rate: peak rate, after `lr_scale` and `lr_scale_sqrt`.
+        timestep_offsets: `timestep_sampling_offset` of the datasets that set one, by id.
     """
 
     lora_targets: Targets
     seed: int
     total_steps: int
     learning_rate: float
+    timestep_offsets: Mapping[str, float] = field(default_factory=dict)
 
 
 def make_accelerator() -> Accelerator:
@@ -229,4 +231,5 @@ def _step_settings(config: RunConfig, spec: TrainingSpec) -> StepSettings:
         flow=config.flow,
         loss=config.loss,
         optimizer=config.optimizer,
+        timestep_offsets=spec.timestep_offsets,
     )

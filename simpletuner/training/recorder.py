@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,15 +86,17 @@ def peak_memory() -> int:
 
 @dataclass
 class RequestHandler:
-    """Callback that carries out requests made with files in `output_dir/requests/`.
+    """Callback that carries out requests made with files in `output_dir/requests/`, and stops before a disk is full.
 
     Attributes:
         actions: what to call for a request; `stop` is handled here.
+        least_free: stop when the disk of `output_dir` has less free space, in GB.
     """
 
     output_dir: Path
     events: EventStream
     actions: Mapping[Request, Callable[[Assembly, TrainState], object]]
+    least_free: float = 0.0
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         take_requests(self.output_dir)  # discard those made to an earlier session
@@ -101,11 +104,18 @@ class RequestHandler:
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         for request in take_requests(self.output_dir):
             if request == "stop":
-                self.events.stop.requested = True
-                total = assembly.settings.total_steps
-                self.events.publish(StateChanged("stopping", state.global_step, total, "Stopping, as a file requests."))
+                self._stop(assembly, state, "as a file requests.")
             else:
                 self.actions[request](assembly, state)
+        free = shutil.disk_usage(self.output_dir).free / 1e9
+        if free < self.least_free:
+            threshold = f"disk_low_threshold is {self.least_free:g} GB."
+            self._stop(assembly, state, f"{str(self.output_dir)!r} has {free:.1f} GB free and {threshold}")
+
+    def _stop(self, assembly: Assembly, state: TrainState, reason: str) -> None:
+        self.events.stop.requested = True
+        total = assembly.settings.total_steps
+        self.events.publish(StateChanged("stopping", state.global_step, total, f"Stopping, {reason}"))
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """The next session discards requests that came too late."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -63,6 +63,7 @@ class StepSettings:
         base_learning_rate: peak rate, after `lr_scale` and `lr_scale_sqrt`.
         shift_is_explicit: the user set `flow_schedule_shift`.
         shared_noise: all processes draw the same random numbers.
+        timestep_offsets: `timestep_sampling_offset` of the datasets that set one, by id.
     """
 
     seed: int
@@ -75,6 +76,7 @@ class StepSettings:
     flow: FlowConfig
     loss: LossConfig
     optimizer: OptimizerConfig
+    timestep_offsets: Mapping[str, float]
 
 
 @dataclass

@@ -214,10 +214,11 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
     )  # fmt: skip
     return make_noisy(
         batch,
-        sample_sigmas(place, settings.flow, shift),
+        sample_sigmas(place, settings.flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0)),
         sample_noise(batch.latents, place.generators("noise")),
-        input_perturbation=settings.loss.input_perturbation,
+        input_perturbation=settings.loss.input_perturbation_at(global_step),
         noise_offset=settings.loss.noise_offset,
+        noise_offset_probability=settings.loss.noise_offset_probability,
         place=place,
     )
 

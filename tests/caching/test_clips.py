@@ -122,7 +122,7 @@ def test_a_batch_carries_its_conditions(catalogue: Catalogue, film: Sample) -> N
     text = catalogue.text("films", "a film", None)
     CacheStore(text.folder).write(text.key.digest(), {"prompt_embeds": torch.ones(2, 4)}, {})
     planned = PlannedBatch(1, 0, "films", "1.5", SIZE, samples, ("a film", "a film"), range(2))
-    reader = BatchReader(catalogue, 0.0, 1, lambda entry: pytest.fail("nothing is damaged"))
+    reader = BatchReader(catalogue, 0.0, 1, lambda entry: pytest.fail("nothing is damaged"), pytest.fail)
     batch = reader(planned)
     assert batch.latents.shape == (2, 3, 5, 8, 12)
     assert batch.condition is not None

@@ -42,6 +42,13 @@ def test_a_flag_takes_the_usual_words(option: Option) -> None:
     assert str(problem) == f"{option.name}: 'maybe' is not true or false. (config.json)"
 
 
+@pytest.mark.parametrize("text", ["10G", "10 gb", "10000M", "0.01TB", 10, "10"])
+def test_a_size_on_disk_takes_the_usual_units(text: Any) -> None:
+    assert read("disk_low_threshold", text) == (pytest.approx(10), [])
+    _, (problem,) = read("disk_low_threshold", f"{text} apples")
+    assert "is not a size such as 10G or 500M" in problem.message
+
+
 @pytest.mark.parametrize("option", CHOICES, ids=name)
 def test_a_word_that_is_not_allowed_is_told_with_all_that_are(option: Option) -> None:
     for word in option.choices:

@@ -8,7 +8,7 @@ import pytest
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import option_names
-from simpletuner.config.upstream import INSTEAD
+from simpletuner.config.upstream import INSTEAD, NEUTRAL
 from simpletuner.errors import Problem
 
 REQUIRED = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
@@ -32,6 +32,11 @@ def test_a_feature_that_is_off_is_no_error(value: Any) -> None:
     assert "It is off and is ignored. (config.json)" in problem.message
 
 
+@pytest.mark.parametrize("pair", NEUTRAL.items())
+def test_what_is_done_anyway_is_no_error(pair: tuple[str, str]) -> None:
+    assert not told(*pair).fatal
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -39,6 +44,12 @@ def test_a_feature_that_is_off_is_no_error(value: Any) -> None:
         ("--deepspeed-config", "zero2.json", "DeepSpeed is not supported; use enable_group_offload"),
         ("prediction_type", "v_prediction", "all families here are flow models"),
         ("rank", 8, "lora_rank is the rank of a LoRA"),
+        ("flow_custom_timesteps", "801,694", "timestep_sampling_offset"),
+        ("gradient_checkpointing_backend", "unsloth", "gradient_checkpointing_interval"),
+        ("disk_low_action", "wait", "disk_low_threshold"),
+        ("post_checkpoint_script", "x.sh", "no scripts are run"),
+        ("validation_guidance_rescale", 0.7, "validation_guidance"),
+        ("evaluation_type", "clip", "eval_steps_interval"),
     ],
 )
 def test_a_feature_that_is_on_names_the_nearest_way(key: str, value: Any, words: str) -> None:

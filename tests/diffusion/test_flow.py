@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.config.schema import FlowConfig
+from simpletuner.config.schema import FlowConfig, LossConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import (
     beta_cdf,
     beta_quantile,
     choose_shift,
+    law_quantiles,
     make_noisy,
     sample_noise,
     sample_sigmas,
@@ -115,6 +116,36 @@ def test_draws_of_exactly_zero_stay_inside(monkeypatch: pytest.MonkeyPatch) -> N
     for flow in LAWS.values():
         sigmas = sample_sigmas(next(places(1)), flow, 1.0)
         assert 0 < float(sigmas) < 1e-5
+
+
+def test_an_offset_moves_the_logits_and_0_changes_no_bit() -> None:
+    place, flow = next(places(8)), LAWS["wide"]
+    shares = torch.linspace(0.1, 0.9, 9, dtype=torch.float64)
+    plain, moved = law_quantiles(shares, flow), law_quantiles(shares, flow, 0.7)
+    assert_close(torch.logit(moved) - torch.logit(plain), torch.full_like(shares, 0.7), terms=ELEMENTWISE)
+    assert (sample_sigmas(place, flow, 1.0, 0.7) > sample_sigmas(place, flow, 1.0)).all()
+    assert torch.equal(sample_sigmas(place, flow, 1.0, 0.0), sample_sigmas(place, flow, 1.0))
+
+
+def test_a_share_of_the_samples_has_the_noise_offset() -> None:
+    """Per sample of the batch; 1 changes no bit of the offset itself."""
+    batch = Batch(torch.zeros(64, 2, 1, 4, 4), [], [""] * 64)
+    noise, ones = torch.zeros_like(batch.latents), torch.ones(64)
+    place = next(places(64))
+    always, half, never = (
+        make_noisy(batch, ones, noise, noise_offset=0.5, noise_offset_probability=share, place=place).noise
+        for share in (1.0, 0.5, 0.0)
+    )
+    assert not never.any()
+    shifted = half.flatten(1).any(1)
+    assert 16 < int(shifted.sum()) < 48
+    assert torch.equal(half[shifted], always[shifted])
+
+
+def test_input_perturbation_falls_in_a_straight_line() -> None:
+    loss = LossConfig(input_perturbation=0.2, input_perturbation_steps=10)
+    assert [loss.input_perturbation_at(step) for step in (0, 5, 10, 11)] == [0.2, 0.1, 0.0, 0.0]
+    assert LossConfig(input_perturbation=0.2).input_perturbation_at(99) == 0.2
 
 
 def test_the_shift_formula() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import all_options
-from simpletuner.plan.checks import check_config, check_total
+from simpletuner.models.registry import FAMILIES
+from simpletuner.plan.checks import check_config, check_family, check_total
 from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import Checkpoint, Identity, Manifest
 
@@ -128,6 +129,16 @@ def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> 
     found = list(check_total(config, total))
     assert bool(found) == warned
     assert not any(each.fatal for each in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "fatal"), [("kandinsky5-image", [False]), ("kandinsky5-video", [True]), ("sanavideo", [])]
+)
+def test_convolutions_that_no_vae_can_carry_over_time_are_refused(family: str, fatal: list[bool]) -> None:
+    settings = {"model_type": "lora", "model_family": family, "vae_enable_temporal_roll": True}
+    config = resolve([Layer("config.json", list(settings.items()))], [])
+    found = [each for each in check_family(config, FAMILIES[family]) if each.where == "vae_enable_temporal_roll"]
+    assert [each.fatal for each in found] == fatal
 
 
 @pytest.mark.parametrize("configured", [None, -1, 0])

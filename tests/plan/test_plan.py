@@ -167,6 +167,13 @@ def test_a_run_that_would_outlast_its_datasets(workspace: Workspace, capsys: Cap
     assert problem == "end_epoch: 2 is the last epoch of any dataset: 16 batches, and 17 steps need 17."
 
 
+def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_datasets([{**DATASETS[0], "timestep_sampling_offset": 0.5}, DATASETS[1]])
+    plan(workspace, capsys)
+    problem = complaint(workspace, capsys, "plan", "flow_use_uniform_schedule=true")
+    assert problem.startswith("pictures.timestep_sampling_offset: is added before the sigmoid")
+
+
 def test_dry_run_is_the_same_as_plan(workspace: Workspace, capsys: Capture) -> None:
     shown = plan(workspace, capsys)
     for flag in ("--dry-run", "--dry_run"):
@@ -192,11 +199,11 @@ def test_warnings_of_the_family(workspace: Workspace, capsys: Capture) -> None:
     told = warnings(
         workspace, capsys, "validation_guidance=8", "flow_schedule_shift=9", "tokenizer_max_length=9999",
         "vae_enable_patch_conv=true", "pretrained_gemma_model_name_or_path=a/b", "lora_rank=64",
-        "validation_resolution=130x128", "validation_disable=false",
+        "vae_enable_temporal_roll=true", "validation_resolution=130x128", "validation_disable=false",
     )  # fmt: skip
     for key in (
         "validation_guidance", "flow_schedule_shift", "tokenizer_max_length", "vae_enable_patch_conv",
-        "pretrained_gemma_model_name_or_path", "lora_rank", "validation_resolution",
+        "vae_enable_temporal_roll", "pretrained_gemma_model_name_or_path", "lora_rank", "validation_resolution",
     ):  # fmt: skip
         assert f"  {key}: " in told, key
 
