@@ -28,7 +28,7 @@ SMALLEST = {
     "text_cache": "--captions 1",
     "tread": "",
 }
-ELSEWHERE = {"first_gpu", "cost_table"}  # their parts have tests of their own
+ELSEWHERE = {"ablation", "first_gpu", "cost_table"}  # their parts have tests of their own
 
 
 def test_none_is_left_out() -> None:
