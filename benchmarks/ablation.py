@@ -45,6 +45,7 @@ class Demo:
         score: of a preview's file: how well the concept is learned.
         change: of two previews of the same prompt and noise: how far apart they are.
         units: of score and change.
+        steps: of a run, at the demo's own settings; clips hop after half of the steps of their demo.
     """
 
     example: str
@@ -55,6 +56,7 @@ class Demo:
     score: Callable[[Path], float]
     change: Callable[[Path, Path], float]
     units: tuple[str, str]
+    steps: int
     regularised: str | None = None
 
 
@@ -83,12 +85,12 @@ def path_change(path: Path, base: Path) -> float:
 DEMOS = {
     "video": Demo(
         "demo-video", "clips", ("validation", "hop_diamond", "hop_star"), ("still_straight", "still_up"),
-        "64x64@17", hop_score, path_change, ("height of the hop, px (14)", "px"), regularised="known",
+        "64x64@17", hop_score, path_change, ("height of the hop, px (14)", "px"), 150, regularised="known",
     ),
     "image": Demo(
         "demo", "pictures", ("validation", "glimmer_sky", "glimmer_navy", "glimmer_mint"),
         ("still_a_circle", "still_a_square"), "96x96", star_score, pixel_change,
-        ("share of the star's colours", "of 255"),
+        ("share of the star's colours", "of 255"), 300,
     ),
 }  # fmt: skip
 
@@ -287,14 +289,14 @@ def line_of(lab: Lab, name: str, row: str, cells: Sequence[Cell]) -> Line:
     return Line(name, row, [each["loss"] for each in own], scores, changes, times)
 
 
-def table(lines: Sequence[Line], steps: int) -> str:
+def table(lines: Sequence[Line], steps: int | None) -> str:
     """The rows as Markdown: the mean over the seeds, with the smallest and the largest."""
     parts = []
     for name, demo in DEMOS.items():
         rows = [line for line in lines if line.demo == name]
         if not rows:
             continue
-        parts.append(f"{demo.example}, {steps} steps, {max(len(row.loss) for row in rows)} seeds\n")
+        parts.append(f"{demo.example}, {steps or demo.steps} steps, {max(len(row.loss) for row in rows)} seeds\n")
         parts.append(
             f"| | held-out loss | {demo.units[0]} | change of old concepts, {demo.units[1]} | time of a step |"
         )
@@ -318,7 +320,7 @@ def main() -> None:
     parser.add_argument("--demos", nargs="+", choices=DEMOS, default=list(DEMOS))
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows to run besides the plain one")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, help="of a run, instead of the demo's own number")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="also put the table between the marks of this page")
     parser.add_argument("--cell", nargs=4, metavar=("DEMO", "ROW", "SEED", "STEPS"), help="run one cell here")
     options = parser.parse_args()
@@ -327,14 +329,19 @@ def main() -> None:
         demo, row, seed, steps = options.cell
         return run_cell(lab, Cell(demo, row, int(seed), int(steps)))
     chosen = [
-        Cell(demo, row, seed, options.steps)
+        Cell(demo, row, seed, options.steps or DEMOS[demo].steps)
         for seed in options.seeds  # seed by seed, so that an unfinished table has every row
         for demo in options.demos
         for row in dict.fromkeys((PLAIN, *options.only))
         if demo in ROWS[row].demos
     ]
     failed = run_all(lab, chosen)
-    every = [Cell(demo, row, seed, options.steps) for demo in DEMOS for row in ROWS for seed in seeds_of(lab)]
+    every = [
+        Cell(name, row, seed, options.steps or demo.steps)
+        for name, demo in DEMOS.items()
+        for row in ROWS
+        for seed in seeds_of(lab)
+    ]
     lines = lines_of(lab, every)
     text = table(lines, options.steps)
     print(text)

@@ -658,9 +658,7 @@ class ValidationConfig(Group):
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png", "File format of previews.")
     validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
         None,
-        "Sampler of previews; only flow-matching ones.",
-        planned="switch",
-        off=("euler",),
+        "Sampler of previews, with the shift of the pipeline's own.",
         default_note="the pipeline's",
     )
     validation_torch_compile: Flag = option(False, "Use compiled blocks in previews too, if training compiles them.")

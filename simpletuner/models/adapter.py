@@ -210,6 +210,7 @@ class CheckpointSetup:
     Attributes:
         source: where its components are.
         text, options, caching: settings of captions, of the family, and of the VAE.
+        solver: value of `validation_noise_scheduler`.
         use_size: (width, height) that the result will be sampled at; None if unknown.
     """
 
@@ -219,13 +220,15 @@ class CheckpointSetup:
     options: FamilyOptions
     caching: CachingConfig
     use_size: tuple[int, int] | None = None
+    solver: str | None = None
 
     @classmethod
     def of(
         cls, config: RunConfig, flavour: Flavour, source: ModelSource, use_size: tuple[int, int] | None = None
     ) -> CheckpointSetup:
         """The setup of a run."""
-        return cls(flavour, source, config.text, config.family, config.caching, use_size)
+        solver = config.validation.validation_noise_scheduler
+        return cls(flavour, source, config.text, config.family, config.caching, use_size, solver)
 
 
 class FamilyAdapter(Protocol):

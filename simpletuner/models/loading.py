@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d, HunyuanVideoMidBlock3D
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.source import Part
+from simpletuner.models.usage import FLOW, SOLVERS
 
 
 def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
@@ -137,6 +139,19 @@ def _forward(block: Any, hidden_states: Tensor) -> Tensor:
         attended = attn(tokens, num_frames=shape[0])
         hidden_states = resnet(attended.unflatten(1, shape).permute(0, 4, 1, 2, 3))
     return hidden_states
+
+
+def with_solver(scheduler: Any, name: str | None) -> Any:
+    """The scheduler that `validation_noise_scheduler` names, with the shift of a pipeline's own.
+
+    diffusers' multi-step solvers truncate timesteps to whole numbers, so the model is told up to one in a thousand less
+    noise than there is.
+    """
+    if name is None or type(scheduler).__name__ == SOLVERS[name]:
+        return scheduler
+    shift = scheduler.config.get("flow_shift", scheduler.config.get("shift"))
+    settings = {"shift": shift} if name == "euler" else {**FLOW, "flow_shift": shift}
+    return getattr(diffusers, SOLVERS[name])(**settings)
 
 
 def bare_pipeline(pipeline_class: Any, transformer_class: Any, part: Part, text_roles: Sequence[str]) -> Any:

@@ -20,6 +20,7 @@ class Usage:
         dtype: name of a torch dtype.
         options: the families' options.
         shift: shift of the scheduler; None keeps the checkpoint's.
+        solver: value of `validation_noise_scheduler`.
     """
 
     model: str
@@ -36,6 +37,7 @@ class Usage:
     seed: int
     options: FamilyOptions
     shift: float | None = None
+    solver: str | None = None
 
     @property
     def needs_picture(self) -> bool:
@@ -43,6 +45,17 @@ class Usage:
 
 
 EULER = "FlowMatchEulerDiscreteScheduler"
+# diffusers' schedulers by the values of `validation_noise_scheduler`, and what makes the last two sample flow models.
+SOLVERS = {"euler": EULER, "unipc": "UniPCMultistepScheduler", "dpm++": "DPMSolverMultistepScheduler"}
+FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+
+
+def solver_code(name: str, shift: str) -> str:
+    """An expression that creates a scheduler; `shift` is one, too."""
+    if name == "euler":
+        return f"{EULER}(shift={shift})"
+    settings = ", ".join(f"{key}={text(value) if isinstance(value, str) else value}" for key, value in FLOW.items())
+    return f"{SOLVERS[name]}({settings}, flow_shift={shift})"
 
 
 def text(value: str) -> str:

@@ -208,6 +208,7 @@ def snippet_for(plan: Plan) -> str:
         seed=plan.seed if validation.validation_seed is None else validation.validation_seed,
         options=config.family,
         shift=config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None,
+        solver=validation.validation_noise_scheduler,
     )
     return load_adapter(plan.spec).usage_snippet(usage)
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import Sample
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.models.loading import with_solver
+from simpletuner.models.usage import SOLVERS
 from tests.fidelity.family import CPU, make_adapter, make_config, picture
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tiny import make_checkpoint
@@ -59,3 +62,27 @@ def test_a_size_that_the_stock_pipeline_does_not_render_is_told(t2i_checkpoint: 
     assert message.startswith("validation_resolution: 768x768: ")
     assert "resolutions" in message
     assert told((768, 768), validation_disable=True) == []
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("own", [FlowMatchEulerDiscreteScheduler(shift=5.0), DPMSolverMultistepScheduler(
+    use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0
+)])  # fmt: skip
+def test_every_sampler_follows_the_straight_path_from_noise(name: str, own: Any) -> None:
+    """For a model that predicts noise - z, all of them end at z, by the same shifted sigmas as Euler."""
+    noise, z = torch.randn(2, 1, 4, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    euler, scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0), with_solver(own, name)
+    latents = noise
+    for each in (euler, scheduler):
+        each.set_timesteps(8)
+    for timestep in scheduler.timesteps:
+        latents = scheduler.step(noise - z, timestep, latents, return_dict=False)[0]
+    assert (latents - z).abs().max() < 0.005, "multi-step solvers start just below sigma 1"
+    begin = slice(0, 4)  # diffusers' classes end their grids differently; without a shift the fourth is 0.625
+    assert (scheduler.sigmas[begin] - euler.sigmas[begin]).abs().max() < 0.03
+
+
+def test_without_a_choice_the_sampler_is_the_pipelines_own() -> None:
+    own = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    assert with_solver(own, None) is own
+    assert with_solver(own, "euler") is own

@@ -29,13 +29,17 @@ CASES: list[tuple[str, Task]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "task"), CASES)
+@pytest.mark.parametrize(
+    ("family", "task", "solver"), [*((*case, None) for case in CASES), (*CASES[2], "unipc"), (*CASES[4], "dpm++")]
+)
 def test_the_snippet_runs(
-    family: str, task: Task, tmp_path: Path, sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, task: Task, solver: str | None, tmp_path: Path, sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = sana_checkpoint if family == "sanavideo" else make_checkpoint(tmp_path / "model", task)
     options = FamilyOptions({group: group() for group in family_groups()})
-    usage = Usage(str(checkpoint), None, task, "float32", 'a "star"', "", (128, 128), 17, 8.0, 1, 2.0, 7, options)
+    usage = Usage(
+        str(checkpoint), None, task, "float32", 'a "star"', "", (128, 128), 17, 8.0, 2, 2.0, 7, options, solver=solver
+    )
     Image.new("RGB", (100, 60), "red").save(tmp_path / "source.png")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with contextlib.chdir(tmp_path):
@@ -49,6 +53,7 @@ def test_the_snippet_of_a_run_draws_its_last_preview(workspace: Workspace, monke
     The run encodes the template once for all captions (`prompt_start`), the pipeline with each: rounding differs.
     """
     settings = ["validation_disable=false", "flow_schedule_shift=2", "max_train_steps=1", "validation_seed=3"]
+    settings.append("validation_noise_scheduler=unipc")
     assert workspace.train(*settings) == 0
     report = workspace.path("output/training_report.html").read_text()
     assert "pipe.load_lora_weights(&quot;output&quot;)" in report

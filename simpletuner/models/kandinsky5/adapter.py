@@ -16,7 +16,7 @@ from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
 from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale
 from simpletuner.models.kandinsky5.spec import TEMPLATES
 from simpletuner.models.kandinsky5.usage import usage_snippet
-from simpletuner.models.loading import bare_pipeline, load_vae
+from simpletuner.models.loading import bare_pipeline, load_vae, with_solver
 from simpletuner.models.spec import FamilySpec
 from simpletuner.models.usage import Usage
 
@@ -39,7 +39,7 @@ class Kandinsky5Adapter:
     preview_class: Callable[[Any, torch.device, bool], PreviewPipeline]
 
     def __init__(self, setup: CheckpointSetup) -> None:
-        self.source, self.text, self.caching = setup.source, setup.text, setup.caching
+        self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
         self.options = setup.options.of(KandinskyOptions)
         self.task = setup.flavour.task
         self.takes_picture = self.task in ("i2i", "i2v")
@@ -91,6 +91,7 @@ class Kandinsky5Adapter:
     ) -> PreviewPipeline:
         vae = self.load_vae(device, self.dtype)
         pipeline = loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
+        pipeline.scheduler = with_solver(pipeline.scheduler, self.solver)
         return self.preview_class(pipeline, device, self.takes_picture)
 
     def velocity(

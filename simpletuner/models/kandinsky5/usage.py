@@ -23,7 +23,11 @@ def usage_snippet(usage: Usage) -> str:
     if is_official:
         own.append("from simpletuner.models.kandinsky5.templates import OFFICIAL")
     scheduler = f"{parts.EULER}.from_config(pipe.scheduler.config, shift={usage.shift:g})" if usage.shift else None
-    classes = [pipeline, parts.EULER] if scheduler else [pipeline]
+    if usage.solver not in (None, "euler"):
+        scheduler = parts.solver_code(
+            usage.solver, f"{usage.shift:g}" if usage.shift else "pipe.scheduler.config.shift"
+        )
+    classes = [pipeline, parts.SOLVERS[usage.solver or "euler"]] if scheduler else [pipeline]
     lines = [
         *parts.imports(usage, *own, classes=classes),
         f"model = {parts.text(usage.model)}",

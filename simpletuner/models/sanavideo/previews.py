@@ -13,6 +13,7 @@ from torch import nn
 from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem, UserError
 from simpletuner.models.adapter import PreviewRequest
+from simpletuner.models.loading import with_solver
 from simpletuner.models.sanavideo.denoiser import collate_text
 from simpletuner.models.source import Part
 
@@ -28,12 +29,14 @@ class StockSanaPipelines:
     Both use the transformer in training, and the VAE in float32.
     """
 
-    def __init__(self, transformer: nn.Module, vae: AutoencoderKLWan, scheduler: Part, device: torch.device) -> None:
+    def __init__(
+        self, transformer: nn.Module, vae: AutoencoderKLWan, scheduler: Part, device: torch.device, solver: str | None
+    ) -> None:
         self.vae, self.device = vae, device
         parts: dict[str, Any] = {"transformer": transformer, "vae": vae, **dict.fromkeys(WITHOUT_TEXT)}
-        euler = diffusers.FlowMatchEulerDiscreteScheduler(shift=I2V_SHIFT)
-        self.from_text: Any = diffusers.SanaVideoPipeline(**parts, scheduler=load_scheduler(scheduler))
-        self.from_picture: Any = diffusers.SanaImageToVideoPipeline(**parts, scheduler=euler)
+        own, euler = load_scheduler(scheduler), diffusers.FlowMatchEulerDiscreteScheduler(shift=I2V_SHIFT)
+        self.from_text: Any = diffusers.SanaVideoPipeline(**parts, scheduler=with_solver(own, solver))
+        self.from_picture: Any = diffusers.SanaImageToVideoPipeline(**parts, scheduler=with_solver(euler, solver))
         for pipeline in (self.from_text, self.from_picture):
             pipeline.set_progress_bar_config(disable=True)
 

@@ -31,7 +31,7 @@ class SanaVideoAdapter:
     spec = SANA_VIDEO
 
     def __init__(self, setup: CheckpointSetup) -> None:
-        self.source, self.text, self.caching = setup.source, setup.text, setup.caching
+        self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
         self.options = setup.options.of(SanaOptions)
         self.dtype = torch.float32
 
@@ -83,7 +83,7 @@ class SanaVideoAdapter:
     ) -> StockSanaPipelines:
         """Both pipelines have fixed schedules; `shift` has no effect."""
         vae = self._load_vae(device, torch.float32)
-        return StockSanaPipelines(transformer, vae, self.source["scheduler"], device)
+        return StockSanaPipelines(transformer, vae, self.source["scheduler"], device, self.solver)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
