@@ -29,6 +29,7 @@ from simpletuner.config.option import (
     option,
     parse_text,
 )
+from simpletuner.config.preservation import PreservationConfig
 from simpletuner.config.tread import Route, Routes
 
 CaptionStrategy = Literal[
@@ -725,6 +726,7 @@ GROUPS: dict[str, type[Group]] = {
     "flow": FlowConfig,
     "text": TextConfig,
     "loss": LossConfig,
+    "preservation": PreservationConfig,
     "tread": TreadConfig,
     "crepa": CrepaConfig,
     "scheduled_sampling": ScheduledSamplingConfig,
