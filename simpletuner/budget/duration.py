@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletuner.budget.device import Device
-from simpletuner.budget.estimate import TrainingSetup, activations_of, are_checkpointed, technique_cost
+from simpletuner.budget.estimate import TrainingSetup, are_checkpointed, technique_cost
 from simpletuner.config.schema import SLOTS
 from simpletuner.models.cost import ATTENTION_BACKWARD, BYTES, FLASH_BACKWARD, BatchShape, TransformerCost, Work
 
@@ -44,20 +44,29 @@ def step_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape, dev
     added = technique_cost(cost, setup, load)
     alone = cost.forward(load, setup.adapters).times(added.forwards)
     alone_traffic = _forward_traffic(cost, setup, load) * added.forwards
-    load = cost.routed(load, setup.routes)
+    routed = cost.routed(load, setup.routes)
+    model, main, main_traffic = _pass(cost, setup, routed)
+    _, extra, extra_traffic = _pass(cost, setup, load)
+    passes = 1 + added.passes
+    executed = main + extra.times(added.passes) + alone + Work(added.flops)
+    traffic = main_traffic + extra_traffic * added.passes + alone_traffic
+    launching = _launches(cost, device) * ((1 + recomputed_share(cost, setup) / 3) * passes + added.forwards / 3)
+    computing = max(_seconds(executed, traffic, setup, device), launching)
+    copying = copy_seconds(cost, setup, device, 2 * passes + added.forwards)
+    seconds = max(computing, copying) if setup.overlapped else computing + copying
+    return StepCost(model, executed, traffic, seconds, copying)
+
+
+def _pass(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> tuple[float, Work, float]:
+    """Forward and backward: FLOPs without and with recomputation, and bytes of elementwise operations."""
     forward = cost.forward(load, setup.adapters)
     backward = cost.backward(load, setup.adapters, full=setup.is_full)
     share = recomputed_share(cost, setup)
     again = cost.forward(load, setup.adapters, blocks_only=True).times(share, 0.0 if setup.keep_attention else share)
     flash = Work(0.0, (FLASH_BACKWARD - ATTENTION_BACKWARD) * forward.attention)
-    passes = 1 + added.passes
-    executed = (forward + backward + again + flash).times(passes) + alone + Work(added.flops)
-    traffic = sum(block.traffic for block in activations_of(cost, setup, load)) * (3 + share) * passes + alone_traffic
-    launching = _launches(cost, device) * ((1 + share / 3) * passes + added.forwards / 3)
-    computing = max(_seconds(executed, traffic, setup, device), launching)
-    copying = copy_seconds(cost, setup, device, 2 * passes + added.forwards)
-    seconds = max(computing, copying) if setup.overlapped else computing + copying
-    return StepCost(forward.total + backward.total, executed, traffic, seconds, copying)
+    blocks = cost.activations_by_block(load, BYTES[setup.dtype], setup.adapters)
+    traffic = sum(block.traffic for block in blocks) * (3 + share)
+    return forward.total + backward.total, forward + backward + again + flash, traffic
 
 
 def recomputed_share(cost: TransformerCost, setup: TrainingSetup) -> float:

@@ -194,8 +194,9 @@ def technique_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape
 
 
 def activations_of(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> list[Activations]:
-    """Activations of each large block in a training step, after routes."""
-    return cost.activations_by_block(cost.routed(load, setup.routes), BYTES[setup.dtype], setup.adapters)
+    """Activations of each large block in a training step, after routes, which extra passes do not have."""
+    routes = () if technique_cost(cost, setup, load).passes else setup.routes
+    return cost.activations_by_block(cost.routed(load, routes), BYTES[setup.dtype], setup.adapters)
 
 
 def are_checkpointed(cost: TransformerCost, setup: TrainingSetup) -> list[bool]:

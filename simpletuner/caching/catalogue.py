@@ -6,7 +6,7 @@ it and therefore agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
@@ -126,6 +126,7 @@ class Catalogue:
         compress: the same for prompts that belong to no dataset.
         completed: completes the captions of a dataset, by id; other captions are used unchanged.
         storage: when the latents of a dataset are encoded, by id; by default before training.
+        preserved: turns a caption of a dataset into the one whose prediction is preserved, by id.
     """
 
     encoders: Encoders
@@ -136,6 +137,7 @@ class Catalogue:
     compress: bool
     completed: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
     storage: Mapping[str, Storage] = field(default_factory=dict)
+    preserved: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
     _latents: dict[Sample, LatentEntry] = field(default_factory=dict)
     _texts: dict[tuple[str | None, str, Sample | None, bool], TextEntry] = field(default_factory=dict)
 
@@ -227,13 +229,19 @@ class Catalogue:
             with_empty: include the empty caption, which caption dropout substitutes; once per source picture if the
                 prompt contains one.
         """
-        empty = ("",) if with_empty else ()
         return _distinct(
             self.text(sample.dataset_id, caption, sample.partner, sample.full_name)
             for dataset in datasets
             for sample in dataset.at_epoch(epoch).samples
-            for caption in (*sample.captions, *empty)
+            for caption in self._captions(sample, with_empty=with_empty)
         )
+
+    def _captions(self, sample: Sample, *, with_empty: bool) -> Iterator[str]:
+        yield from sample.captions
+        if sample.dataset_id in self.preserved:
+            yield from map(self.preserved[sample.dataset_id], sample.captions)
+        if with_empty:
+            yield ""
 
 
 def _distinct(entries: Iterable[CacheEntry]) -> list[CacheEntry]:

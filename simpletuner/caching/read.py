@@ -52,7 +52,8 @@ class BatchReader:
             kind.name: [self._read(self.catalogue.feature(kind, sample))[FEATURES] for sample in planned.samples]
             for kind in self.features
         }
-        return replace(self._batch(planned.samples, embeds), features=features)
+        batch = self._batch(planned.samples, embeds)
+        return replace(batch, other_embeds=self._other_embeds(planned), features=features)
 
     def read_sample(self, sample: Sample) -> Batch:
         """A batch of one sample with its first caption, which is never dropped."""
@@ -82,6 +83,13 @@ class BatchReader:
         dropped = fraction(self.seed, planned.epoch, planned.index, slot, "caption dropout") < self.caption_dropout
         caption = "" if dropped else planned.captions[index]
         return self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))
+
+    def _other_embeds(self, planned: PlannedBatch) -> list[TextEmbeds] | None:
+        preserve = self.catalogue.preserved.get(planned.dataset_id)
+        if preserve is None:
+            return None
+        pairs = zip(planned.samples, planned.captions, strict=True)
+        return [self._read(self.catalogue.text(each.dataset_id, preserve(one), each.partner)) for each, one in pairs]
 
     def _read(self, entry: AnyEntry) -> dict[str, Tensor]:
         store = self._stores.setdefault(entry.folder, CacheStore(entry.folder))

@@ -19,6 +19,7 @@ from simpletuner.config import schema
 from simpletuner.config.json_files import json_kind, read_json, same_value
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
 from simpletuner.config.option import Group
+from simpletuner.config.preservation import PreservationConfig
 from simpletuner.config.upstream import foreign_key_problem
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
@@ -76,6 +77,7 @@ class RunConfig:
     flow: schema.FlowConfig
     text: schema.TextConfig
     loss: schema.LossConfig
+    preservation: PreservationConfig
     tread: schema.TreadConfig
     crepa: schema.CrepaConfig
     scheduled_sampling: schema.ScheduledSamplingConfig

@@ -30,6 +30,7 @@ from simpletuner.config.option import (
     option,
     parse_text,
 )
+from simpletuner.config.preservation import PreservationConfig
 from simpletuner.config.tread import Route, Routes
 
 CaptionStrategy = Literal[
@@ -741,6 +742,7 @@ GROUPS: dict[str, type[Group]] = {
     "flow": FlowConfig,
     "text": TextConfig,
     "loss": LossConfig,
+    "preservation": PreservationConfig,
     "tread": TreadConfig,
     "crepa": CrepaConfig,
     "scheduled_sampling": ScheduledSamplingConfig,

@@ -29,6 +29,7 @@ class Batch:
         dataset_id: the dataset of all samples.
         condition: latents of the paired source pictures in the same layout, or None.
         loss_mask: weight of each latent position in the loss, `B 1 F H W`, or None.
+        other_embeds: for each sample the embeddings of the caption whose prediction is preserved, or None.
         features: features that techniques cached per sample, by kind; of any shape and dtype.
     """
 
@@ -38,6 +39,7 @@ class Batch:
     dataset_id: str = ""
     condition: Tensor | None = None
     loss_mask: Tensor | None = None
+    other_embeds: list[TextEmbeds] | None = None
     features: Mapping[str, list[Tensor]] = field(default_factory=dict)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
@@ -49,10 +51,14 @@ class Batch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        def move_each(embeds: list[TextEmbeds]) -> list[TextEmbeds]:
+            return [{name: move(tensor) for name, tensor in one.items()} for one in embeds]
+
         return replace(
             self,
             latents=move(self.latents),
-            embeds=[{name: move(tensor) for name, tensor in one.items()} for one in self.embeds],
+            embeds=move_each(self.embeds),
+            other_embeds=None if self.other_embeds is None else move_each(self.other_embeds),
             condition=None if self.condition is None else move(self.condition),
             loss_mask=None if self.loss_mask is None else move(self.loss_mask),
             features={name: [move(tensor) for tensor in each] for name, each in self.features.items()},
@@ -84,6 +90,11 @@ class NoisyBatch:
     protected: Tensor | None = None
     place: Place | None = None
 
+    @property
+    def given_frames(self) -> int:
+        """How many latent frames at the start are a clean condition: 1 in i2v clips, else 0."""
+        return int(self.batch.condition is not None and self.noisy_latents.shape[2] > 1)
+
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
         """The same batch, noise and target at other noise levels; a conditioning first frame is kept.
 
@@ -91,8 +102,9 @@ class NoisyBatch:
             sigmas: the noise levels the model is told, `B`.
             latents: the latents it sees, `B C F H W`.
         """
-        if self.batch.condition is not None and latents.shape[2] > 1:
-            latents = torch.cat([self.noisy_latents[:, :, :1], latents[:, :, 1:]], dim=2)
+        given = self.given_frames
+        if given:
+            latents = torch.cat([self.noisy_latents[:, :, :given], latents[:, :, given:]], dim=2)
         return replace(self, sigmas=sigmas, timesteps=1000 * sigmas, noisy_latents=latents)
 
 

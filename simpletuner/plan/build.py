@@ -188,7 +188,7 @@ def _plan_family(
     problems.extend(_check_model(config, spec, flavour, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
-    problems.extend(check_prompts(prompts, config.validation.validation_negative_prompt))
+    problems.extend(check_prompts(config, prompts))
     sizes = _sizes(config, spec, problems)
     resume = check_resume(config, spec, flavour, source, targets, problems)
     seed = decide_seed(config.run.seed, resume)

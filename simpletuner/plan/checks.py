@@ -160,10 +160,11 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_rest(config: RunConfig) -> Iterator[Problem]:
-    """Rules that are kept next to the optimizers, the speed settings and the trackers."""
+    """Rules that are kept next to the optimizers, the speed settings, the trackers and the techniques."""
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
+    yield from config.preservation.check(config.model.model_type)
 
 
 def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
@@ -303,6 +304,9 @@ def check_datasets(
         key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
         message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
         yield Problem(key, message, fatal=False)
+    preserving = [each for each in datasets if each.config.is_trained and not each.config.is_regularisation_data]
+    captions = (caption for each in preserving for sample in each.samples for caption in sample.captions)
+    yield from config.preservation.check_captions(captions)
     for dataset in datasets:
         yield from _check_resolution(config, dataset)
         if dataset.config.timestep_sampling_offset and (uniform or config.flow.flow_use_beta_schedule):
@@ -342,11 +346,13 @@ def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[P
             yield Problem("eval_dataset_id", message, fatal=False)
 
 
-def check_prompts(prompts: Sequence[ValidationPrompt], negative: str | None) -> Iterator[Problem]:
+def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Iterator[Problem]:
     """Prompts must not contain control tokens: the tokenizer would read them as the end of the prompt or a picture."""
-    texts = [(each.nickname, each.prompt) for each in prompts] + [("validation_negative_prompt", negative or "")]
+    texts: list[tuple[str, str | None]] = [(each.nickname, each.prompt) for each in prompts]
+    texts.append(("validation_negative_prompt", config.validation.validation_negative_prompt))
+    texts.append(("preservation_prompt", config.preservation.preservation_prompt))
     for name, text in texts:
-        token = control_token(text)
+        token = control_token(text or "")
         if token is not None:
             yield Problem(f"prompt {name!r}", f"holds {token}, a control token of the tokenizer; remove it.")
 

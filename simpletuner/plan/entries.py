@@ -67,6 +67,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         compress=plan.config.caching.compress_disk_cache,
         completed=_completed(plan),
         storage={dataset.id: latent_storage(plan, dataset) for dataset in plan.datasets},
+        preserved=_preserved(plan),
     )
 
 
@@ -82,6 +83,13 @@ def _completed(plan: Plan) -> dict[str, Callable[[str], str]]:
     if complete is None:
         return {}
     return {each.id: partial(complete, each.config) for each in plan.datasets}
+
+
+def _preserved(plan: Plan) -> dict[str, Callable[[str], str]]:
+    preservation = plan.config.preservation
+    if not preservation.is_on:
+        return {}
+    return {each.id: preservation.other_caption for each in plan.trained if not each.config.is_regularisation_data}
 
 
 def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:

@@ -127,7 +127,15 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
             "use_dora": lora.use_dora,
             "peft_lora_target_modules": targets,
         }
-    groups = (config.flow, config.loss, config.text, config.family.of(spec.options), config.tread, config.ema)
+    groups = (
+        config.flow,
+        config.loss,
+        config.text,
+        config.family.of(spec.options),
+        config.tread,
+        config.preservation,
+        config.ema,
+    )
     # Models are compared by content (`weight_identities`), not by location.
     values = {key: value for group in groups for key, value in group.model_dump().items()}
     changeable = {key: value for key, value in values.items() if not key.endswith("_name_or_path")}

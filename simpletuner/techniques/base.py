@@ -1,14 +1,15 @@
 """The interface of techniques, which change the mathematics of a step.
 
-A step calls every technique in turn: `before_forward`, the forward pass, `extra_losses`, `weigh`. At its neutral
-setting a technique equals plain training. What the plan needs to know about it is in its `spec.TechniqueSpec`, which
-is free of torch. Code that only observes is a callback (`training.loop`).
+A micro-step calls every technique in turn: `before_forward`, the forward pass, `extra_losses`, `weigh`, the backward
+pass, all of it while it is `acting`; then `extra_pass`. At its neutral setting a technique equals plain training. What
+the plan needs to know about it is in its `spec.TechniqueSpec`, which is free of torch. Code that only observes is a
+callback (`training.loop`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.tread import Route
-from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.techniques.hidden_states import HiddenStates
 
-# The model's current velocity prediction, without gradients. Techniques do not act on such a forward pass.
+# The model's current velocity prediction. Techniques do not act on such a forward pass.
 Predict = Callable[[NoisyBatch], Tensor]
 
 
@@ -56,8 +57,12 @@ class Technique:
     def adopt(self, module: nn.Module) -> None:
         """Receive the module as wrapped for several processes; the technique must call this one from now on."""
 
+    def acting(self, batch: Batch) -> AbstractContextManager[None]:
+        """A context around forward and backward of a micro-batch; what it changes must be undone at its end."""
+        return nullcontext()
+
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Replace the transformer's input or its target."""
+        """Replace the transformer's input or its target; `predict` runs the model without gradients."""
         return noisy
 
     def kept_tokens(self, block: int) -> Tensor | None:
@@ -70,6 +75,14 @@ class Technique:
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
         """Scalars to add to the loss, by the names under which they are logged."""
+        return {}
+
+    def extra_pass(self, noisy: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
+        """Further losses by their logged names, each of its own forward pass; `forward` runs the model with gradients.
+
+        By then the micro-batch's own graph is gone, and no technique is `acting`. All processes must run the same
+        number of passes.
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:

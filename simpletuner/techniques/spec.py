@@ -25,7 +25,7 @@ class TechniqueCost:
         held: bytes kept on the device from the forward to the backward pass.
         flops: of forward and backward.
         forwards: mean number of extra forward passes of the transformer without gradients, through all tokens.
-        passes: mean number of extra forward and backward passes, which follow the routes.
+        passes: mean number of extra forward and backward passes, also through all tokens.
     """
 
     parameters: int = 0
@@ -73,6 +73,16 @@ def chosen_techniques(config: RunConfig, regularised: Mapping[str, float]) -> tu
     routes = config.tread.routes
     if routes:
         specs.append(TechniqueSpec(lambda: _load("tread:Tread")(routes), routes=routes))
+    preservation = config.preservation
+    if preservation.is_on:
+        weight, probability = preservation.preservation_weight, preservation.preservation_probability
+        share = probability * (1 - sum(regularised.values()))
+        again = TechniqueCost(forwards=share, passes=share)
+        specs.append(
+            TechniqueSpec(
+                lambda: _load("preservation:Preservation")(weight, probability), cost=lambda transformer, load: again
+            )
+        )
     return tuple(specs)
 
 

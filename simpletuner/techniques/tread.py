@@ -7,12 +7,13 @@ all tokens.
 
 Everything happens in forward hooks of single blocks. They do nothing without gradients, so previews use the whole
 model. Activation checkpointing runs a block and its hooks again in the backward pass, so the kept tokens are drawn
-before the forward pass, and a route keeps its tensors until the next micro-step.
+before the forward pass, and a route keeps its tensors until the end of the micro-step's backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.tread import Route, count_kept
-from simpletuner.diffusion.batch import NoisyBatch, upload
+from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
 from simpletuner.models.adapter import TokenRouting
 from simpletuner.techniques.base import Predict, Site, Technique
 
@@ -42,6 +43,15 @@ class Tread(Technique):
         self._layout, self._unit, self._spec = layout, layout.routing.unit, spec
         blocks = layout.visual_blocks
         self._windows = [_Window(route.among(len(blocks)), blocks, layout.routing) for route in self.routes]
+
+    @contextmanager
+    def acting(self, batch: Batch) -> Iterator[None]:
+        """Nothing is routed after the backward pass."""
+        try:
+            yield
+        finally:
+            for window in self._windows:
+                window.begin(None)
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Draw which tokens each route keeps in this micro-step."""

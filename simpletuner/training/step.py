@@ -9,7 +9,7 @@ steps (previews, a restart, another technique) can change it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -122,8 +122,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         meter.count(batch)
         last = micro_step == settings.accumulation - 1  # only then do processes exchange their gradients
         with nullcontext() if last else accelerator.no_sync(assembly.transformer):
-            loss = micro_loss(assembly, batch, global_step, micro_step, losses)
-            accelerator.backward(assembly.scaler.scale(loss / loss_divisor(losses.counts, settings.accumulation)))
+            run_micro_step(assembly, batch, global_step, micro_step, losses)
 
     stop_if_losses_not_finite(torch.stack(losses.total).tolist(), losses.names)
     assembly.scaler.unscale_(assembly.optimizer)
@@ -169,16 +168,39 @@ def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) 
 def rehearse_micro_step(assembly: Assembly, batch: Batch) -> None:
     """Forward and backward of one micro-batch as in step 0; the caller clears the gradients."""
     assembly.transformer.train()
-    loss = micro_loss(assembly, batch.to(assembly.accelerator.device), 0, 0, _Losses())
-    assembly.accelerator.backward(assembly.scaler.scale(loss))
+    run_micro_step(assembly, batch.to(assembly.accelerator.device), 0, 0, _Losses())
 
 
-def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: _Losses) -> Tensor:
-    """The scalar loss of one micro-batch, ready for backward."""
+def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: _Losses) -> None:
+    """Forward and backward of one micro-batch, then of the passes that techniques add, one graph at a time."""
+    with ExitStack() as acting:
+        for technique in assembly.techniques:
+            acting.enter_context(technique.acting(batch))
+        noisy = noisy_batch(assembly, batch, global_step, micro_step)
+        _backward(assembly, micro_loss(assembly, noisy, losses), losses)
+    forward = partial(assembly.adapter.predict, assembly.transformer)
+    for technique in assembly.techniques:
+        for name, loss in technique.extra_pass(noisy, forward).items():
+            losses.extra.setdefault(name, []).append(loss.detach())
+            losses.total[-1] = losses.total[-1] + loss.detach()
+            _backward(assembly, loss, losses)
+
+
+def _backward(assembly: Assembly, loss: Tensor, losses: _Losses) -> None:
+    share = loss / loss_divisor(losses.counts, assembly.settings.accumulation)
+    assembly.accelerator.backward(assembly.scaler.scale(share))
+
+
+def noisy_batch(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
+    """What the model is trained on at this place in the run."""
     noisy = assembly.adapter.prepare(add_noise(assembly, batch, global_step, micro_step))
     for technique in assembly.techniques:
         noisy = technique.before_forward(noisy, partial(predict_now, assembly))
+    return noisy
 
+
+def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: _Losses) -> Tensor:
+    """The scalar loss of one micro-batch, ready for backward."""
     with assembly.hidden.open():  # extra losses may read the hidden states of this forward pass
         prediction = assembly.adapter.predict(assembly.transformer, noisy)
         extras = [technique.extra_losses(noisy, prediction) for technique in assembly.techniques]
@@ -186,7 +208,7 @@ def micro_loss(assembly: Assembly, batch: Batch, global_step: int, micro_step: i
     loss = elementwise_loss(prediction, noisy, assembly.settings.loss)  # B C F H W
     losses.per_sample.append(per_sample(loss.detach()))  # logged as train_loss: before techniques weigh it
     losses.timesteps.append(noisy.timesteps)
-    losses.names.append(batch.names)
+    losses.names.append(noisy.batch.names)
     for technique in assembly.techniques:
         loss = technique.weigh(noisy, prediction, loss)
     total = per_sample(loss).mean()

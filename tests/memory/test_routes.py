@@ -77,15 +77,19 @@ def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: TrainingS
     "device", [H100, replace(H100, rates=replace(H100.rates, transfer=1.0))], ids=["compute", "copy"]
 )
 def test_extra_passes(lite: TransformerCost, setup: TrainingSetup, device: Device) -> None:
-    """A pass costs what the step costs, with its routes; a forward pass without gradients goes through all tokens."""
+    """They go through all tokens, with and without gradients."""
 
     def seconds(**extra: float) -> float:
         spec = TechniqueSpec(Technique, cost=lambda transformer, load: TechniqueCost(**extra))
         routed = replace(setup, routes=GUIDES, streamed=True, techniques=(spec,))
         return step_cost(lite, routed, load_of("lite"), device).seconds
 
+    once = TechniqueSpec(Technique, cost=lambda transformer, load: TechniqueCost(passes=0.25))
+    routed = replace(setup, routes=GUIDES, techniques=(once,))
+    assert step_memory(lite, routed, load_of("lite")) == step_memory(lite, setup, load_of("lite"))
     plain = seconds()
-    assert seconds(passes=0.25, flops=0.0) == pytest.approx(1.25 * plain)
+    whole = step_cost(lite, replace(setup, streamed=True), load_of("lite"), device).seconds
+    assert seconds(passes=0.25, flops=0.0) == pytest.approx(plain + 0.25 * whole)
     alone = seconds(forwards=2) - plain
     unrouted = 2 * forward_seconds(lite, setup, load_of("lite"), H100)
     assert alone == pytest.approx(unrouted if device is H100 else plain)

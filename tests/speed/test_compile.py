@@ -22,7 +22,7 @@ from simpletuner.models.kandinsky5.fast import store_in_bf16
 from simpletuner.speed import recomputation
 from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece
 from simpletuner.training.state import Assembly
-from simpletuner.training.step import _Losses, micro_loss
+from simpletuner.training.step import _Losses, micro_loss, noisy_batch
 from tests.fidelity import test_sanavideo_training as sana
 from tests.speed.test_speed import loss_and_gradients
 from tests.tiny import WIDTH, build_kandinsky
@@ -118,7 +118,7 @@ def test_previews_are_compiled_on_request(t2i_checkpoint: Path) -> None:
         counters.clear()
         assembly = make_assembly(t2i_checkpoint, dynamo_backend="aot_eager", validation_torch_compile=sampling)
         with torch.no_grad():
-            micro_loss(assembly, batch, 0, 0, _Losses())
+            micro_loss(assembly, noisy_batch(assembly, batch, 0, 0), _Losses())
         assert graphs() == expected
 
 

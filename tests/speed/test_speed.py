@@ -19,7 +19,7 @@ from simpletuner.speed import attention, recomputation
 from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.state import Assembly
-from simpletuner.training.step import _Losses, micro_loss
+from simpletuner.training.step import _Losses, micro_loss, noisy_batch, run_micro_step
 from tests.fidelity import family
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tiny import make_checkpoint
@@ -68,11 +68,11 @@ def make_batch(checkpoint: Path, case: str) -> Batch:
 
 
 def loss_and_gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
-    loss = micro_loss(assembly, batch, 0, 0, _Losses())
-    loss.backward()
+    losses = _Losses()
+    run_micro_step(assembly, batch, 0, 0, losses)
     gradients = {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
     assert len(gradients) == len(assembly.parameters)
-    return {"loss": loss.detach(), **gradients}
+    return {"loss": losses.total[0], **gradients}
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -136,7 +136,7 @@ def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path]) -> Non
     for keep in (False, True):
         assembly = make_assembly(checkpoints["t2i"], "t2i", speed_keep_attention=keep)
         before = live_bytes()
-        loss = micro_loss(assembly, batch, 0, 0, _Losses())
+        loss = micro_loss(assembly, noisy_batch(assembly, batch, 0, 0), _Losses())
         kept.append(live_bytes() - before)
         del loss
     blocks, samples, tokens, width, heads = 2, 2, 16, 32, 2

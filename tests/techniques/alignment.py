@@ -57,9 +57,9 @@ class Alignment(Technique):
         size = noisy.noisy_latents.shape[2:]
         order = self.site.layout.order(size[0], size[1] // PATCH, size[2] // PATCH)
         teacher = torch.stack(noisy.batch.features[TEACHER.name])[:, order]  # B S C
-        kept = self.site.kept_tokens(self.block)
-        if kept is not None:
-            teacher = teacher.gather(1, kept[..., None].expand(-1, -1, CHANNELS))
+        self.kept = self.site.kept_tokens(self.block)
+        if self.kept is not None:
+            teacher = teacher.gather(1, self.kept[..., None].expand(-1, -1, CHANNELS))
         alignment = cosine_similarity(self.project(hidden.float()), teacher, dim=-1).mean()
         self.average = 0.9 * self.average + 0.1 * alignment.item()
         return {"alignment_loss": self.weight * (1 - alignment)}

@@ -17,6 +17,7 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame, make_noisy
 from simpletuner.plan.build import Plan
 from simpletuner.techniques.base import Predict, Technique
+from simpletuner.techniques.preservation import Preservation
 from simpletuner.techniques.spec import chosen_techniques
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
@@ -24,6 +25,7 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly
 from tests.run.test_resume import assert_same_run
 from tests.techniques.alignment import CHANNELS, SPEC, TEACHER, Alignment, PatchTeacher
+from tests.techniques.test_preservation import moved
 from tests.tiny import WIDTH, make_checkpoint
 from tests.training.assembly import make_assembly, make_batch
 from tests.training.test_step import Batches
@@ -116,10 +118,11 @@ def test_hidden_states_are_released_and_recomputed_ones_not_seen(deep: Path, bat
         assembly.hidden.watch(4)
 
 
-def test_compiled_blocks_are_watched(deep: Path, batch: Batch) -> None:
+def test_compiled_blocks_are_watched_and_run_again(deep: Path, batch: Batch) -> None:
     torch.compiler.reset()
-    expected = gradients_of(make_assembly(deep, Alignment()), batch)
-    found = gradients_of(make_assembly(deep, Alignment(), dynamo_backend="aot_eager"), batch)
+    batch = replace(batch, other_embeds=batch.embeds[::-1])
+    expected = gradients_of(moved(deep, Alignment(), Preservation(1.0, 1.0)), batch)
+    found = gradients_of(moved(deep, Alignment(), Preservation(1.0, 1.0), dynamo_backend="aot_eager"), batch)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
 
@@ -130,9 +133,9 @@ def test_it_sees_which_tokens_a_route_keeps(deep: Path, batch: Batch, block: int
     aligned = Alignment(block)
     gradients_of(make_assembly(deep, Tread([Route(0.5, 1, 2)]), aligned), batch)
     assert aligned.shapes == [torch.Size([2, TOKENS // 2, WIDTH])]
-    kept = aligned.site.kept_tokens(block)
-    assert kept is not None
-    assert kept.shape == (2, TOKENS // 2)
+    assert aligned.kept is not None
+    assert aligned.kept.shape == (2, TOKENS // 2)
+    assert aligned.site.kept_tokens(block) is None, "the micro-step is over"
     assert aligned.site.kept_tokens(0) is None
 
 

@@ -1,0 +1,45 @@
+"""Preservation without data: the LoRA must not change what the model predicts for other captions.
+
+In a share of the micro-batches the same noisy latents are predicted a second time, with the empty caption or with the
+class word in place of the trained one. Added is w mean |v - v_base|^2, where v_base is the prediction without the LoRA.
+This is the prior preservation of DreamBooth (Ruiz et al., arXiv 2208.12242) with the base model's predictions instead
+of generated pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.techniques.base import Predict, Site, Technique
+
+
+class Preservation(Technique):
+    """Adds the loss of a second forward pass to micro-batches that have other captions."""
+
+    def __init__(self, weight: float, probability: float) -> None:
+        self.weight, self.probability = weight, probability
+
+    def attach(self, site: Site) -> None:
+        self._disabled = site.disabled
+
+    def extra_pass(self, noisy: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
+        """`preservation_loss`, the mean over all latent positions but a given first frame."""
+        others = noisy.batch.other_embeds
+        if others is None or not self._is_chosen(noisy):
+            return {}
+        other = replace(noisy, batch=replace(noisy.batch, embeds=others))
+        with torch.no_grad(), self._disabled():
+            base = forward(other)
+        change = (forward(other) - base)[:, :, noisy.given_frames :]
+        return {"preservation_loss": self.weight * change.square().mean()}
+
+    def _is_chosen(self, noisy: NoisyBatch) -> bool:
+        if noisy.place is None:
+            raise ValueError("preservation draws random numbers, so the batch needs its place in the run")
+        drawn = torch.rand((), generator=noisy.place.shared_generator("preservation"))
+        return bool(drawn < self.probability)

@@ -1,0 +1,280 @@
+"""Preservation: what a LoRA does to other captions is part of its loss, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from simpletuner.config.preservation import PreservationConfig
+from simpletuner.config.tread import Route
+from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.seeds import Place
+from simpletuner.techniques.base import Technique
+from simpletuner.techniques.preservation import Preservation
+from simpletuner.techniques.tread import Tread
+from simpletuner.training import step
+from simpletuner.training.state import Assembly
+from tests.closeness import ROTATION, distance
+from tests.run.test_resume import assert_same_run
+from tests.tiny import make_checkpoint
+from tests.training.assembly import fixed_noise, make_assembly, make_batch
+from tests.training.test_step import Batches
+from tests.workspace import DATASETS, Workspace
+
+CAPTIONS = ["a zorp", "two blue zorps", "a zorp on black", "zorp"]
+WEIGHT, SIDE = 3.0, 8
+ALWAYS: Callable[[], Preservation] = partial(Preservation, WEIGHT, 1.0)
+ROUTES = [Route(0.5, 1, 2)]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with enough blocks for a route."""
+    return make_checkpoint(tmp_path_factory.mktemp("deep"), visual_blocks=4)
+
+
+@pytest.fixture(scope="module")
+def batch(deep: Path) -> Batch:
+    others = make_batch(deep, [caption.replace("zorp", "star") for caption in CAPTIONS]).embeds
+    return replace(make_batch(deep, CAPTIONS, SIDE), other_embeds=others)
+
+
+def moved(checkpoint: Path, *techniques: Technique, **settings: Any) -> Assembly:
+    """An assembly whose LoRA already does something, the same one every time."""
+    assembly = make_assembly(checkpoint, *techniques, **{"gradient_checkpointing": False, **settings})
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in sorted(assembly.parameters.items()):
+            if ".lora_B." in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return assembly
+
+
+def gradients(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
+    losses = step._Losses()
+    for micro_step, each in enumerate(batches):
+        step.run_micro_step(assembly, each, 4, micro_step, losses)
+    return {name: each.grad.clone() for name, each in assembly.parameters.items() if each.grad is not None}
+
+
+def by_hand(checkpoint: Path, batch: Batch, *others: Technique) -> dict[str, Tensor]:
+    """Both losses in one graph, with another copy of the model as the base."""
+    assembly = moved(checkpoint, *others)
+    noisy = step.noisy_batch(assembly, batch, 4, 0)
+    main = step.micro_loss(assembly, noisy, step._Losses())
+    main.backward()
+    other = replace(noisy, batch=replace(batch, embeds=batch.other_embeds))
+    base = assembly.adapter.predict(assembly.adapter.load_transformer(torch.float32), other).detach()
+    plain = moved(checkpoint)  # without the route
+    change = plain.adapter.predict(plain.transformer, other) - base
+    assert change.square().mean() > 1e-4, "a LoRA that does nothing shows nothing"
+    (WEIGHT * change.square().mean()).backward()
+    return {name: each.grad + plain.parameters[name].grad for name, each in assembly.parameters.items()}
+
+
+@pytest.mark.parametrize("techniques", [(), (partial(Tread, ROUTES),)], ids=["alone", "tread"])
+def test_the_gradient_is_the_hand_computed_one(
+    deep: Path, batch: Batch, techniques: tuple[Callable[[], Technique], ...]
+) -> None:
+    expected = by_hand(deep, batch, *(build() for build in techniques))
+    found = gradients(moved(deep, *(build() for build in techniques), ALWAYS()), batch)
+    assert distance(found, expected) < ROTATION
+    assert distance(gradients(moved(deep), batch), expected) > 0.1, "it changes the gradient"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing_interval": 2, "enable_group_offload": True},
+        {"gradient_checkpointing": True, "enable_group_offload": True, "offload_block_inputs": True},
+    ],
+    ids=["checkpointed", "streamed", "inputs on the host"],
+)
+def test_memory_saving_changes_no_gradient(deep: Path, batch: Batch, settings: dict[str, Any]) -> None:
+    expected = gradients(moved(deep, Tread(ROUTES), ALWAYS()), batch)
+    assert distance(gradients(moved(deep, Tread(ROUTES), ALWAYS(), **settings), batch), expected) < ROTATION
+
+
+def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of unequal micro-batches, whose samples all have the same weight."""
+
+    def noise(assembly: Assembly, batch: Batch, *place: int) -> NoisyBatch:
+        return replace(fixed_noise(batch), place=Place(3, *place, range(len(batch.names)), len(batch.names)))
+
+    monkeypatch.setattr(step, "add_noise", noise)
+    part = partial(replace, batch)
+    pieces = [
+        part(latents=batch.latents[cut], embeds=batch.embeds[cut], names=batch.names[cut],
+             other_embeds=(batch.other_embeds or [])[cut])
+        for cut in (slice(0, 3), slice(3, 4))
+    ]  # fmt: skip
+    runs = []
+    for accumulation, given in ((1, [batch]), (2, pieces)):
+        assembly = moved(deep, ALWAYS(), gradient_accumulation_steps=accumulation, optimizer="torch-sgd")
+        report = step.optimizer_step(assembly, Batches(*given), 0)  # type: ignore[arg-type]
+        assert report.metrics["preservation_loss"] > 0
+        runs.append({name: each.detach().clone() for name, each in assembly.parameters.items()})
+    assert distance(runs[1], runs[0]) < ROTATION
+
+
+@pytest.mark.parametrize("technique", [(Preservation, 0.0, 1.0), (Preservation, 1.0, 0.0)], ids=["weight", "share"])
+def test_zero_is_plain_training(deep: Path, batch: Batch, technique: Any) -> None:
+    plain, neutral = make_assembly(deep), make_assembly(deep, technique[0](*technique[1:]))
+    for assembly in (plain, neutral):
+        for number in range(2):
+            step.optimizer_step(assembly, Batches(batch), number)  # type: ignore[arg-type]
+    assert all(torch.equal(plain.parameters[name], neutral.parameters[name]) for name in plain.parameters)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"base_model_precision": "int8-quanto"}, {"mixed_precision": "bf16"}, {"lora_dropout": 0.5}]
+)
+@pytest.mark.parametrize("techniques", [list, lambda: [Tread(ROUTES)]], ids=["", "tread"])
+def test_a_lora_that_does_nothing_has_nothing_to_preserve(
+    deep: Path, batch: Batch, settings: dict[str, Any], techniques: Callable[[], list[Technique]]
+) -> None:
+    assembly = make_assembly(deep, *techniques(), ALWAYS(), gradient_checkpointing=True, **settings)
+    metrics = step.optimizer_step(assembly, Batches(batch), 0).metrics  # type: ignore[arg-type]
+    assert metrics["preservation_loss"] == 0.0
+    later = step.optimizer_step(assembly, Batches(batch), 1).metrics  # type: ignore[arg-type]
+    assert later["preservation_loss"] > 0
+    assert later["optimization_loss"] == pytest.approx(later["train_loss"] + later["preservation_loss"])
+
+
+def test_one_graph_at_a_time(deep: Path, batch: Batch) -> None:
+    """Forward and recomputation of the blocks, the base, and forward and recomputation of the second pass."""
+    assembly = make_assembly(deep, ALWAYS(), gradient_checkpointing=True)
+    seen: list[tuple[int, bool]] = []
+    blocks = assembly.adapter.block_layout(assembly.transformer).visual_blocks
+    for number, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: seen.append((number, torch.is_grad_enabled())))
+    gradients(assembly, batch)
+    numbers = [number for number, _ in seen]
+    there, back = [0, 1, 2, 3], [3, 2, 1, 0]
+    assert numbers == there + back + there + there + back
+    assert [with_gradients for _, with_gradients in seen] == [True] * 8 + [False] * 4 + [True] * 8
+
+
+def stub(probability: float = 1.0) -> Preservation:
+    technique = Preservation(1.0, probability)
+    technique._disabled = nullcontext  # type: ignore[assignment]
+    return technique
+
+
+def test_batches_are_drawn_from_their_place_in_the_run(batch: Batch) -> None:
+    def losses(place: Place, batch: Batch = batch) -> bool:
+        noisy = replace(fixed_noise(batch), place=place)
+        return bool(stub(0.3).extra_pass(noisy, lambda noisy: noisy.noisy_latents))
+
+    places = [Place(7, number, 0, range(2), 4) for number in range(400)]
+    drawn = [losses(place) for place in places]
+    assert abs(sum(drawn) / 400 - 0.3) < 0.07
+    torch.rand(3)
+    assert drawn == [losses(replace(place, slots=range(2, 4))) for place in places], "every process draws the same"
+    assert drawn != [losses(replace(place, micro_step=1)) for place in places]
+    assert not any(losses(place, replace(batch, other_embeds=None)) for place in places[:20])
+    with pytest.raises(ValueError, match="place in the run"):
+        stub().extra_pass(fixed_noise(batch), lambda noisy: noisy.noisy_latents)
+
+
+def test_a_given_first_frame_does_not_count() -> None:
+    latents = torch.randn(1, 16, 3, 4, 4)
+    place = Place(0, 0, 0, range(1), 1)
+    clip = replace(fixed_noise(Batch(latents, [], ["x"], condition=latents[:, :, :1], other_embeds=[])), place=place)
+
+    def forward(noisy: NoisyBatch) -> Tensor:
+        first = torch.arange(3) == 0
+        return (10.0 * first + 2.0 * ~first).view(1, 1, 3, 1, 1).expand_as(latents) * torch.is_grad_enabled()
+
+    assert stub().extra_pass(clip, forward)["preservation_loss"] == 4.0
+    picture = replace(clip, batch=replace(clip.batch, condition=None))
+    assert stub().extra_pass(picture, forward)["preservation_loss"] == 36.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "caption", "other"),
+    [
+        ({}, "a Zorp, red", ""),
+        ({"preservation_prompt": "a cat"}, "a Zorp, red", "a cat"),
+        ({"preservation_prompt": "cat", "preservation_trigger": "zorp"}, "a Zorp, red zorp", "a cat, red cat"),
+        ({"preservation_prompt": r"\1", "preservation_trigger": "a.b"}, "a.b axb", r"\1 axb"),
+        ({"preservation_prompt": "cat", "preservation_trigger": "zorp"}, "zorps", "cat"),
+    ],
+    ids=["blank", "whole caption", "class word", "no patterns", "not there"],
+)
+def test_the_other_caption(keys: dict[str, str], caption: str, other: str) -> None:
+    assert PreservationConfig(preservation_weight=1, **keys).other_caption(caption) == other
+
+
+WORDS = {"preservation_trigger": "picture", "preservation_prompt": "photo"}
+
+
+def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    runs = []
+    for name in ("straight", "broken", "plain"):
+        run = Workspace.create(
+            tmp_path / name, t2i_checkpoint, pictures=4, lora_dropout=0.1, gradient_accumulation_steps=2, use_ema=True,
+            max_train_steps=6, checkpoint_step_interval=3, preservation_weight=WEIGHT, **WORDS,
+        )  # fmt: skip
+        regular = {**DATASETS[0], "id": "regular", "is_regularisation_data": True}
+        run.write_datasets([DATASETS[0], regular, DATASETS[1]])
+        runs.append(run)
+    runs[2].write_config(preservation_weight=None, preservation_trigger=None, preservation_prompt=None)
+    assert runs[0].train() == 0
+    assert runs[1].train("max_train_steps=3") == 0
+    assert runs[1].train() == 0
+    assert_same_run(runs[0], runs[1])
+    preserved = [line.get("preservation_loss") for line in runs[0].metrics()]
+    assert None in preserved
+    assert any(preserved), "some steps preserve, some do not"
+    assert runs[2].train() == 0
+    assert runs[2].metrics()[-1] != runs[0].metrics()[-1]
+    captions = len(list(runs[2].path("cache/text").rglob("*.zst")))
+    assert len(list(runs[0].path("cache/text").rglob("*.zst"))) == captions + 4 + 1, "four named, and the prompt alone"
+
+
+def test_blank_preservation_caches_the_empty_caption(
+    tmp_path: Path, i2i_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also without caption dropout, and once per source picture where the prompt holds it."""
+    run = Workspace.create(
+        tmp_path, i2i_checkpoint, pictures=4, model_flavour="i2i-lite-sft", caption_dropout_probability=0,
+        preservation_weight=1, preservation_probability=1,
+    )  # fmt: skip
+    run.add_pictures("datasets/sources", 4, seed=5)
+    source = {**DATASETS[0], "id": "sources", "instance_data_dir": "datasets/sources"}
+    source.update(dataset_type="conditioning", conditioning_type="reference_strict")
+    run.write_datasets([{**DATASETS[0], "conditioning_data": ["sources"]}, source, DATASETS[1]])
+    assert run.train() == 0
+    assert len(list(run.path("cache/text").rglob("*.zst"))) == 4 * (2 + 1)
+    assert "encoded again" not in caplog.text, "planned, not found missing in a step"
+    assert all("preservation_loss" in line for line in run.metrics())
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "expected"),
+    [
+        ({"preservation_weight": 1, "model_type": "full"}, 2, "preservation_weight: needs model_type lora"),
+        ({"preservation_weight": 1, "preservation_trigger": "picture"}, 2, "'picture' needs preservation_prompt"),
+        ({**WORDS, "preservation_weight": 1, "preservation_trigger": "pictur"}, 2, "'pictur' is in 0 of 16 captions."),
+        ({**WORDS, "preservation_weight": 1}, 0, "'picture' is in 8 of 16 captions; for the others"),
+        ({"preservation_weight": 1, "preservation_prompt": "a <|im_end|>"}, 2, "holds <|im_end|>"),
+        (WORDS, 0, "preservation_prompt: has no effect"),
+    ],
+)
+def test_bad_input(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], code: int, expected: str
+) -> None:
+    workspace.write_config(**settings)
+    assert workspace.run("plan") == code
+    captured = capsys.readouterr()
+    assert expected in " ".join((captured.out + captured.err).split())
