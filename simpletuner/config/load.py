@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 
 from simpletuner.config import schema
+from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.json_files import json_kind, read_json, same_value
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
 from simpletuner.config.option import Group
@@ -79,7 +80,7 @@ class RunConfig:
     loss: schema.LossConfig
     preservation: PreservationConfig
     tread: schema.TreadConfig
-    crepa: schema.CrepaConfig
+    crepa: CrepaConfig
     scheduled_sampling: schema.ScheduledSamplingConfig
     validation: schema.ValidationConfig
     evaluation: schema.EvaluationConfig

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.option import (
     Flag,
     Gigabytes,
@@ -550,41 +551,6 @@ class TreadConfig(Group):
     def routes(self) -> tuple[Route, ...]:
         """The ranges of blocks that some tokens skip; none without `tread_config`."""
         return () if self.tread_config is None else tuple(self.tread_config.routes)
-
-
-class CrepaConfig(Group):
-    """CREPA"""
-
-    crepa_enabled: Flag = option(False, "Align features per frame with a picture encoder.", planned="switch")
-    crepa_block_index: Integer | None = option(None, "Block whose features are aligned.", ge=0, planned="detail")
-    crepa_lambda: Number = option(0.5, "Weight.", ge=0, planned="detail")
-    crepa_adjacent_distance: Integer = option(1, "Distance of neighbouring frames.", ge=0, planned="detail")
-    crepa_adjacent_tau: Number = option(1.0, "Temporal decay of their weight.", gt=0, planned="detail")
-    crepa_encoder: Text = option("dinov2_vitg14", "Vision encoder.", aliases=("crepa_model",), planned="detail")
-    crepa_encoder_image_size: Integer = option(518, "Its picture size.", ge=64, planned="detail")
-    crepa_drop_vae_encoder: Flag = option(False, "Unload the VAE's encoder.", planned="detail")
-    crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option(
-        "constant", "Schedule of the weight.", planned="detail"
-    )
-    crepa_warmup_steps: Integer = option(0, "Warm-up steps of the weight.", ge=0, planned="detail")
-    crepa_decay_steps: Integer = option(0, "Decay steps of the weight; 0 is the whole run.", ge=0, planned="detail")
-    crepa_lambda_end: Number = option(0.0, "Final weight.", planned="detail")
-    crepa_power: Number = option(1.0, "Power of the polynomial schedule.", planned="detail")
-    crepa_cutoff_step: Integer = option(0, "The weight is 0 from this step on; 0 is off.", ge=0, planned="detail")
-    crepa_similarity_threshold: Number | None = option(None, "Switch off at this similarity.", planned="detail")
-    crepa_similarity_ema_decay: Number = option(0.99, "Averaging of the similarity.", ge=0, le=1, planned="detail")
-    crepa_threshold_mode: Literal["permanent", "recoverable"] = option(
-        "permanent", "Off permanently, or until the similarity falls again.", planned="detail"
-    )
-    crepa_cumulative_neighbors: Flag = option(False, "Use all distances up to the configured one.", planned="detail")
-    crepa_normalize_by_frames: Flag = option(True, "Divide by the number of frames.", planned="detail")
-    crepa_normalize_neighbour_sum: Flag = option(False, "Divide by the sum of the weights.", planned="detail")
-    crepa_spatial_align: Flag = option(True, "Resize the token grid instead of pooling.", planned="detail")
-    crepa_encoder_frames_batch_size: Integer = option(-1, "Frames per encoder pass; -1 is all.", planned="detail")
-    crepa_feature_source: Literal["encoder", "backbone"] = option("encoder", "Where the target comes from.",
-                                                                  planned="detail")  # fmt: skip
-    crepa_use_backbone_features: Flag = option(False, "Target from a later block.", planned="detail")
-    crepa_teacher_block_index: Integer | None = option(None, "That block.", ge=0, planned="detail")
 
 
 class ScheduledSamplingConfig(Group):

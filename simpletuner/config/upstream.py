@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from simpletuner.config.crepa import SELF_FLOW
 from simpletuner.config.option import FALSE_WORDS
 from simpletuner.errors import Problem
 
@@ -51,9 +52,12 @@ INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("lr",), "learning_rate is the peak rate"),
     **dict.fromkeys(("freeu", "ip_adapter", "refiner_training", "segmoe", "musubi_blocks_to_swap", "ramtorch"),
                     "it is not supported; to save memory see enable_group_offload"),
-    **dict.fromkeys(("tlora", "twinflow", "self_flow", "flowdpo", "crepa_self_flow", "layer_freeze_strategy",
+    **dict.fromkeys(("tlora", "twinflow", "flowdpo", "layer_freeze_strategy",
                      "offset_noise", "fused_qkv_projections", "fuse_qkv_projections", "vae_tiling"),
                     "it is not supported"),
+    **dict.fromkeys(("self_flow", "crepa_self_flow", "crepa_self_flow_mask_ratio"), SELF_FLOW),
+    **dict.fromkeys(("crepa_use_tae",), "no tiny autoencoder decodes the latents of these families; the teacher's "
+                    "features are cached, so the VAE decodes each clip once"),
     **dict.fromkeys(("allow_tf32",), "disable_tf32 is the switch"),
     **dict.fromkeys(("hub_token",), "log in with `hf auth login` or set HF_TOKEN"),
     **dict.fromkeys(("wandb_api_key",), "log in with `wandb login` or set WANDB_API_KEY"),

@@ -98,7 +98,8 @@ class FamilySpec:
         in_comfyui: ComfyUI supports the model, with diffusers' names for its layers.
         token_blocks: key in the transformer's config.json with the number of blocks that tokens can be routed past;
             None if the family does not support routes.
-        block_counts: keys in the transformer's config.json with the number of blocks, by group name in weight files.
+        block_counts: keys in the transformer's config.json with the number of blocks, by group name in weight files;
+            the last group has the visual blocks.
         grid: (flavour, checkpoint) -> required multiple of width and height, if it can exceed `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.

@@ -27,6 +27,7 @@ from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.checks import (
+    check_block_numbers,
     check_cache_folders,
     check_config,
     check_datasets,
@@ -34,7 +35,6 @@ from simpletuner.plan.checks import (
     check_flavour,
     check_prompts,
     check_total,
-    check_tread,
     check_weights,
 )
 from simpletuner.plan.environment import check_environment
@@ -235,7 +235,7 @@ def _check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: 
     yield from spec.check(config, flavour)
     # The content of a checkpoint that cannot be found or read need not be checked.
     yield from source.problems() or (*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source))
-    yield from check_tread(config, spec, source)
+    yield from check_block_numbers(config, spec, source)
 
 
 def _fit_grid(config: RunConfig, spec: FamilySpec) -> RunConfig:

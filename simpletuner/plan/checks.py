@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, learning_rate
@@ -165,6 +166,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
     yield from config.preservation.check(config.model.model_type)
+    yield from check_crepa(config.crepa, config.is_explicit)
 
 
 def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
@@ -184,6 +186,9 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
             yield Problem(key, message, fatal=False)
     if spec.media == "video":
         yield from check_frames(config, spec)
+    elif config.crepa.crepa_enabled and not config.crepa.irepa_enabled:
+        message = f"aligns the frames of clips, and {spec.title} makes pictures; irepa_enabled too aligns a picture."
+        yield Problem("crepa_enabled", message)
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
         message = f"'comfyui': ComfyUI has no built-in {spec.title} that could load it; use diffusers."
         yield Problem("lora_format", message)
@@ -240,14 +245,17 @@ def check_text_encoders(config: RunConfig, spec: FamilySpec) -> Iterator[Problem
         yield Problem("text_encoder_2_precision", message)
 
 
-def check_tread(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
-    """Token routes, compared with the number of blocks if the checkpoint is on this machine.
+def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
+    """The blocks of token routes and of CREPA, compared with their number if the checkpoint is on this machine.
 
     A family that cannot skip tokens says why in its own checks.
     """
-    if spec.token_blocks is not None and config.tread.routes:
-        blocks = (source.read_config("transformer") or {}).get(spec.token_blocks)
-        yield from check_routes(config.tread.routes, blocks if isinstance(blocks, int) else None)
+    counts = list(spec.block_counts.values())
+    found = (source.read_config("transformer") or {}).get(counts[-1]) if counts else None
+    blocks = found if isinstance(found, int) else None
+    if spec.token_blocks is not None:
+        yield from check_routes(config.tread.routes, blocks)
+    yield from check_blocks(config.crepa, blocks)
 
 
 def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:

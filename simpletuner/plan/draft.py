@@ -15,7 +15,7 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.build import find_family, find_flavour
-from simpletuner.plan.checks import check_config, check_family, check_total, check_tread
+from simpletuner.plan.checks import check_block_numbers, check_config, check_family, check_total
 from simpletuner.validation.prompts import collect_prompts, fit_sizes
 
 
@@ -95,7 +95,7 @@ class Draft:
         config = resolve(with_family([*self._weaker(), answers], spec.defaults, spec.fixed), problems)
         flavour = find_flavour(config, spec, problems)
         problems += [*check_config(config), *check_family(config, spec), *spec.check(config, flavour)]
-        problems += check_tread(config, spec, ModelSource.from_config(spec, flavour, config))
+        problems += check_block_numbers(config, spec, ModelSource.from_config(spec, flavour, config))
         problems += check_total(config, config.schedule.max_train_steps or 0)
         collect_prompts(config.validation, problems)
         if Path(config.run.data_backend_config or "").expanduser() == self.file:

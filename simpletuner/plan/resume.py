@@ -127,18 +127,11 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
             "use_dora": lora.use_dora,
             "peft_lora_target_modules": targets,
         }
-    groups = (
-        config.flow,
-        config.loss,
-        config.text,
-        config.family.of(spec.options),
-        config.tread,
-        config.preservation,
-        config.ema,
-    )
+    own = config.family.of(spec.options)
+    groups = (config.flow, config.loss, config.text, own, config.tread, config.crepa, config.preservation, config.ema)
     # Models are compared by content (`weight_identities`), not by location.
     values = {key: value for group in groups for key, value in group.model_dump().items()}
-    changeable = {key: value for key, value in values.items() if not key.endswith("_name_or_path")}
+    changeable = {key: value for key, value in values.items() if not key.endswith(("_name_or_path", "_cache"))}
     changeable |= {
         "lora_dropout": lora.lora_dropout,
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,

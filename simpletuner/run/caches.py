@@ -36,7 +36,7 @@ from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length
-from simpletuner.plan.checks import check_tread
+from simpletuner.plan.checks import check_block_numbers
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
 from simpletuner.training.assemble import make_accelerator
@@ -254,7 +254,7 @@ def fetch(plan: Plan, events: EventStream) -> None:
                 part.fetch()
                 phase.advance(1, f"{part.location}/{part.folder}")
         found = plan.spec.check_checkpoint(plan.flavour, plan.source)
-        found += check_tread(plan.config, plan.spec, plan.source)  # now that the number of blocks is known
+        found += check_block_numbers(plan.config, plan.spec, plan.source)  # now that their number is known
         raise_if_fatal(found)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
-from simpletuner.models.adapter import BlockLayout, FamilyAdapter
+from simpletuner.models.adapter import BlockLayout, FamilyAdapter, LatentEncoder
 from simpletuner.techniques.hidden_states import HiddenStates
 
 # The model's current velocity prediction. Techniques do not act on such a forward pass.
@@ -85,6 +85,10 @@ class Technique:
         """
         return {}
 
+    def metrics(self) -> Mapping[str, Tensor]:
+        """Scalars of the last micro-step to log besides the losses, without gradients."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What an exact resume needs besides the module."""
         return {}
@@ -104,6 +108,8 @@ class Site:
         others: all techniques of the run, including this one, in the order in which they are called.
         disabled: context in which the model is as it was before training.
         hidden: hidden states of visual blocks in the forward pass of each micro-step.
+        total_steps: optimizer steps of the whole run.
+        load_latent_encoder: loads the VAE onto the device, in the dtype of the run.
     """
 
     adapter: FamilyAdapter
@@ -114,6 +120,8 @@ class Site:
     others: Sequence[Technique]
     disabled: Callable[[], AbstractContextManager[None]]
     hidden: HiddenStates
+    total_steps: int
+    load_latent_encoder: Callable[[], LatentEncoder]
 
     def kept_tokens(self, block: int) -> Tensor | None:
         """The tokens in the hidden states of a visual block, int64 `B K`; None if all are."""

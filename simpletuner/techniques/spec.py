@@ -70,6 +70,8 @@ def chosen_techniques(config: RunConfig, regularised: Mapping[str, float]) -> tu
         specs.append(
             TechniqueSpec(lambda: _load("regularisation:Regularisation")(ids), cost=lambda transformer, load: forwards)
         )
+    if config.crepa.crepa_enabled:
+        specs.append(_crepa(config, frozenset(regularised)))
     routes = config.tread.routes
     if routes:
         specs.append(TechniqueSpec(lambda: _load("tread:Tread")(routes), routes=routes))
@@ -84,6 +86,20 @@ def chosen_techniques(config: RunConfig, regularised: Mapping[str, float]) -> tu
             )
         )
     return tuple(specs)
+
+
+def _crepa(config: RunConfig, regularised: frozenset[str]) -> TechniqueSpec:
+    """CREPA, with its projector and the activations from the block's tokens to the loss, all in float32."""
+    crepa, width = config.crepa, None
+
+    def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
+        inner, outer = transformer.hidden, width or transformer.hidden
+        side = int(crepa.irepa_projector_kernel_size) if crepa.irepa_enabled else 1
+        tokens, weights = load.samples * load.tokens, inner * outer * side**2
+        numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit, and the teacher's
+        return TechniqueCost(weights + outer, 4.0 * tokens * numbers, 6.0 * tokens * weights)
+
+    return TechniqueSpec(lambda: _load("crepa:Crepa")(crepa, width, regularised), cost=cost)
 
 
 def _load(name: str) -> Callable[..., Technique]:

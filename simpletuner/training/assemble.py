@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import learning_rate, trained_precision
-from simpletuner.config.precision import quantisation, transformer_dtype
+from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import step_seed
@@ -92,7 +93,11 @@ def assemble(
     _checkpoint_blocks(transformer, layout, fast, config, device)
     _compile_blocks(layout, fast, config, device)
     hidden = HiddenStates(layout)
-    site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden)
+    load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(config.precision, config.caching)])
+    site = Site(
+        adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, spec.total_steps,
+        load_vae,
+    )  # fmt: skip
     modules = _attach(techniques, site, spec.seed)
     parameters = trained.parameters()
     streamed = _place(transformer, layout, config.offload, device)

@@ -212,8 +212,13 @@ def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: _Losses) -> Tensor
     for technique in assembly.techniques:
         loss = technique.weigh(noisy, prediction, loss)
     total = per_sample(loss).mean()
-    for name, extra in (pair for each in extras for pair in each.items()):
-        losses.extra.setdefault(name, []).append(extra.detach())
+    added = [pair for each in extras for pair in each.items()]
+    logged = [*added, *(pair for technique in assembly.techniques for pair in technique.metrics().items())]
+    if added:
+        logged.append(("diffusion_loss", total))
+    for name, value in logged:
+        losses.extra.setdefault(name, []).append(value.detach())
+    for _, extra in added:
         total = total + extra
     losses.total.append(total.detach())
     return total

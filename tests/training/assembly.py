@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,18 @@ def make_site(adapter: FamilyAdapter, transformer: nn.Module, *others: Technique
     """Where techniques are attached to a transformer that nothing else is done to."""
     layout = adapter.block_layout(transformer)
     hidden = HiddenStates(layout)
-    return Site(adapter, transformer, layout, CPU, torch.float32, others, nullcontext, hidden)
+    return Site(
+        adapter,
+        transformer,
+        layout,
+        CPU,
+        torch.float32,
+        others,
+        nullcontext,
+        hidden,
+        10,
+        partial(adapter.load_latent_encoder, CPU, torch.float32),
+    )
 
 
 def no_forward(noisy: NoisyBatch) -> Tensor:

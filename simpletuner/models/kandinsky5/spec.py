@@ -141,6 +141,7 @@ KANDINSKY5_IMAGE = FamilySpec(
         "validation_num_inference_steps": 30,
         "validation_resolution": "1024x1024",
         "validation_negative_prompt": "blurry, cropped, ugly",
+        "crepa_block_index": 8,
     },
     components=COMPONENTS,
     size_multiple=16,

@@ -130,6 +130,7 @@ SANA_VIDEO = FamilySpec(
         "validation_resolution": "832x480",
         "validation_num_video_frames": 81,
         "validation_negative_prompt": NEGATIVE_PROMPT,
+        "crepa_block_index": 10,
     },
     fixed=TRAINING_SIGMAS,
     components={

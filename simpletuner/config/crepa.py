@@ -1,0 +1,213 @@
+"""CREPA: its keys, the rules between them, and the vision encoders that they name. Free of torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from simpletuner.config.option import Flag, Group, Integer, Number, Text, option, parse_text
+from simpletuner.errors import Problem
+
+PATCH = 14  # pixels per side of a patch of DINOv2
+SELF_FLOW = "Self-Flow is not supported: it needs a moving-average teacher and a timestep for every token"
+# Width, parameters, layers and heads of DINOv2's sizes (Oquab et al., arXiv 2304.07193, table 17).
+SIZES = {
+    "s": ("small", 384, 22_056_576, 12, 6),
+    "b": ("base", 768, 86_580_480, 12, 12),
+    "l": ("large", 1024, 304_368_640, 24, 16),
+    "g": ("giant", 1536, 1_136_480_768, 40, 24),
+}
+ENCODERS = tuple(f"dinov2_vit{size}14{registers}" for registers in ("", "_reg") for size in SIZES)
+SPELLINGS = re.compile(r"dino_?v2[_-](?:vit)?([sblg])(?:14)?(_reg)?")
+
+
+def canonical_encoder(name: str) -> str | None:
+    """The name in `ENCODERS` that a spelling means, such as `dinov2_vitg14` for `dino_v2_g`; None if none does."""
+    match = SPELLINGS.fullmatch(name.strip().lower())
+    return f"dinov2_vit{match[1]}14{match[2] or ''}" if match else None
+
+
+def _refuse_self_flow(value: object) -> object:
+    if value == "self_flow":
+        raise ValueError(f"is not available: {SELF_FLOW}")
+    return value
+
+
+Source = Annotated[Literal["encoder", "backbone"], BeforeValidator(_refuse_self_flow)]
+KernelSize = Annotated[Literal["1", "3", "5", "7"], BeforeValidator(parse_text)]
+
+
+class CrepaConfig(Group):
+    """CREPA"""
+
+    crepa_enabled: Flag = option(
+        False,
+        "Align hidden states of one block, frame by frame, with features of a frozen picture encoder or of a later "
+        "block, for steadier clips. See docs/experimental/VIDEO_CREPA.md.",
+    )
+    crepa_block_index: Integer | None = option(
+        None, "The aligned block, counted from 0.", ge=0, default_note="8; Sana Video 10"
+    )
+    crepa_lambda: Number = option(0.5, "Weight of the alignment in the loss; 0 is plain training.", ge=0)
+    crepa_adjacent_distance: Integer = option(
+        1, "Frames are also aligned with those this far before and after, in latent frames; 0: only their own.", ge=0
+    )
+    crepa_adjacent_tau: Number = option(1.0, "A frame at distance d counts exp(-d / tau).", gt=0)
+    crepa_cumulative_neighbors: Flag = option(False, "Every distance up to crepa_adjacent_distance, not only that one.")
+    crepa_normalize_by_frames: Flag = option(True, "Average over the frames instead of adding them up.")
+    crepa_normalize_neighbour_sum: Flag = option(False, "Divide each frame's sum by the sum of its weights.")
+    crepa_spatial_align: Flag = option(True, "Compare position by position; false compares the means of whole frames.")
+    crepa_feature_source: Source = option(
+        "encoder", "Where the teacher's features come from: a vision encoder, or a later block of the model itself."
+    )
+    crepa_use_backbone_features: Flag = option(False, "The same as crepa_feature_source backbone.")
+    crepa_teacher_block_index: Integer | None = option(
+        None, "The teacher's block, counted from 0, for crepa_feature_source backbone.", ge=0
+    )
+    crepa_encoder: Text = option(
+        "dinov2_vitg14",
+        "The vision encoder: dinov2_vits14, _vitb14, _vitl14 or _vitg14, each also with _reg, or a folder or hub id "
+        "of a DINOv2 in the format of transformers.",
+        aliases=("crepa_model",),
+    )
+    crepa_encoder_image_size: Integer = option(
+        518, "Pixels per side of its pictures, a multiple of 14. Smaller is faster and coarser.", ge=64
+    )
+    crepa_encoder_resize: Literal["aspect", "square"] = option(
+        "aspect",
+        "aspect: frames keep their proportions, with at most as many patches as the square; square: they are "
+        "stretched to it.",
+    )
+    crepa_encoder_frames_batch_size: Integer = option(-1, "Frames the encoder takes at a time; -1 is a whole clip.")
+    crepa_cache: Literal["auto", "disk", "off"] = option(
+        "auto",
+        "disk: the encoder's features are stored beside the latents, and neither encoder nor VAE is loaded in "
+        "training; off: they are computed in every step; auto: disk if they fit into a fifth of the free space.",
+    )
+    crepa_drop_vae_encoder: Flag = option(
+        False, "Drop the encoder half of the VAE that decodes for the teacher, which saves memory."
+    )
+    crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option(
+        "constant", "How the weight goes from crepa_lambda to crepa_lambda_end."
+    )
+    crepa_warmup_steps: Integer = option(0, "The weight first rises linearly from 0, in this many steps.", ge=0)
+    crepa_decay_steps: Integer = option(0, "The step at which the decay ends; 0: that of the run.", ge=0)
+    crepa_lambda_end: Number = option(0.0, "The weight after the decay.", ge=0)
+    crepa_power: Number = option(1.0, "Power of the polynomial schedule.", gt=0)
+    crepa_cutoff_step: Integer = option(0, "The weight is 0 from this step on; 0: never.", ge=0)
+    crepa_similarity_threshold: Number | None = option(
+        None, "Switch off when the averaged crepa_alignment_score reaches this.", gt=0, le=1
+    )
+    crepa_similarity_ema_decay: Number = option(0.99, "Decay of that average.", ge=0, lt=1)
+    crepa_threshold_mode: Literal["permanent", "recoverable"] = option(
+        "permanent", "After the threshold: off for good, or until the average falls below it."
+    )
+    irepa_enabled: Flag = option(
+        False,
+        "With crepa_enabled: a convolution as projector, and spatially normalised features (iREPA). On pictures this "
+        "aligns the one frame there is.",
+    )
+    irepa_spatial_norm_alpha: Number = option(
+        0.6, "Share of the mean over a frame that is subtracted from the teacher's features.", ge=0
+    )
+    irepa_projector_kernel_size: KernelSize = option("3", "Side of the projector's kernel, in tokens.")
+
+    @property
+    def from_backbone(self) -> bool:
+        """Whether a later block is the teacher."""
+        return self.crepa_use_backbone_features or self.crepa_feature_source == "backbone"
+
+    @property
+    def needs_encoder(self) -> bool:
+        """Whether features of a vision encoder are used: not at a weight that is always 0."""
+        decays = self.crepa_scheduler != "constant" and self.crepa_lambda_end > 0
+        return self.crepa_enabled and not self.from_backbone and (self.crepa_lambda > 0 or decays)
+
+    def patches(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of the encoder's patches for a frame of these proportions."""
+        side = self.crepa_encoder_image_size // PATCH
+        if self.crepa_encoder_resize == "square":
+            return side, side
+        rows, columns = (int(side * math.sqrt(ratio) + 1e-9) for ratio in (height / width, width / height))
+        return max(rows, 1), max(columns, 1)
+
+
+def weight_at(crepa: CrepaConfig, step: int, total_steps: int) -> float:
+    """The scheduled weight after `step` optimizer steps: a linear warm-up, then the decay, 0 from the cut-off on.
+
+    The decay runs from the end of the warm-up to `crepa_decay_steps`, both counted from step 0.
+    """
+    start, end, warmup = crepa.crepa_lambda, crepa.crepa_lambda_end, crepa.crepa_warmup_steps
+    if 0 < crepa.crepa_cutoff_step <= step:
+        return 0.0
+    if step < warmup:
+        return start * step / warmup
+    length = max((crepa.crepa_decay_steps or total_steps) - warmup, 1)
+    left = 1 - min((step - warmup) / length, 1.0)
+    match crepa.crepa_scheduler:
+        case "linear":
+            return end + (start - end) * left
+        case "cosine":
+            return end + (start - end) * (1 - math.cos(math.pi * left)) / 2
+        case "polynomial":
+            return end + (start - end) * float(left**crepa.crepa_power)
+        case "constant":
+            return start
+
+
+def check_crepa(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
+    """Contradictions between the keys."""
+    if not crepa.crepa_enabled:
+        if crepa.irepa_enabled:
+            yield Problem("irepa_enabled", "needs crepa_enabled.")
+        for key in filter(is_explicit, CrepaConfig.model_fields):
+            if key not in ("crepa_enabled", "irepa_enabled"):
+                yield Problem(key, "has no effect: crepa_enabled is off.", fatal=False)
+        return
+    yield from _check_source(crepa, is_explicit)
+    if crepa.crepa_encoder_frames_batch_size < 1 and crepa.crepa_encoder_frames_batch_size != -1:
+        message = f"{crepa.crepa_encoder_frames_batch_size} is neither -1 nor at least 1."
+        yield Problem("crepa_encoder_frames_batch_size", message)
+    side = crepa.crepa_encoder_image_size
+    if side % PATCH:
+        below = side // PATCH * PATCH
+        message = f"{side} is not a multiple of {PATCH}; the nearest are {below} and {below + PATCH}."
+        yield Problem("crepa_encoder_image_size", message)
+
+
+def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
+    """One source of features, and a teacher that is another block than the student."""
+    both = is_explicit("crepa_feature_source") and is_explicit("crepa_use_backbone_features")
+    if both and crepa.crepa_use_backbone_features != (crepa.crepa_feature_source == "backbone"):
+        flag = str(crepa.crepa_use_backbone_features).lower()
+        message = f"{crepa.crepa_feature_source!r} contradicts crepa_use_backbone_features {flag}; remove one of them."
+        yield Problem("crepa_feature_source", message)
+    teacher = crepa.crepa_teacher_block_index
+    if not crepa.from_backbone:
+        if teacher is not None:
+            message = "has no effect: the features come from crepa_encoder, not from a block."
+            yield Problem("crepa_teacher_block_index", message, fatal=False)
+    elif teacher is None or teacher == crepa.crepa_block_index:
+        unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
+        message = f"{unset}: a block cannot be its own teacher; name a later one."
+        yield Problem("crepa_teacher_block_index", message)
+
+
+def check_blocks(crepa: CrepaConfig, blocks: int | None) -> Iterator[Problem]:
+    """Check that the model has the blocks.
+
+    Args:
+        blocks: their number; None if the checkpoint is not on this machine.
+    """
+    if not crepa.crepa_enabled or blocks is None:
+        return
+    chosen = {"crepa_block_index": crepa.crepa_block_index}
+    if crepa.from_backbone:
+        chosen["crepa_teacher_block_index"] = crepa.crepa_teacher_block_index
+    for key, block in chosen.items():
+        if block is not None and block >= blocks:
+            yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")

@@ -1,0 +1,262 @@
+"""CREPA: hidden states of a block are aligned, frame by frame, with the features of a frozen teacher.
+
+Hwang et al., "Cross-Frame Representation Alignment for Fine-Tuning Video Diffusion Models", arXiv 2506.09229. With f
+for a frame, y for the teacher's features, h for the block's tokens, phi for a trained projector and sim for the mean
+cosine over the positions of a frame:
+
+    score(f) = sim(y_f, phi(h_f)) + sum over neighbours k of exp(-|k - f| / tau) * sim(y_k, phi(h_f))
+    loss     = -weight * mean over f of score(f)
+
+The teacher is a vision encoder (`techniques.teacher`) or a later block. With `irepa_enabled`, the projector is a
+convolution and the features are normalised over each frame (Singh et al., arXiv 2512.10794); on pictures that is
+REPA (Yu et al., arXiv 2410.06940).
+
+All tokens are put back on the grid of their frames first, whatever order the blocks have them in. Tokens that a route
+leaves out are missing there and count in no mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize, pad
+
+from simpletuner.config.crepa import CrepaConfig, weight_at
+from simpletuner.diffusion.batch import NoisyBatch, upload
+from simpletuner.techniques.base import Predict, Site, Technique
+
+FEATURES = "crepa"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tokens on the grid of their frames.
+
+    Attributes:
+        values: `B F h w D`; zeros where there is no token.
+        there: 1 where there is a token, else 0; `B F h w`.
+    """
+
+    values: Tensor
+    there: Tensor
+
+    def mean(self) -> Tensor:
+        """The mean over the tokens of each frame, `B F 1 1 D`."""
+        count = self.there.sum((2, 3)).clamp(min=1)
+        return (self.values * self.there[..., None]).sum((2, 3), keepdim=True) / count[..., None, None, None]
+
+    def pooled(self) -> Grid:
+        """Each frame's mean in place of its tokens."""
+        return Grid(self.mean(), self.there.amax((2, 3), keepdim=True))
+
+    def normalised(self, alpha: float) -> Grid:
+        """(y - alpha mean) / deviation per channel, over the tokens of each frame (arXiv 2512.10794)."""
+        mean = self.mean()
+        deviation = replace(self, values=(self.values - mean).square()).mean().sqrt()
+        return replace(self, values=(self.values - alpha * mean) / (deviation + 1e-6))
+
+    def unit(self) -> Grid:
+        """Every token scaled to length 1."""
+        return replace(self, values=normalize(self.values, dim=-1))
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How well the frames of a batch are aligned, each `B F`.
+
+    Attributes:
+        total: similarity to the frame's own features and to its neighbours', weighted and added up.
+        weights: the sum of these weights; 0 for a frame without tokens.
+        own: similarity to the frame's own features alone.
+    """
+
+    total: Tensor
+    weights: Tensor
+    own: Tensor
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over the frames that have tokens, then over samples."""
+        return (values.sum(1) / self.frames).mean()
+
+    @property
+    def frames(self) -> Tensor:
+        """How many frames have tokens, `B`."""
+        return (self.weights > 0).sum(1).clamp(min=1)
+
+    @property
+    def score(self) -> Tensor:
+        """`total` per weight: at most 1, unlike the sum."""
+        return self.total / self.weights.clamp(min=1e-6)
+
+
+def align(student: Grid, teacher: Grid, neighbours: Mapping[int, float]) -> Alignment:
+    """Compare unit tokens of a student with those of a teacher.
+
+    Args:
+        neighbours: weight of the frame this far after a frame; 0 is the frame itself.
+    """
+    own, seen = similarity(student, teacher, 0)
+    total, weights = own, seen
+    for shift, weight in neighbours.items():
+        other, there = similarity(student, teacher, shift)
+        total, weights = total + weight * other, weights + weight * there
+    return Alignment(total, weights, own)
+
+
+def similarity(student: Grid, teacher: Grid, shift: int) -> tuple[Tensor, Tensor]:
+    """The mean cosine of each frame with the teacher's frame `shift` later, and whether there is one; each `B F`."""
+    frames, before, after = student.values.shape[1], max(-shift, 0), max(shift, 0)
+    mine, theirs = slice(before, frames - after), slice(after, frames - before)
+    both = student.there[:, mine] * teacher.there[:, theirs]
+    cosines = (student.values[:, mine] * teacher.values[:, theirs]).sum(-1)
+    count = both.sum((2, 3))
+    mean = (cosines * both).sum((2, 3)) / count.clamp(min=1)
+    return pad(mean, (before, after)), pad((count > 0).float(), (before, after))
+
+
+def neighbours_of(config: CrepaConfig, frames: int) -> dict[int, float]:
+    """The weights of the frames before and after, by their distance, cut to a clip of this many frames."""
+    furthest = min(config.crepa_adjacent_distance, frames - 1)
+    first = 1 if config.crepa_cumulative_neighbors else furthest
+    distances = range(first, furthest + 1) if furthest else ()
+    weights = {distance: math.exp(-distance / config.crepa_adjacent_tau) for distance in distances}
+    return {shift: weight for distance, weight in weights.items() for shift in (-distance, distance)}
+
+
+class FrameConvolution(nn.Conv2d):
+    """A convolution over the tokens of each frame: `B F h w D` to `B F h w E`."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        frames = tokens.flatten(0, 1).permute(0, 3, 1, 2)
+        return super().forward(frames).permute(0, 2, 3, 1).unflatten(0, tokens.shape[:2])
+
+
+class Crepa(Technique):
+    """Adds the alignment loss.
+
+    Args:
+        width: of the encoder's features; None if a block is the teacher.
+        regularised: datasets whose target is the base model, which are not aligned.
+    """
+
+    def __init__(self, config: CrepaConfig, width: int | None, regularised: frozenset[str]) -> None:
+        self._config, self._feature_width, self._regularised = config, width, regularised
+        self._average: Tensor | None = None
+        self._is_off = False
+        self._log: dict[str, Tensor] = {}
+
+    def attach(self, site: Site) -> None:
+        config, self._site = self._config, site
+        self._student = config.crepa_block_index or 0
+        self._teacher = config.crepa_teacher_block_index or 0
+        site.hidden.watch(self._student)
+        if config.from_backbone:
+            site.hidden.watch(self._teacher)
+        self._width = site.layout.width
+        width = self._feature_width or self._width
+        if config.irepa_enabled:
+            side = int(config.irepa_projector_kernel_size)
+            self._project: nn.Module = FrameConvolution(self._width, width, side, padding=side // 2)
+        else:
+            self._project = nn.Sequential(nn.LayerNorm(self._width), nn.Linear(self._width, width))
+
+    def module(self) -> nn.Module:
+        return self._project
+
+    def adopt(self, module: nn.Module) -> None:
+        self._project = module
+
+    def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
+        """Decide the weight of this micro-step."""
+        if noisy.place is None:
+            raise ValueError("CREPA follows a schedule, so the batch needs its place in the run")
+        step, cutoff = noisy.place.global_step, self._config.crepa_cutoff_step
+        self._scheduled = weight_at(self._config, step, self._site.total_steps)
+        if noisy.batch.dataset_id in self._regularised:
+            self._scheduled = 0.0
+        self._follow_threshold()
+        self._is_cut = self._is_off or 0 < cutoff <= step
+        return noisy
+
+    def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
+        weight = 0.0 if self._is_off else self._scheduled
+        self._log = {"crepa_weight": torch.tensor(weight), "crepa_cutoff": torch.tensor(float(self._is_cut))}
+        recovering = self._is_off and self._config.crepa_threshold_mode == "recoverable"
+        if weight > 0 or (recovering and self._scheduled > 0):
+            with nullcontext() if weight > 0 else torch.no_grad():
+                loss = self._measure(noisy)
+            if weight > 0:
+                return {"crepa_loss": weight * loss}
+        # The projector takes part in every step, as gradient synchronisation requires.
+        nothing = self._project(torch.zeros(1, 1, 1, 1, self._width, device=prediction.device))
+        return {"crepa_loss": 0.0 * nothing.sum()}
+
+    def metrics(self) -> Mapping[str, Tensor]:
+        return self._log
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": None if self._average is None else self._average.item(), "off": self._is_off}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        average, self._is_off = state["average"], state["off"]
+        self._average = None if average is None else torch.tensor(average, device=self._site.device)
+
+    def _follow_threshold(self) -> None:
+        """Switch off at the threshold, and on again below it unless that is permanent."""
+        threshold = self._config.crepa_similarity_threshold
+        if threshold is None or self._average is None:
+            return
+        reached = self._average.item() >= threshold
+        self._is_off = reached or (self._is_off and self._config.crepa_threshold_mode == "permanent")
+
+    def _measure(self, noisy: NoisyBatch) -> Tensor:
+        """The alignment loss before its weight."""
+        config, student = self._config, self._tokens(noisy, self._student)
+        student = replace(student, values=self._project(student.values))
+        teacher = self._features(noisy, student)
+        if config.irepa_enabled:
+            teacher = teacher.normalised(config.irepa_spatial_norm_alpha)
+        if not config.crepa_spatial_align:
+            student, teacher = student.pooled(), teacher.pooled()
+        found = align(student.unit(), teacher.unit(), neighbours_of(config, student.values.shape[1]))
+        self._record(found)
+        score = found.score if config.crepa_normalize_neighbour_sum else found.total
+        return -(found.mean(score) if config.crepa_normalize_by_frames else score.sum(1).mean())
+
+    def _record(self, found: Alignment) -> None:
+        """Update the average, and note what is logged."""
+        score, decay = found.mean(found.score.detach()), self._config.crepa_similarity_ema_decay
+        self._average = score if self._average is None else decay * self._average + (1 - decay) * score
+        self._log |= {
+            "crepa_alignment_score": score,
+            "crepa_alignment_score_ema": self._average,
+            "crepa_alignment_sum": found.mean(found.total.detach()),
+            "crepa_similarity_self": found.mean(found.own.detach()),
+        }
+
+    @torch.no_grad()
+    def _features(self, noisy: NoisyBatch, student: Grid) -> Grid:
+        """The teacher's features `B F h w E`."""
+        if self._config.from_backbone:
+            return self._tokens(noisy, self._teacher)
+        features = torch.stack(noisy.batch.features[FEATURES]).float()
+        return Grid(features, torch.ones_like(features[..., 0]))
+
+    def _tokens(self, noisy: NoisyBatch, block: int) -> Grid:
+        """The hidden states of a block on the grid, float32."""
+        hidden, patch = self._site.hidden[block].float(), self._site.adapter.spec.patch_size
+        frames, height, width = noisy.noisy_latents.shape[2:]
+        grid = frames, height // patch, width // patch
+        order = upload(self._site.layout.order(*grid), hidden.device)
+        kept = self._site.kept_tokens(block)
+        places = order.expand(len(hidden), -1) if kept is None else order[kept]  # B S
+        values = hidden.new_zeros(len(hidden), math.prod(grid), hidden.shape[-1])
+        values = values.scatter(1, places[..., None].expand_as(hidden), hidden)
+        there = torch.zeros_like(values[..., 0]).scatter(1, places, 1.0)
+        return Grid(values.unflatten(1, grid), there.unflatten(1, grid))

@@ -1,0 +1,268 @@
+"""CREPA: the loss by hand, positions in every order of tokens, schedules, and that nothing else changes."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from simpletuner.config.crepa import CrepaConfig, weight_at
+from simpletuner.config.tread import Route
+from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.flow import make_noisy
+from simpletuner.diffusion.seeds import Place
+from simpletuner.models.adapter import TextRequest
+from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of
+from simpletuner.techniques.tread import Tread
+from simpletuner.training import step
+from simpletuner.training.state import Assembly
+from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance, limit
+from tests.fidelity.family import CPU
+from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.tiny import WIDTH, make_checkpoint
+from tests.training.assembly import make_assembly, make_batch, make_site, no_forward
+from tests.training.test_step import Batches
+
+BLOCK, SIDE, TOKENS = 1, 16, 64
+PLACE = Place(seed=3, global_step=0, micro_step=0, slots=range(1), group=1)
+BACKBONE = {"crepa_feature_source": "backbone", "crepa_teacher_block_index": 3}
+
+
+def crepa_of(width: int | None = WIDTH, regularised: frozenset[str] = frozenset(), **settings: Any) -> Crepa:
+    config = CrepaConfig.model_validate({"crepa_enabled": True, "crepa_block_index": BLOCK, **settings})
+    return Crepa(config, None if config.from_backbone else width, regularised)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("deep"), visual_blocks=4)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["dense", "nabla"])
+def clips(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A video checkpoint, dense or with block-sparse attention."""
+    return make_checkpoint(tmp_path_factory.mktemp("clips"), "t2v", nabla=request.param, visual_blocks=4)
+
+
+@pytest.fixture(scope="module")
+def batch(deep: Path) -> Batch:
+    batch = make_batch(deep, ["a star", "two blue circles"], SIDE)
+    features = torch.randn(2, 1, 8, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+    return replace(batch, features={FEATURES: list(features)})
+
+
+def unit(*shape: int) -> Grid:
+    values = torch.nn.functional.normalize(torch.randn(*shape), dim=-1)
+    return Grid(values, torch.ones(shape[:-1]))
+
+
+@pytest.mark.parametrize(("distance", "cumulative"), [(0, False), (1, False), (2, False), (2, True), (9, False)])
+def test_the_sum_over_frames_and_neighbours(distance: int, cumulative: bool) -> None:
+    torch.manual_seed(0)
+    student, teacher, frames, tau = unit(2, 4, 3, 5, 7), unit(2, 4, 3, 5, 7), 4, 0.7
+    config = CrepaConfig(
+        crepa_adjacent_distance=distance, crepa_adjacent_tau=tau, crepa_cumulative_neighbors=cumulative
+    )
+    found = align(student, teacher, neighbours_of(config, frames))
+    furthest = min(distance, frames - 1)
+    for sample in range(2):
+        for frame in range(frames):
+            total, weights = 0.0, 0.0
+            for other in range(frames):
+                apart = abs(other - frame)
+                if apart == 0 or apart == furthest or (cumulative and apart <= furthest):
+                    cosines = (student.values[sample, frame] * teacher.values[sample, other]).sum(-1)
+                    total += math.exp(-apart / tau) * cosines.mean().item()
+                    weights += math.exp(-apart / tau)
+            assert found.total[sample, frame].item() == pytest.approx(total, abs=1e-6)
+            assert found.score[sample, frame].item() == pytest.approx(total / weights, abs=1e-6)
+
+
+def test_tokens_that_are_not_there_count_in_no_mean() -> None:
+    torch.manual_seed(0)
+    student, teacher = unit(1, 3, 2, 2, 5), unit(1, 3, 2, 2, 5)
+    student.there[0, 0, 0], student.there[0, 1], teacher.there[0, 2, 1, 1] = 0, 0, 0
+    found = align(student, teacher, {1: 0.5})
+    cosines = (student.values * teacher.values).sum(-1)[0]
+    assert found.own[0].tolist() == pytest.approx(
+        [cosines[0, 1].mean().item(), 0, cosines[2].flatten()[:3].mean().item()]
+    )
+    after = (student.values[:, :2] * teacher.values[:, 1:]).sum(-1)[0]
+    assert found.total[0, 0].item() == pytest.approx((cosines[0, 1] + 0.5 * after[0, 1]).mean().item())
+    assert found.weights[0].tolist() == [1.5, 0, 1]
+    assert found.mean(found.score).item() == pytest.approx(((found.score[0, 0] + found.score[0, 2]) / 2).item())
+
+
+def positions(rope: Tensor, scale: tuple[float, float, float]) -> list[Tensor]:
+    """Frame, row and column of every token, read from the rotary table that the block gets: `B S`."""
+    angles = torch.atan2(rope[..., 1, 0], rope[..., 0, 0]).flatten(2)  # B S pairs: 2 of time, 3 of rows, 3 of columns
+    slowest = ((1, 1 / 2), (4, 2 / 3), (7, 2 / 3))  # the pair of each axis that turns the least, and its exponent
+    turned = zip(slowest, scale, strict=True)
+    return [(angles[..., pair] * 10000**power * by).round().long() for (pair, power), by in turned]
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("size", [(24, 16), (8, 16), (16, 24)])
+def test_coordinates_are_aligned_perfectly(clips: Path, size: tuple[int, int], routed: bool) -> None:
+    """The block's output is replaced by a code of each token's true position, the teacher's features are that code."""
+    rows, columns, frames = *size, 3
+    codes = torch.randn(frames, rows, columns, WIDTH, generator=torch.Generator().manual_seed(0))
+    codes -= codes.mean(
+        -1, keepdim=True
+    )  # which the projector's normalisation leaves as they are, but for their length
+    adapter: Any = make_video_adapter(clips, "t2v")
+    transformer: Any = adapter.load_transformer(torch.float32)
+    tread, crepa = Tread([Route(0.5, 0, 2)]), crepa_of(crepa_adjacent_distance=0)
+    techniques = (crepa, tread) if routed else (crepa,)
+    site = make_site(adapter, transformer, *techniques)
+    for technique in techniques:
+        technique.attach(site)
+    with torch.no_grad():
+        crepa.module()[1].weight.copy_(torch.eye(WIDTH))  # type: ignore[index]
+        crepa.module()[1].bias.zero_()  # type: ignore[index]
+
+    def place(block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        where = positions(inputs[3], adapter.rope_scale)
+        assert routed or [int(each.max()) for each in where] == [frames - 1, rows - 1, columns - 1]
+        return codes[tuple(where)] + 0 * output
+
+    transformer.visual_transformer_blocks[BLOCK].register_forward_hook(place, prepend=True)
+    latents = torch.randn(1, 16, frames, 2 * rows, 2 * columns)
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
+    given = Batch(latents, embeds, ["x"], features={FEATURES: [codes]})
+    noisy = make_noisy(given, torch.tensor([0.5]), torch.randn_like(latents), place=PLACE)
+    for technique in techniques:
+        noisy = technique.before_forward(noisy, no_forward)
+    with site.hidden.open():
+        adapter.predict(transformer, noisy)
+        assert (site.hidden[BLOCK].shape[1] < frames * rows * columns) == routed
+        crepa.extra_losses(noisy, latents)
+    score = crepa.metrics()["crepa_alignment_score"]
+    assert_close(score, torch.tensor(1.0), terms=WIDTH)
+
+
+SCHEDULES: list[tuple[dict[str, Any], dict[int, float]]] = [
+    ({}, {0: 0.5, 99: 0.5}),
+    ({"crepa_warmup_steps": 10}, {0: 0.0, 5: 0.25, 10: 0.5, 50: 0.5}),
+    ({"crepa_cutoff_step": 30}, {29: 0.5, 30: 0.0, 99: 0.0}),
+    ({"crepa_scheduler": "linear", "crepa_warmup_steps": 20}, {10: 0.25, 20: 0.5, 60: 0.25, 100: 0.0}),
+    ({"crepa_scheduler": "linear", "crepa_decay_steps": 40}, {20: 0.25, 40: 0.0, 90: 0.0}),
+    ({"crepa_scheduler": "cosine", "crepa_lambda_end": 0.1}, {25: 0.1 + 0.2 * (1 + 0.5**0.5), 50: 0.3, 100: 0.1}),
+    ({"crepa_scheduler": "polynomial", "crepa_power": 2}, {50: 0.125, 100: 0.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "expected"), SCHEDULES)
+def test_schedules(settings: dict[str, Any], expected: dict[int, float]) -> None:
+    config = CrepaConfig.model_validate(settings)
+    assert {at: weight_at(config, at, 100) for at in expected} == pytest.approx(expected)
+
+
+def train(assembly: Assembly, batch: Batch, steps: int = 3) -> list[dict[str, float]]:
+    return [step.optimizer_step(assembly, Batches(batch), each).metrics for each in range(steps)]  # type: ignore[arg-type]
+
+
+def test_without_weight_it_is_plain_training(deep: Path, batch: Batch) -> None:
+    runs = [make_assembly(deep, *given) for given in ((), (crepa_of(crepa_lambda=0),), (crepa_of(),))]
+    plain, neutral, aligned = (train(each, batch) for each in runs)
+    one, other, third = (each.parameters for each in runs)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not all(torch.equal(one[name], third[name]) for name in one)
+    assert [each["optimization_loss"] for each in plain] == [each["optimization_loss"] for each in neutral]
+    assert "crepa_alignment_score" not in neutral[0]
+    assert all(each.grad is None for each in runs[1].modules["Crepa"].parameters()), "taken part, then cleared"
+    first = aligned[0]
+    assert first["optimization_loss"] == pytest.approx(first["diffusion_loss"] + first["crepa_loss"])
+    assert first["crepa_loss"] == pytest.approx(-0.5 * first["crepa_alignment_sum"])
+
+
+def test_regularisation_data_is_not_aligned(deep: Path, batch: Batch) -> None:
+    assembly = make_assembly(deep, crepa_of(regularised=frozenset({"known"})))
+    kept = {name: each.detach().clone() for name, each in assembly.module_parameters.items()}
+    (metrics,) = train(assembly, replace(batch, dataset_id="known", features={}), 1)
+    assert (metrics["crepa_loss"], metrics["crepa_weight"]) == (0, 0)
+    assert kept.keys() == assembly.module_parameters.keys()
+
+
+def gradients_of(checkpoint: Path, batch: Batch, crepa: Crepa, **settings: Any) -> dict[str, Tensor]:
+    torch.compiler.reset()
+    assembly = make_assembly(checkpoint, crepa, **{"gradient_checkpointing": False, **settings})
+    step.rehearse_micro_step(assembly, batch)
+    every = assembly.parameters | assembly.module_parameters
+    found = {name: each.grad.clone() for name, each in every.items() if each.grad is not None}
+    assert len(found) == len(every)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "settings"),
+    [
+        (BACKBONE, {"gradient_checkpointing": True}),
+        ({}, {"gradient_checkpointing": True}),
+        (BACKBONE, {"gradient_checkpointing": True, "enable_group_offload": True}),
+        ({"irepa_enabled": True}, {"enable_group_offload": True}),
+        ({}, {"dynamo_backend": "aot_eager"}),
+    ],
+)
+def test_memory_and_speed_settings_change_no_gradient(
+    deep: Path, batch: Batch, source: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    expected = gradients_of(deep, batch, crepa_of(**source))
+    found = gradients_of(deep, batch, crepa_of(**source), **settings)
+    assert distance(found, expected) < ROTATION
+    assert max(float(each.abs().max()) for name, each in found.items() if name.startswith("Crepa")) > 1e-3
+
+
+def test_the_backbones_features_get_no_gradient(deep: Path, batch: Batch) -> None:
+    """The alignment trains what comes before the student's block only: the LoRA behind it sees the flow loss alone."""
+    plain, aligned = (make_assembly(deep, *given) for given in ((), (crepa_of(**BACKBONE),)))
+    for assembly in (plain, aligned):
+        step.rehearse_micro_step(assembly, batch)
+    for name, each in plain.parameters.items():
+        number = re.search(r"visual_transformer_blocks\.(\d+)\.", name)
+        before = number is None or int(number[1]) <= BLOCK
+        other = aligned.parameters[name].grad
+        if each.grad is not None and other is not None and each.grad.any():
+            assert torch.equal(each.grad, other) != before, name
+
+
+@pytest.mark.parametrize("settings", [{"irepa_enabled": True}, {"crepa_spatial_align": False}, BACKBONE])
+def test_it_works_inside_a_route(deep: Path, batch: Batch, settings: dict[str, Any]) -> None:
+    assembly = make_assembly(deep, crepa_of(**settings), Tread([Route(0.5, 1, 2)]))
+    losses = train(assembly, batch, 8)
+    assert losses[-1]["crepa_alignment_score"] > losses[0]["crepa_alignment_score"] + 0.05
+
+
+def test_the_normalised_features_of_a_frame() -> None:
+    grid = unit(1, 2, 3, 4, 5)
+    grid.there[0, 1, 0] = 0
+    found = grid.normalised(0.6).values[0, 1, 1:].flatten(0, 1)
+    part = grid.values[0, 1, 1:].flatten(0, 1)
+    expected = (part - 0.6 * part.mean(0)) / (part.std(0, unbiased=False) + 1e-6)
+    assert float((found - expected).abs().max()) < limit(ELEMENTWISE) * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("mode", ["permanent", "recoverable"])
+def test_the_threshold(deep: Path, batch: Batch, mode: str) -> None:
+    crepa = crepa_of(crepa_similarity_threshold=0.2, crepa_similarity_ema_decay=0.5, crepa_threshold_mode=mode)
+    assembly = make_assembly(deep, crepa)
+    crepa.load_state_dict({"average": 0.9, "off": False})
+    found = [each["crepa_cutoff"] for each in train(assembly, batch, 8)]
+    assert found[0] == 1
+    assert (0 in found) == (mode == "recoverable"), "the average of a random projector's score falls to 0"
+    saved = crepa.state_dict()
+    crepa.load_state_dict({"average": None, "off": False})
+    crepa.load_state_dict(saved)
+    assert crepa.state_dict() == saved
+
+
+def test_batches_need_their_place(batch: Batch) -> None:
+    noisy: NoisyBatch = make_noisy(batch, torch.tensor([0.5, 0.5]), torch.zeros_like(batch.latents))
+    with pytest.raises(ValueError, match="place in the run"):
+        crepa_of().before_forward(noisy, no_forward)
