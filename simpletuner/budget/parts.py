@@ -10,10 +10,12 @@ from typing import Literal
 from simpletuner.budget.estimate import TrainingSetup, optimizer_state_bytes
 from simpletuner.budget.workload import Bucket
 from simpletuner.config.load import RunConfig
+from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.speed import keeps_attention
+from simpletuner.models.adapter_sizes import adapters_of
 from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, BatchShape, TransformerCost
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.lora_targets import Targets, matching_modules
@@ -62,7 +64,7 @@ class Parts:
         name = optimizer_name(config.optimizer, precision.mixed_precision)
         return TrainingSetup(
             dtype=transformer_dtype(precision) if is_lora else trained,
-            adapters=self._adapters(config.lora.lora_rank) if is_lora else NO_ADAPTERS,
+            adapters=self._adapters(config.lora) if is_lora else NO_ADAPTERS,
             trained_bytes=BYTES[trained],
             state_bytes=optimizer_state_bytes(name, BYTES[trained], compensated=trained == "bf16"),
             checkpoint_interval=precision.checkpoint_interval,
@@ -78,9 +80,9 @@ class Parts:
             averaged=average_place(config.ema),
         )
 
-    def _adapters(self, rank: int) -> Adapters:
-        modules = [name.removesuffix(".weight") for name, shape in self.transformer.shapes.items() if len(shape) > 1]
-        return Adapters(rank, frozenset(matching_modules(modules, self.targets)))
+    def _adapters(self, config: LoraConfig) -> Adapters:
+        weights = {n.removesuffix(".weight"): shape for n, shape in self.transformer.shapes.items() if len(shape) > 1}
+        return adapters_of(config, {name: weights[name] for name in matching_modules(weights, self.targets)})
 
 
 def average_place(ema: EmaConfig) -> Literal["", "device", "host"]:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from simpletuner.config import schema
 from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.json_files import json_kind, read_json, same_value
+from simpletuner.config.lora import LoraConfig
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
 from simpletuner.config.option import Group
 from simpletuner.config.preservation import PreservationConfig
@@ -72,7 +73,7 @@ class RunConfig:
     speed: schema.SpeedConfig
     launch: schema.LaunchConfig
     ema: schema.EmaConfig
-    lora: schema.LoraConfig
+    lora: LoraConfig
     offload: schema.OffloadConfig
     caching: schema.CachingConfig
     flow: schema.FlowConfig

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from simpletuner.config.crepa import CrepaConfig
+from simpletuner.config.lora import LoraConfig
 from simpletuner.config.option import (
     Flag,
     Gigabytes,
@@ -359,35 +360,6 @@ class EmaConfig(Group):
     ema_device: Literal["cpu", "accelerator"] = option("cpu", "Where the average is kept.")
     ema_cpu_only: Flag = option(False, "Keep and update the average on the CPU only.")
     ema_foreach_disable: Flag = option(False, "Plain loops instead of fused updates; the result is the same.")
-
-
-class LoraConfig(Group):
-    """LoRA"""
-
-    lora_rank: Integer = option(16, "Rank of the update matrices.", ge=1)
-    lora_alpha: Number | None = option(None, "Scale is alpha / rank.", gt=0, default_note="the rank")
-    lora_dropout: Number = option(0.0, "Dropout before the update.", ge=0, lt=1)
-    lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = option(
-        "default",
-        "default and gaussian leave the model unchanged at step 0; the others change the base, which must be fp32.",
-        aliases=("lora_initialisation_style",),
-    )
-    lora_type: Literal["standard", "lycoris"] = option(
-        "standard", "lycoris trains through the LyCORIS package.", planned="switch"
-    )
-    lycoris_config: PathText | None = option(None, "Settings file of LyCORIS.", planned="detail")
-    peft_lora_target_modules: Json | None = option(
-        None,
-        "Which layers get a LoRA: a JSON list of names, a file with one, or `all-linear`.",
-        default_note="the family's attention projections",
-    )
-    use_dora: Flag = option(False, "Decompose weights into magnitude and direction (DoRA).")
-    lora_format: Literal["diffusers", "comfyui"] = option(
-        "diffusers",
-        "Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads both.",
-    )
-    init_lora: PathText | None = option(None, "File or folder of a LoRA to start from.")
-    init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
 
 
 SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes while the next is copied

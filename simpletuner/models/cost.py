@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from simpletuner.config.tread import Route, tokens_by_block
@@ -100,10 +100,18 @@ class Activations:
 
 @dataclass(frozen=True)
 class Adapters:
-    """A LoRA: its rank and the names of its target modules; no modules and `rank` 0 mean none."""
+    """An adapter: a LoRA of a rank, or another kind; no modules mean none.
+
+    Attributes:
+        rank: of a LoRA.
+        modules: names of its target modules.
+        products: numbers trained for each module by another kind, which multiplies them to an update of the whole
+            weight before it is applied.
+    """
 
     rank: int
     modules: frozenset[str]
+    products: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 NO_ADAPTERS = Adapters(0, frozenset())
@@ -211,7 +219,9 @@ class TransformerCost:
         return float(BYTES[dtype]) * math.prod(shape)
 
     def adapter_parameters(self, adapters: Adapters) -> int:
-        """Parameters of a LoRA: `rank` x (in + out) for each module, where `in` counts a convolution's kernel."""
+        """Parameters of an adapter; a LoRA has `rank` x (in + out) for each module, where `in` counts a kernel."""
+        if adapters.products:
+            return sum(adapters.products.values())
         shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
         return sum(adapters.rank * (shape[0] + math.prod(shape[1:])) for shape in shapes)
 
@@ -243,7 +253,9 @@ class TransformerCost:
         return 2.0 * rows(name) * math.prod(shape) if len(shape) > 1 else 0.0
 
     def _adapter_products(self, name: str, rows: Callable[[str], int], adapters: Adapters) -> tuple[float, float]:
-        """FLOPs of the two factors (down, up) of a module's LoRA."""
+        """FLOPs of the two factors (down, up) of a module's LoRA; 0 and those of the update for another kind."""
+        if adapters.products:
+            return 0.0, self._product(name, rows)
         shape, each = self.shapes[name], 2.0 * rows(name) * adapters.rank
         return each * math.prod(shape[1:]), each * shape[0]
 

@@ -232,8 +232,11 @@ def _activations(
 
 
 def _adapted(block: Block, reads: Mapping[str, str], axes: Mapping[str, int], adapters: Adapters) -> float:
-    """Numbers that a block saves for its adapters: inputs not saved otherwise, and results of the down factors."""
+    """Numbers that a block saves for its adapters: inputs not saved otherwise, and results of the down factors, or
+    whole updates."""
     layers = [layer for layer in block.weights if f"{block.prefix}{layer}" in adapters.modules]
     inputs = {reads[layer]: axes[block.rows[layer]] * math.prod(block.weights[layer][1:2])
               for layer in layers if layer in reads}  # fmt: skip
+    if adapters.products:
+        return sum(inputs.values()) + sum(math.prod(block.weights[layer]) for layer in layers)
     return sum(inputs.values()) + sum(axes[block.rows[layer]] * adapters.rank for layer in layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from simpletuner.config.schema import LoraConfig
+from simpletuner.config.lora import LoraConfig
 from simpletuner.errors import Problem, shorten
 from simpletuner.models.lora_targets import Targets, matching_modules
 from simpletuner.models.source import WeightsError, tensor_shapes

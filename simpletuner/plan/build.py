@@ -291,7 +291,7 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     if modules:
         problems.extend(check_targets(modules, targets))
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
-    if narrowest is not None and config.lora.lora_rank > narrowest:
+    if narrowest is not None and config.lora.lora_rank > narrowest and config.lora.lora_type != "lokr":
         message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
         problems.append(Problem("lora_rank", message, fatal=False))
     return targets

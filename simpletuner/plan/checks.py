@@ -9,7 +9,8 @@ from pathlib import Path
 from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
-from simpletuner.config.optimizers import check_optimizer, learning_rate
+from simpletuner.config.lora import check_kind
+from simpletuner.config.optimizers import check_optimizer, learning_rate, optimizer_name
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
@@ -124,6 +125,9 @@ def check_memory(config: RunConfig) -> Iterator[Problem]:
 def check_lora(config: RunConfig) -> Iterator[Problem]:
     """LoRA settings that need something else."""
     lora, base = config.lora, config.precision.base_model_precision
+    if config.model.model_type == "lora":
+        name = optimizer_name(config.optimizer, config.precision.mixed_precision)
+        yield from check_kind(lora, name, config.is_explicit)
     if lora.lora_init_type == "loftq":
         yield Problem(
             "lora_init_type", "'loftq' is not supported: it replaces the base with a quantised one; use default."

@@ -32,6 +32,9 @@ FIXED = frozenset(
         "lora_alpha",
         "lora_init_type",
         "use_dora",
+        "lora_type",
+        "lokr_factor",
+        "lora_plus_ratio",
         "peft_lora_target_modules",
     }
 )
@@ -125,6 +128,9 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
             "lora_alpha": lora.lora_alpha or lora.lora_rank,
             "lora_init_type": lora.lora_init_type,
             "use_dora": lora.use_dora,
+            "lora_type": lora.lora_type,
+            "lokr_factor": lora.lokr_factor,
+            "lora_plus_ratio": lora.lora_plus_ratio,
             "peft_lora_target_modules": targets,
         }
     own = config.family.of(spec.options)

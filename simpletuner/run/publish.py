@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from simpletuner.config.precision import transformer_dtype
+from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
@@ -15,11 +19,15 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_result_not_finite
 from simpletuner.training.manifest import STEP_NOTE
 from simpletuner.training.state import Assembly, TrainState
+from simpletuner.training.step import add_noise, predict_now
 from simpletuner.training.trained import Release
 
 
-def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, str]) -> str:
+def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, str], read: Callable[[], Batch]) -> str:
     """Write the result and check it; returns a message for the user.
+
+    Args:
+        read: loads a training batch, for results that are compared with what was trained on it.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite; nothing is written.
@@ -28,10 +36,18 @@ def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, 
     if not assembly.world.is_main:
         return ""
     dtype = DTYPES[transformer_dtype(plan.config.precision)]
-    release = Release(assembly.adapter, plan.source, dtype, sampling_shift(plan.config), note)
+    shift, predict = sampling_shift(plan.config), partial(predict_once, assembly, read)
+    release = Release(assembly.adapter, plan.source, dtype, shift, note, predict)
     with assembly.sampling_weights():
         stop_if_result_not_finite(assembly, ema)
         return assembly.trained.publish(plan.output_dir, release, ema)
+
+
+def predict_once(assembly: Assembly, read: Callable[[], Batch]) -> Tensor:
+    """The prediction for a batch with the noise of step 0, as in previews."""
+    assembly.transformer.eval()
+    batch = read().to(assembly.accelerator.device)
+    return predict_now(assembly, assembly.adapter.prepare(add_noise(assembly, batch, 0, 0)))
 
 
 def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:

@@ -90,7 +90,9 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
         total_steps = plan.length.total_steps
         with stop_on_interrupt(events, lambda: StateChanged("stopping", state.global_step, total_steps, STOPPING)):
             train(assembly, loader, state, callbacks, events.stop)
-        result = publish(plan, assembly, ema, weight_note(plan, state))
+        result = publish(
+            plan, assembly, ema, weight_note(plan, state), lambda: reader(loader.sampler.batches(loader.epoch)[0])
+        )
         events.publish(StateChanged("finished", state.global_step, total_steps, "\n".join(end_lines(plan, result))))
 
 

@@ -1,6 +1,6 @@
 """Build everything a step needs.
 
-    load ─► quantise ─► LoRA ─► fast blocks ─► activation checkpointing ─► compile ─► techniques ─► place
+    load ─► quantise ─► adapter ─► fast blocks ─► activation checkpointing ─► compile ─► techniques ─► place
     ─► optimizer ─► prepare ─► stream
 
 The order matters: peft wraps the quantised layers, checkpointing and compilation replace the `forward` of blocks that
@@ -37,11 +37,13 @@ from simpletuner.speed.compile import compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import Site, Technique
 from simpletuner.techniques.hidden_states import HiddenStates
+from simpletuner.training.converted import add_product
 from simpletuner.training.full import FullModel
-from simpletuner.training.lora import LoraAdapter, add_lora, start_from
+from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer, scaled_learning_rate
 from simpletuner.training.state import Assembly, StepSettings
+from simpletuner.training.trained import Trained
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def assemble(
 
     transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
     _quantise(transformer, config.precision, adapter.spec, device)
-    trained = _add_lora(transformer, config, spec, trained_dtype) if is_lora else FullModel(transformer)
+    trained = _add_adapter(transformer, config, spec, trained_dtype) if is_lora else FullModel(transformer)
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_blocks(transformer, layout, fast, config, device)
@@ -101,8 +103,9 @@ def assemble(
     modules = _attach(techniques, site, spec.seed)
     parameters = trained.parameters()
     streamed = _place(transformer, layout, config.offload, device)
+    slower, faster = _split_factors(parameters, config.lora.lora_plus_ratio)
     optimizer = build_optimizer(
-        parameters.values(), config.optimizer, config.precision.mixed_precision, spec.learning_rate, modules
+        slower, config.optimizer, config.precision.mixed_precision, spec.learning_rate, modules, faster
     )
     prepared = accelerator.prepare(transformer, device_placement=[False])  # placed already, streamed blocks on the CPU
     streamer = _stream(transformer, streamed, config, device)
@@ -165,12 +168,23 @@ def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec,
         quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
 
 
-def _add_lora(transformer: nn.Module, config: RunConfig, spec: TrainingSpec, dtype: torch.dtype) -> LoraAdapter:
+def _add_adapter(transformer: nn.Module, config: RunConfig, spec: TrainingSpec, dtype: torch.dtype) -> Trained:
     seed = step_seed(spec.seed, 0, 0, 0, "lora")
+    if config.lora.lora_type != "standard":
+        return add_product(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
     lora = add_lora(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
     if config.lora.init_lora is not None:
         start_from(lora, Path(config.lora.init_lora).expanduser())
     return lora
+
+
+def _split_factors(
+    parameters: Mapping[str, nn.Parameter], ratio: float | None
+) -> tuple[list[nn.Parameter], tuple[list[nn.Parameter], float]]:
+    """With LoRA+ (Hayou et al., arXiv:2402.12354) the B matrices apart, with the ratio of their learning rate."""
+    fast = {name for name in parameters if ratio is not None and ".lora_B." in name}
+    slower = [each for name, each in parameters.items() if name not in fast]
+    return slower, ([parameters[name] for name in parameters if name in fast], ratio or 1.0)
 
 
 def _use_fast_blocks(

@@ -1,4 +1,4 @@
-"""LoRA: add it to a transformer, write it to a file, and verify the file with the stock loader.
+"""LoRA: add it to a transformer, and write it to a file.
 
 Low-rank adaptation (Hu et al., arXiv:2106.09685) adds `scale · B(A(x))` to a frozen linear layer, with
 scale = alpha / rank. In files (`lora_files`) the scale is folded into B and the metadata says alpha = rank, so that
@@ -15,41 +15,37 @@ from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.integrations import dequantize_module_weight
-from safetensors.torch import load_file, save_file
-from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
-from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
-from simpletuner.config.schema import LoraConfig
+from simpletuner.config.lora import LoraConfig
 from simpletuner.errors import UserError, shorten
-from simpletuner.headers import with_metadata
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
 from simpletuner.models.lora_targets import Targets
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import refuse_not_finite
 from simpletuner.training.lora_files import (
-    COMFYUI_PARTS,
     PREFIXES,
     LoraForm,
     comfyui_magnitude,
     file_settings,
     fold_scale,
     read_lora_file,
+    release_file,
     trained_magnitude,
+    write_weights,
 )
-from simpletuner.training.manifest import LORA_FILE, STATE_FOLDER
-from simpletuner.training.trained import Release, load_parameters
+from simpletuner.training.manifest import LORA_FILE
+from simpletuner.training.trained import AdapterWeights, Release
 
 ADAPTER = "default"
-WEIGHTS_FILE = "trainable.safetensors"
 # These move a part of the base weight into the adapter. A file is for the unchanged base, so it holds the difference.
 BASE_CHANGING_INITS = ("olora", "pissa")
 
 
 @dataclass
-class LoraAdapter:
+class LoraAdapter(AdapterWeights):
     """The LoRA inside a transformer.
 
     Attributes:
@@ -69,38 +65,24 @@ class LoraAdapter:
         """The factor of B A."""
         return float(self.settings.lora_alpha) / self.settings.r
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: each for name, each in self.transformer.named_parameters() if each.requires_grad}
-
     def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
         self.write(folder, note=note)
         if ema is not None:
             self.write(folder / "ema", weights=plain_names(ema.average), note=note)
 
-    def save_exact(self, folder: Path) -> None:
-        weights = {name: parameter.detach().cpu().contiguous() for name, parameter in self.parameters().items()}
-        save_file(weights, folder / STATE_FOLDER / WEIGHTS_FILE)
-
-    def load(self, folder: Path) -> None:
-        keys = "peft_lora_target_modules and lora_rank"
-        load_parameters(self.parameters(), [folder / STATE_FOLDER / WEIGHTS_FILE], folder, keys)
-
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Inits that change the base get their initial LoRA instead, which together with it equals the original."""
-        model: Any = self.transformer
-        trained = self.state_dict() if self.initial else {}
-        if self.initial:
-            self.load_state_dict(self.initial)
-        else:
-            model.disable_adapters()
+        if not self.initial:
+            with without_adapters(self.transformer):
+                yield
+            return
+        trained = self.state_dict()
+        self.load_state_dict(self.initial)
         try:
             yield
         finally:
-            if self.initial:
-                self.load_state_dict(trained)
-            else:
-                model.enable_adapters()
+            self.load_state_dict(trained)
 
     def publish(self, output_dir: Path, release: Release, ema: Ema | None) -> str:
         if ema is not None:
@@ -115,12 +97,12 @@ class LoraAdapter:
 
     def _release(self, folder: Path, release: Release, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
         """Write a file, verify it, then move it into place; returns its path and the number of tensors."""
-        trial = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}"
-        candidate = self.write(trial, weights=weights, note=release.note)
-        checked = verify_file(candidate, self, release.adapter.load_bare_pipeline(), weights)
-        final = candidate.replace(folder / LORA_FILE)
-        trial.rmdir()
-        return final, checked
+
+        def write(trial: Path) -> Path:
+            return self.write(trial, weights=weights, note=release.note)
+
+        expected, pipeline = self.file_weights(weights), release.adapter.load_bare_pipeline()
+        return release_file(folder, write, expected, self.form, pipeline), len(expected)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as they are trained, on the CPU."""
@@ -175,11 +157,8 @@ class LoraAdapter:
             "lora_dropout": 0.0,
             "bias": "none",
         }
-        header = {"format": "pt", **file_settings(settings, self.form), **note}
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / LORA_FILE
-        write_atomically(path, with_metadata(to_safetensors(self.file_weights(weights)), header))
-        return path
+        header = {**file_settings(settings, self.form), **note}
+        return write_weights(folder / LORA_FILE, self.file_weights(weights), header)
 
     def layer(self, module: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The base weight (out, in) of a layer, and the update that weights in the form of `state_dict` add to it."""
@@ -206,7 +185,6 @@ def add_lora(
         seed: of the initial weights.
         dtype: of the trained weights.
     """
-    model: Any = transformer.requires_grad_(False)
     init: bool | str = True if config.lora_init_type == "default" else config.lora_init_type
     settings = PeftLoraConfig(
         r=config.lora_rank,
@@ -216,16 +194,33 @@ def add_lora(
         init_lora_weights=init,
         use_dora=config.use_dora,
     )
+    inject(transformer, settings, seed, dtype)
+    adapter = LoraAdapter(transformer, settings, form=config.lora_format)
+    if config.lora_init_type in BASE_CHANGING_INITS:
+        adapter.initial = adapter.state_dict()
+    return adapter
+
+
+def inject(transformer: nn.Module, settings: PeftConfig, seed: int, dtype: torch.dtype) -> None:
+    """Freeze a diffusers model and add an adapter of peft to it."""
+    model: Any = transformer.requires_grad_(False)
     with torch.random.fork_rng():  # peft draws the initial weights from the global generator
         torch.manual_seed(seed)
         model.add_adapter(settings, adapter_name=ADAPTER)
     for parameter in transformer.parameters():
         if parameter.requires_grad:  # peft chooses the dtype by the base weights
             parameter.data = parameter.data.to(dtype)
-    adapter = LoraAdapter(transformer, settings, form=config.lora_format)
-    if config.lora_init_type in BASE_CHANGING_INITS:
-        adapter.initial = adapter.state_dict()
-    return adapter
+
+
+@contextmanager
+def without_adapters(transformer: nn.Module) -> Iterator[None]:
+    """A context in which adapters of peft do nothing."""
+    model: Any = transformer
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
 
 
 def start_from(adapter: LoraAdapter, path: Path) -> None:
@@ -251,40 +246,6 @@ def start_from(adapter: LoraAdapter, path: Path) -> None:
     adapter.load_state_dict({name: start[name].to(own[name]) if name in start else own[name] for name in own})
 
 
-def verify_file(path: Path, adapter: LoraAdapter, pipeline: Any, weights: Mapping[str, Tensor] | None = None) -> int:
-    """Load a saved file as its users will and compare every tensor with the trained one.
-
-    Files in diffusers' form go through `pipe.load_lora_weights`. ComfyUI is not installed here; for its form every name
-    must belong to a layer of the model, since ComfyUI uses the same layer names.
-
-    Args:
-        path: a file written by `LoraAdapter.write`.
-        pipeline: a new stock pipeline; its transformer needs no weights.
-        weights: what was saved, if not the trained weights.
-
-    Returns:
-        the number of tensors compared.
-
-    Raises:
-        RuntimeError: a key is missing after loading, or a value differs.
-    """
-    expected = adapter.file_weights(weights)
-    prefix = PREFIXES[adapter.form]
-    if adapter.form == "diffusers":
-        # Its transformer is on the meta device; low_cpu_mem_usage keeps the loaded tensors instead of copying into it.
-        pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True)
-        loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
-        loaded = {prefix + name: tensor for name, tensor in loaded.items()}
-    else:
-        layers = [prefix + name for name, _ in pipeline.transformer.named_modules()]
-        known = {layer + part for layer in layers for part in COMFYUI_PARTS}
-        loaded = {name: each for name, each in load_file(path).items() if name in known}
-    wrong = [name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])]
-    if wrong or len(loaded) != len(expected):
-        raise RuntimeError(f"{path} does not load as it was saved: {shorten(wrong or sorted(loaded))}")
-    return len(expected)
-
-
 # A relative difference below this is the rounding of float32 itself.
 EXACT = 1e-6
 
@@ -308,11 +269,6 @@ def plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name.replace(f".{ADAPTER}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
         for name, tensor in weights.items()
     }
-
-
-def _equal(loaded: Tensor, expected: Tensor) -> bool:
-    """Whether they are equal in the loader's dtype, which is the base weight's."""
-    return bool(torch.equal(loaded.cpu(), expected.to(loaded.dtype)))
 
 
 def _same_shape(own: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> bool:

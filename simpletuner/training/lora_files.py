@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from simpletuner.errors import UserError
-from simpletuner.headers import METADATA, read_header
+from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
+from simpletuner.errors import UserError, shorten
+from simpletuner.headers import METADATA, read_header, with_metadata
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, module_of, role_of, without_prefix
 from simpletuner.training.manifest import LORA_FILE
 
@@ -39,6 +43,61 @@ def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]
     """The header entry with the adapter's settings."""
     prefixed = {PREFIXES[form] + key: value for key, value in settings.items()}
     return {METADATA_KEY: json.dumps(prefixed, indent=2, sort_keys=True)}
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor], header: Mapping[str, str]) -> Path:
+    """Write a safetensors file with header entries, atomically; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, with_metadata(to_safetensors(dict(weights)), {"format": "pt", **header}))
+    return path
+
+
+def release_file(
+    folder: Path, write: Callable[[Path], Path], expected: Mapping[str, Tensor], form: LoraForm, pipeline: Any
+) -> Path:
+    """Write a LoRA file, verify it (see `verify_file`), then move it into place; returns its path.
+
+    Args:
+        write: writes the file into a folder and returns its path.
+    """
+    trial = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}"
+    candidate = write(trial)
+    verify_file(candidate, expected, form, pipeline)
+    final = candidate.replace(folder / LORA_FILE)
+    trial.rmdir()
+    return final
+
+
+def verify_file(path: Path, expected: Mapping[str, Tensor], form: LoraForm, pipeline: Any) -> None:
+    """Load a saved file as its users will and compare every tensor with what was to be saved.
+
+    Files in diffusers' form go through `pipe.load_lora_weights`. ComfyUI is not installed here; for its form every name
+    must belong to a layer of the model, since ComfyUI uses the same layer names.
+
+    Args:
+        pipeline: a new stock pipeline; its transformer needs no weights.
+
+    Raises:
+        RuntimeError: a key is missing after loading, or a value differs.
+    """
+    prefix = PREFIXES[form]
+    if form == "diffusers":
+        # Its transformer is on the meta device; low_cpu_mem_usage keeps the loaded tensors instead of copying into it.
+        pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True)
+        loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
+        loaded = {prefix + name: tensor for name, tensor in loaded.items()}
+    else:
+        layers = [prefix + name for name, _ in pipeline.transformer.named_modules()]
+        known = {layer + part for layer in layers for part in COMFYUI_PARTS}
+        loaded = {name: each for name, each in load_file(path).items() if name in known}
+    wrong = [name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])]
+    if wrong or len(loaded) != len(expected):
+        raise RuntimeError(f"{path} does not load as it was saved: {shorten(wrong or sorted(loaded))}")
+
+
+def _equal(loaded: Tensor, expected: Tensor) -> bool:
+    """Whether they are equal in the loader's dtype, which is the base weight's."""
+    return bool(torch.equal(loaded.cpu(), expected.to(loaded.dtype)))
 
 
 def comfyui_magnitude(magnitude: Tensor, base: Tensor, update: Tensor) -> Tensor:

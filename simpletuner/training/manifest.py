@@ -24,6 +24,8 @@ PIPELINE_FOLDER = "pipeline"  # result of a full fine-tune, for `from_pretrained
 NOTE_FILE = "simpletuner.json"  # in that folder: the run and step it belongs to
 STATE_FOLDER = "training_state"  # in a checkpoint: what only a resume needs
 STEP_NOTE = "simpletuner.step"  # note in a result: the step it belongs to
+# Notes in a LoRA converted from another adapter: its relative error, of the update and of a prediction.
+WEIGHT_ERROR, FORWARD_ERROR = "simpletuner.weight_error", "simpletuner.prediction_error"
 
 FILE_NAME = "manifest.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(-rolling)?")

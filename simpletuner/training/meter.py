@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -113,7 +114,14 @@ def weight_shapes(model: nn.Module) -> dict[str, Shape]:
 
 
 def adapters_of(transformer: nn.Module) -> Adapters:
-    """The LoRA inside a model, as its cost is computed; `NO_ADAPTERS` if it has none."""
+    """The adapter inside a model, as its cost is computed; `NO_ADAPTERS` if it has none."""
+    products = {
+        name.removesuffix(".lycoris"): sum(each.numel() for each in layer.parameters() if each.requires_grad)
+        for name, layer in transformer.named_modules()
+        if isinstance(layer, LycorisLayer) or name.endswith(".lycoris")
+    }
+    if products:
+        return Adapters(0, frozenset(products), products)
     layers = {name: each for name, each in transformer.named_modules() if isinstance(each, BaseTunerLayer)}
     if not layers:
         return NO_ADAPTERS

@@ -29,6 +29,8 @@ from simpletuner.errors import ConfigError, Problem
 
 # Key of a parameter group that names the technique whose module it holds.
 OWNER = "owner"
+# Key of a parameter group whose learning rate is this multiple of the others'.
+RATE_RATIO = "rate_ratio"
 
 
 def build_optimizer(
@@ -37,6 +39,7 @@ def build_optimizer(
     mixed_precision: str,
     learning_rate: float,
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
+    faster: tuple[Sequence[nn.Parameter], float] = ((), 1.0),
 ) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters, ready for its first step.
 
@@ -44,6 +47,7 @@ def build_optimizer(
         params: float32, or bf16 where `keeps_bf16_weights` says so.
         learning_rate: initial rate; `optimizer_step` sets `lr` of every group before each step.
         modules: modules of techniques, each trained in its own parameter group.
+        faster: more trained parameters, whose rate is a multiple of the others', and that multiple.
 
     Raises:
         ConfigError: a key is wrong, a package is missing (see `check_optimizer`), or the library refuses a value.
@@ -63,6 +67,8 @@ def build_optimizer(
         optimizer: torch.optim.Optimizer = factory(trained, lr=learning_rate, **arguments)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError([Problem("optimizer_config", f"{name} refuses it: {error}")]) from error
+    if faster[0]:
+        optimizer.add_param_group({"params": list(faster[0]), RATE_RATIO: faster[1]})
     for owner, extra in modules.items():
         optimizer.add_param_group({"params": list(extra.parameters()), OWNER: owner})
     if spec.schedule_free:

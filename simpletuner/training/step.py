@@ -24,7 +24,7 @@ from simpletuner.diffusion.loss import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.meter import StepMeter, tokens_of
-from simpletuner.training.optimizers import learning_rate_at
+from simpletuner.training.optimizers import RATE_RATIO, learning_rate_at
 from simpletuner.training.state import Assembly
 from simpletuner.world import World
 
@@ -113,7 +113,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     meter = StepMeter(assembly)
     learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
     for group in assembly.optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
 
     losses = _Losses()
     for micro_step in range(settings.accumulation):

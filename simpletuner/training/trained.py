@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import load_file
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import refuse_not_finite
+from simpletuner.training.manifest import STATE_FOLDER
 
 EARLIER = "choose an earlier checkpoint"
+WEIGHTS_FILE = "trainable.safetensors"
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Release:
         dtype: in which the model is sampled.
         shift: of the sampling schedule; None if it is the base model's own.
         note: header entries that identify the result, its step among them.
+        predict: the model's prediction for one training batch, the same batch and noise at each call.
     """
 
     adapter: FamilyAdapter
@@ -38,6 +41,7 @@ class Release:
     dtype: torch.dtype
     shift: float | None
     note: Mapping[str, str]
+    predict: Callable[[], Tensor]
 
 
 class Trained(Protocol):
@@ -80,6 +84,23 @@ class Trained(Protocol):
             RuntimeError: the result does not load as it was saved.
         """
         ...
+
+
+class AdapterWeights:
+    """The trained parameters of an adapter inside a frozen transformer, saved and restored exactly."""
+
+    transformer: nn.Module
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: each for name, each in self.transformer.named_parameters() if each.requires_grad}
+
+    def save_exact(self, folder: Path) -> None:
+        weights = {name: parameter.detach().cpu().contiguous() for name, parameter in self.parameters().items()}
+        save_file(weights, folder / STATE_FOLDER / WEIGHTS_FILE)
+
+    def load(self, folder: Path) -> None:
+        keys = "lora_type, lora_rank and peft_lora_target_modules, or lycoris_config"
+        load_parameters(self.parameters(), [folder / STATE_FOLDER / WEIGHTS_FILE], folder, keys)
 
 
 def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path], origin: Path, keys: str) -> None:

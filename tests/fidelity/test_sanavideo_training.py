@@ -15,7 +15,7 @@ from simpletuner.models.lora_targets import matching_modules
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
-from simpletuner.training.lora import verify_file
+from simpletuner.training.lora_files import verify_file
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import add_noise
 from tests.closeness import MODEL, assert_all_close, assert_close
@@ -86,7 +86,7 @@ def test_lora_file_in_the_stock_pipeline(sana_checkpoint: Path, tmp_path: Path, 
         parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 4
     path = lora.write(tmp_path, note={})
     adapter = make_sana_adapter(sana_checkpoint)
-    assert verify_file(path, lora, adapter.load_bare_pipeline()) == len(lora.state_dict())
+    verify_file(path, lora.file_weights(), lora.form, adapter.load_bare_pipeline())
     pipeline = stock_pipeline(sana_checkpoint, task)
     noisy = noisy_batch(sana_checkpoint, task)
     with torch.no_grad():

@@ -11,8 +11,9 @@ import torch
 from diffusers import Kandinsky5Transformer3DModel
 from torch import Tensor, nn
 
+from simpletuner.config.lora import LoraConfig
 from simpletuner.config.precision import QUANTISATIONS
-from simpletuner.config.schema import LoraConfig, OffloadConfig, PrecisionConfig
+from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Streamer

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from simpletuner.budget.ready import ready_plan
 from simpletuner.cli.train import parse_settings
@@ -25,14 +26,18 @@ from simpletuner.training.full import FullModel
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, STEP_NOTE
 from simpletuner.training.trained import Release
 from tests.fidelity.family import make_config
-from tests.training.assembly import lora_of, make_assembly
+from tests.training.assembly import lora_of, make_assembly, make_batch
 from tests.workspace import Workspace
 
 
-def make_release(checkpoint: Path, adapter: Any) -> Release:
+def no_prediction() -> Tensor:
+    raise AssertionError("only converted adapters are compared by a prediction")
+
+
+def make_release(checkpoint: Path, adapter: Any, predict: Callable[[], Tensor] = no_prediction) -> Release:
     spec = FAMILIES["kandinsky5-image"]
     source = ModelSource.from_config(spec, spec.flavours[0], make_config(checkpoint))
-    return Release(adapter, source, torch.float32, None, {"simpletuner.step": "1"})
+    return Release(adapter, source, torch.float32, None, {"simpletuner.step": "1"}, predict)
 
 
 def spoil(path: Path) -> None:
@@ -76,7 +81,7 @@ def test_nothing_that_is_not_finite_is_published(
     with workspace.inside():
         plan, _ = ready_plan(*parse_settings([]))
         with pytest.raises(NonFiniteError, match=f"not saved: .*{re.escape(name)}"):
-            publish(plan, assembly, ema, {})
+            publish(plan, assembly, ema, {}, lambda: make_batch(t2i_checkpoint, ["a star"]))
     assert not list(tmp_path.rglob(LORA_FILE))
     assert not list(tmp_path.rglob(PIPELINE_FOLDER))
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.training.lora import LoraAdapter, rounding_error, start_from, verify_file
-from simpletuner.training.lora_files import METADATA_KEY, read_lora_file
+from simpletuner.training.lora import LoraAdapter, rounding_error, start_from
+from simpletuner.training.lora_files import METADATA_KEY, read_lora_file, verify_file
 from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter
 from tests.training.assembly import fixed_noise, lora_of, make_assembly, make_batch
@@ -67,13 +67,13 @@ def test_stock_transformer_with_the_file_equals_the_trained_one(
 def test_verification_finds_a_wrong_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint)
     path = adapter.write(tmp_path, note={})
-    assert verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline()) == len(adapter.state_dict())
+    verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
     weights = load_file(path)
     name = next(iter(weights))
     changed = {**weights, name: weights[name] + 1}
     save_file(changed, path, metadata=read_header(path)[METADATA])
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
-        verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline())
+        verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
 
 
 @pytest.mark.parametrize("form", ["transformer.", "base_model.model.", "diffusion_model.", "lora_unet_"])
@@ -137,14 +137,14 @@ def test_dora_file_loads_or_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> 
     adapter = trained(t2i_checkpoint, use_dora=True, lora_rank=4)
     path = adapter.write(tmp_path, note={})
     assert any("magnitude" in name for name in load_file(path))
-    verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline())
+    verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_comfyui_computes_the_weight_that_was_trained(t2i_checkpoint: Path, tmp_path: Path, use_dora: bool) -> None:
     adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, lora_format="comfyui", use_dora=use_dora)
     path = adapter.write(tmp_path, note={})
-    assert verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline()) == len(adapter.state_dict())
+    verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
     stock: dict[str, torch.Tensor] = make_adapter(t2i_checkpoint).load_transformer(torch.float32).state_dict()
     weights = load_file(path)
     modules = {key.partition(".lora_")[0] for key in weights if ".lora_" in key}
@@ -197,7 +197,7 @@ def test_verification_finds_a_name_that_comfyui_does_not_know(t2i_checkpoint: Pa
     weights[name.replace("blocks.0", "blocks.9")] = weights.pop(name)
     save_file(weights, path)
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
-        verify_file(path, adapter, make_adapter(t2i_checkpoint).load_bare_pipeline())
+        verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
 
 
 def test_a_bf16_lora_is_folded_without_rounding(t2i_checkpoint: Path, tmp_path: Path) -> None:

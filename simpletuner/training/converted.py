@@ -1,0 +1,238 @@
+"""Adapters of other kinds than LoRA: trained and resumed as they are, published in their own form and as a LoRA.
+
+The LoRA is the best approximation of each layer's update by a product of two thin matrices (Eckart and Young, 1936).
+What it loses is measured, on the weights and on one forward pass, and written into its header.
+
+LoKr (Yeh et al., arXiv:2309.14859) updates a weight by alpha / rank · W1 ⊗ W2, where W2 may itself be a product of two
+matrices of the rank. LoHa (Hyeon-Woo et al., arXiv:2108.06098) updates it by alpha / rank · (A1 B1) ∘ (A2 B2).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoHaConfig, LoKrConfig, PeftConfig
+from peft.tuners.lycoris_utils import LycorisLayer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simpletuner.config.lora import LoraConfig
+from simpletuner.models.lora_targets import Targets
+from simpletuner.training.ema import Ema
+from simpletuner.training.lora import ADAPTER, inject, without_adapters
+from simpletuner.training.lora_files import PREFIXES, file_settings, release_file, write_weights
+from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, WEIGHT_ERROR
+from simpletuner.training.trained import AdapterWeights, Release
+
+# Singular vectors computed beyond the largest rank: the randomised method finds the last ones least exactly.
+SPARE = 16
+
+
+@dataclass(frozen=True)
+class ConvertedLora:
+    """A LoRA made of another adapter.
+
+    Attributes:
+        factors: A (rank, in, ...) and B (out, rank, ...) of each layer, scale included.
+        error: |B A - update| / |update| over all layers.
+        limited: export_rank kept a layer below export_energy.
+    """
+
+    factors: Mapping[str, tuple[Tensor, Tensor]]
+    error: float
+    limited: bool
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return {name: len(down) for name, (down, _) in self.factors.items()}
+
+    @contextmanager
+    def added(self, transformer: nn.Module) -> Iterator[None]:
+        """A context in which the layers of a transformer add this LoRA to their output."""
+        hooks = [
+            transformer.get_submodule(name).register_forward_hook(partial(_add, down, up))
+            for name, (down, up) in self.factors.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+@dataclass
+class ConvertedAdapter(AdapterWeights, ABC):
+    """An adapter that is published as a LoRA too."""
+
+    transformer: nn.Module
+    config: LoraConfig
+
+    @property
+    def native_file(self) -> str:
+        """Name of the file in the adapter's own form."""
+        return f"{self.config.lora_type}_weights.safetensors"
+
+    @abstractmethod
+    def updates(self) -> Iterator[tuple[str, Tensor]]:
+        """What is added to the weight of each layer, in float32 and the weight's shape."""
+
+    @abstractmethod
+    def write(self, folder: Path, note: Mapping[str, str]) -> None:
+        """Write the weights in the adapter's own form, with additional header entries."""
+
+    @abstractmethod
+    def disabled(self) -> AbstractContextManager[None]: ...
+
+    def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
+        self.write(folder, note)
+        if ema is not None:
+            with ema.applied():
+                self.write(folder / "ema", note)
+
+    def publish(self, output_dir: Path, release: Release, ema: Ema | None) -> str:
+        if ema is not None:
+            with ema.applied():
+                self._release(output_dir / "ema", release)
+        lora, forward = self._release(output_dir, release)
+        size = (output_dir / LORA_FILE).stat().st_size / 1e6
+        limit = f" export_rank {self.config.export_rank} limits it; a larger one is closer." if lora.limited else ""
+        return (
+            f"Saved {output_dir / self.native_file}, and as a LoRA of rank {max(lora.ranks.values())} "
+            f"{output_dir / LORA_FILE} ({size:.1f} MB), which loads through the stock pipeline. Its relative error is "
+            f"{lora.error:.1e} of the update, {forward:.1e} of a prediction.{limit}"
+        )
+
+    def _release(self, folder: Path, release: Release) -> tuple[ConvertedLora, float]:
+        """Write both files, the LoRA verified; returns it with the relative error of a prediction."""
+        lora = self.convert(release.dtype)
+        forward = self.prediction_error(lora, release.predict)
+        self.write(folder, release.note)
+        prefix = PREFIXES[self.config.lora_format]
+        weights = {
+            f"{prefix}{name}.lora_{side}.weight": each.cpu().contiguous()
+            for name, factors in lora.factors.items()
+            for side, each in zip("AB", factors, strict=True)
+        }
+        header = {
+            **file_settings(_lora_settings(lora.ranks), self.config.lora_format),
+            **release.note,
+            WEIGHT_ERROR: f"{lora.error:.2e}",
+            FORWARD_ERROR: f"{forward:.2e}",
+        }
+
+        def write(trial: Path) -> Path:
+            return write_weights(trial / LORA_FILE, weights, header)
+
+        release_file(folder, write, weights, self.config.lora_format, release.adapter.load_bare_pipeline())
+        return lora, forward
+
+    @torch.no_grad()
+    def convert(self, dtype: torch.dtype) -> ConvertedLora:
+        """This adapter as a LoRA in a dtype, whose rounding counts as an error, too."""
+        factors, lost, whole, limited = {}, 0.0, 0.0, False
+        for name, update in self.updates():
+            down, up = (each.to(dtype) for each in low_rank(update, self.config.export_energy, self.config.export_rank))
+            factors[name] = (down, up)
+            missing = float((up.flatten(1).float() @ down.flatten(1).float() - update.flatten(1)).square().sum())
+            size = float(update.square().sum())
+            limited |= len(down) == self.config.export_rank and missing > (1 - self.config.export_energy) * size
+            lost, whole = lost + missing, whole + size
+        return ConvertedLora(factors, (lost / whole) ** 0.5 if whole else 0.0, limited)
+
+    def prediction_error(self, lora: ConvertedLora, predict: Callable[[], Tensor]) -> float:
+        """The relative error of a prediction with the LoRA in place of the adapter."""
+        with torch.compiler.set_stance("force_eager"):  # compiled code would not see the hooks
+            own = predict()
+            with self.disabled(), lora.added(self.transformer):
+                other = predict()
+        return float((other - own).norm() / own.norm())
+
+
+@dataclass
+class ProductAdapter(ConvertedAdapter):
+    """LoKr or LoHa, by peft."""
+
+    settings: PeftConfig
+
+    def updates(self) -> Iterator[tuple[str, Tensor]]:
+        for name, layer in self.transformer.named_modules():
+            if isinstance(layer, LycorisLayer):
+                yield name, layer.get_delta_weight(ADAPTER).float()
+
+    def write(self, folder: Path, note: Mapping[str, str]) -> None:
+        prefix, end = PREFIXES["diffusers"], f".{ADAPTER}"
+        weights = {f"{prefix}{name.removesuffix(end)}": each.detach().cpu() for name, each in self.parameters().items()}
+        settings = {key: sorted(each) if isinstance(each, set) else each for key, each in vars(self.settings).items()}
+        kept = {key: each for key, each in settings.items() if isinstance(each, str | int | float | list)}
+        write_weights(folder / self.native_file, weights, {**file_settings(kept, "diffusers"), **note})
+
+    def disabled(self) -> AbstractContextManager[None]:
+        return without_adapters(self.transformer)
+
+
+def add_product(
+    transformer: nn.Module, config: LoraConfig, targets: Targets, *, seed: int, dtype: torch.dtype
+) -> ProductAdapter:
+    """Freeze the transformer and add a LoKr or LoHa to the selected linear layers; arguments as for `add_lora`."""
+    shared: Any = {"r": config.lora_rank, "alpha": config.alpha, "target_modules": targets}
+    settings: PeftConfig = LoHaConfig(**shared)
+    if config.lora_type == "lokr":
+        settings = LoKrConfig(**shared, decompose_factor=config.lokr_factor, init_weights="lycoris")
+    inject(transformer, settings, seed, dtype)
+    for layer in transformer.modules():
+        if isinstance(layer, LycorisLayer):
+            stay_in_evaluation(layer)
+    return ProductAdapter(transformer, config, settings)
+
+
+def stay_in_evaluation(layer: Any) -> None:
+    """Keep an adapter's layer in evaluation mode, whatever the model's mode is.
+
+    In training mode peft draws a random number on the CPU for each call, even for a dropout of 0. That breaks compiled
+    graphs, and with a chance of 2^-24 skips the layer.
+    """
+    layer.eval()
+    layer.train = lambda mode=True: layer
+
+
+def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
+    """A (rank, in, ...) and B (out, rank, ...) with B A near an update.
+
+    Args:
+        update: (out, in) of a linear layer, (out, in, 1, 1) of a pointwise convolution.
+        energy: share of the sum of squares that B A has at least.
+        most: largest rank, even if it has less.
+    """
+    matrix = update.flatten(1)
+    with torch.random.fork_rng():  # the method is randomised
+        torch.manual_seed(0)
+        left, sizes, right = torch.svd_lowrank(matrix, q=min(most + SPARE, *matrix.shape), niter=4)
+    kept = sizes.square().cumsum(0) / matrix.square().sum()
+    rank = min(int((kept < energy).sum()) + 1, most, len(sizes))
+    root, ones = sizes[:rank].sqrt(), [1] * (update.dim() - 2)
+    down, up = root[:, None] * right[:, :rank].T, left[:, :rank] * root
+    return down.reshape(rank, *update.shape[1:]), up.reshape(len(up), rank, *ones)
+
+
+def _add(down: Tensor, up: Tensor, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """A forward hook that adds B A x."""
+    apply: Any = functional.linear if down.dim() == 2 else functional.conv2d
+    return output + apply(apply(inputs[0].to(down.dtype), down), up).to(output.dtype)
+
+
+def _lora_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
+    """peft's settings of a LoRA whose layers have different ranks."""
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    others = {f"^{name}": rank for name, rank in ranks.items() if rank != usual}
+    return {
+        "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
+        "target_modules": sorted(ranks), "lora_dropout": 0.0, "bias": "none",
+    }  # fmt: skip
