@@ -26,9 +26,10 @@ from simpletuner.errors import Problem, UserError
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter, LatentEncoder, TextEncoder
+from simpletuner.models.loading import check_shapes
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length
-from simpletuner.plan.checks import check_tread
+from simpletuner.plan.checks import check_tread, check_weights
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
 from simpletuner.training.assemble import make_accelerator
@@ -226,8 +227,11 @@ def fetch(plan: Plan, events: EventStream) -> None:
                 part.fetch()
                 phase.advance(1, f"{part.location}/{part.folder}")
         found = plan.spec.check_checkpoint(plan.flavour, plan.source)
+        found += check_weights(plan.spec, plan.flavour, plan.source)
         found += check_tread(plan.config, plan.spec, plan.source)  # now that the number of blocks is known
         raise_if_fatal(found)
+    for role in ("transformer", "vae"):
+        check_shapes(plan.source[role])
 
 
 def complete_catalogue(plan: Plan) -> Catalogue:
