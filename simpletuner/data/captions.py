@@ -16,12 +16,16 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import regex
+
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import pair_key
 from simpletuner.data.files import LARGEST_CAPTION, UnreadableError, read
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, UserError, did_you_mean
 
+FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
+LONGEST_SHOWN = 200  # characters of a caption in a message
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 Edit = Callable[[str], Sequence[str]]  # a caption in, its replacements out
@@ -68,6 +72,7 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
 
     Raises:
         CaptionError: it has none.
+        UserError: an expression of `caption_filter_list` takes too long.
     """
     config = source.config
     prompts = tuple(config.instance_prompt or ())
@@ -78,7 +83,10 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         if config.prepend_instance_prompt:
             captions = tuple(f"{prompt} {caption}" for prompt in prompts for caption in captions)
     for edit in source.edits:
-        captions = tuple(edited for caption in captions for edited in edit(caption))
+        try:
+            captions = tuple(edited for caption in captions for edited in edit(caption))
+        except TimeoutError as error:
+            raise UserError(f"{str(source.root / name)!r}: {error}.") from None
     captions = tuple(caption for caption in captions if caption)
     if not captions:
         raise CaptionError("has a caption that caption_filter_list leaves empty")
@@ -197,27 +205,35 @@ def _read_list(path: Path, where: str, problems: list[Problem]) -> list[Any]:
     return []
 
 
-def _read_filter(entry: str, where: str, problems: list[Problem]) -> tuple[str | None, re.Pattern[str] | None, str]:
+def _read_filter(entry: str, where: str, problems: list[Problem]) -> tuple[str | None, regex.Pattern[str] | None, str]:
     """Literal text, regular expression and replacement; one of the first two may be missing."""
     replacement = REPLACEMENT.fullmatch(entry)
     pattern, new = (replacement.group(1), replacement.group(2).replace(r"\/", "/")) if replacement else (entry, "")
     try:
-        expression = re.compile(pattern)
-        expression.sub(new, "")  # raises if the replacement refers to a group that does not exist
-    except (re.error, IndexError) as error:
+        re.compile(pattern).sub(new, "")  # raises if the replacement refers to a group that does not exist
+        expression = regex.compile(pattern)  # the same syntax, with a time limit
+    except (re.error, regex.error, IndexError) as error:
         if replacement:
             problems.append(Problem(where, f"{entry!r} is not a regular expression: {error}."))
         return entry, None, ""
     return None if replacement else entry, expression, new
 
 
-def _filter(filters: Sequence[tuple[str | None, re.Pattern[str] | None, str]], caption: str) -> Sequence[str]:
-    """Treat each entry as plain text if the caption contains it, else as a regular expression."""
+def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]], caption: str) -> Sequence[str]:
+    """Treat each entry as plain text if the caption contains it, else as a regular expression.
+
+    Raises:
+        TimeoutError: an expression takes too long.
+    """
     for literal, expression, new in filters:
         if literal is not None and literal in caption:
             caption = caption.replace(literal, "")
         elif expression is not None:
-            caption = expression.sub(new, caption)
+            try:
+                caption = expression.sub(new, caption, timeout=FILTER_SECONDS)
+            except TimeoutError:
+                filtering = f"{expression.pattern!r} of caption_filter_list on {caption[:LONGEST_SHOWN]!r}"
+                raise TimeoutError(f"{filtering} takes more than {FILTER_SECONDS:g} s") from None
     return [re.sub(r"[ \t]{2,}", " ", caption).strip()]
 
 

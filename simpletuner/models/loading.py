@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,20 @@ from simpletuner.models.source import Part
 from simpletuner.models.usage import FLOW, SOLVERS
 
 
+@contextmanager
+def told_plainly(part: Part) -> Iterator[None]:
+    """Turn the errors of the libraries about a part's files into one that names it.
+
+    Raises:
+        UserError: the files cannot be used.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{part.key}: the {part.folder} in {part.location!r} cannot be loaded: {reason}") from error
+
+
 def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
     """Load a model and require every weight in its files: the libraries would initialise missing ones at random.
 
@@ -33,18 +48,40 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
     Raises:
         UserError: a weight is missing, or has another shape than the config says.
     """
-    where = f"{part.key}: the {part.folder} in {part.location!r}"
-    try:
-        model, found = model_class.from_pretrained(
-            part.fetch(), variant=part.variant, output_loading_info=True, **settings
-        )
-    except (RuntimeError, ValueError, KeyError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"{where} cannot be loaded: {reason}") from error
+    folder = part.fetch()
+    with told_plainly(part):
+        model, found = model_class.from_pretrained(folder, variant=part.variant, output_loading_info=True, **settings)
     absent = sorted(found["missing_keys"])
     if absent:
+        where = f"{part.key}: the {part.folder} in {part.location!r}"
         raise UserError(f"{where} is incomplete: {shorten(absent)} not in its files.")
     return model
+
+
+def check_shapes(part: Part) -> None:
+    """Compare a diffusers model's files with the names and shapes of its class, without loading a weight.
+
+    Raises:
+        UserError: a weight is missing, or has another shape than the config says.
+    """
+    found, settings = part.weight_shapes(), part.read_config()
+    if not found or settings is None:
+        return  # other formats than safetensors have no header; they are checked when they are loaded
+    with told_plainly(part), torch.device("meta"):
+        model = getattr(diffusers, settings["_class_name"]).from_config(settings)
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrong = [f"{name} {list(shape)}" for name, shape in own.items() if found.get(name) != shape]
+    if wrong:
+        where = f"{part.key}: the {part.folder} in {part.location!r}"
+        raise UserError(f"{where} does not fit its config.json: its files lack {shorten(wrong)}.")
+
+
+def load_scheduler(part: Part, **overrides: Any) -> Any:
+    """Load a scheduler, with the class that its settings name."""
+    part.fetch()
+    settings = part.read_config() or {}
+    with told_plainly(part):
+        return getattr(diffusers, settings["_class_name"]).from_config(settings, **overrides)
 
 
 def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.device, dtype: torch.dtype) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -102,6 +102,7 @@ MARKERS = (
     "vocab.json",
     "preprocessor_config.json",
 )
+SETTINGS = (*MARKERS[1:], "processor_config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,24 @@ class Part:
         folder = self.local_folder()
         files = [path for path in sorted(folder.glob("*.safetensors")) if self._has_variant(path)] if folder else []
         return {name: shape for path in files for name, shape in tensor_shapes(path).items()}
+
+    def read_config(self) -> dict[str, Any] | None:
+        """The config.json of a model or scheduler; None if it is not on this machine."""
+        folder = self.local_folder()
+        path = folder / ("scheduler_config.json" if self.role == "scheduler" else "config.json") if folder else None
+        if path is None or not path.is_file():
+            return None
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))  # `fault` has read it
+        return content
+
+    def tokens(self) -> int | None:
+        """The number of tokens of a tokenizer; None if it has no tokenizer.json on this machine."""
+        folder = self.local_folder()
+        path = folder / "tokenizer.json" if folder else None
+        if path is None or not path.is_file():
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))  # `fault` has read it
+        return max(len(content["model"]["vocab"]), *(token["id"] + 1 for token in content["added_tokens"]), 0)
 
     def _has_variant(self, path: Path) -> bool:
         """Whether a weight file has the chosen variant: `model.fp16.safetensors`, `model.fp16-00001-of-…`."""
@@ -189,7 +208,7 @@ class Part:
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise UserError(f"{self.location!r} could not be downloaded: {error}") from error
         folder = Path(snapshot) / self.folder
-        fault = _fault(folder)
+        fault = _fault(folder) or _unreadable(folder)
         if fault is not None:
             raise UserError(f"{self.location!r} was downloaded, but its part {self.folder!r} cannot be used: {fault}.")
         return folder
@@ -218,13 +237,8 @@ class ModelSource:
         return self.parts[role]
 
     def read_config(self, role: str) -> dict[str, Any] | None:
-        """The config.json of a part; None if it is not on this machine."""
-        folder = self[role].local_folder()
-        path = folder / "config.json" if folder else None
-        if path is None or not path.is_file():
-            return None
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))  # local_folder() has read it
-        return content
+        """The settings of a part; None if it is not on this machine."""
+        return self[role].read_config()
 
     def problems(self) -> list[Problem]:
         """Problems of local folders and malformed hub ids; whether a repository exists shows at the download."""
@@ -261,27 +275,48 @@ def _fault(folder: Path) -> str | None:
 
 
 def _unreadable(folder: Path) -> str | None:
-    """The settings file of a tokenizer or scheduler that cannot be read, or None."""
-    for marker in MARKERS[1:]:
-        path = folder / marker
+    """What is wrong with the settings files beside a model, or None."""
+    for path in filter(Path.is_file, (folder / name for name in SETTINGS)):
         try:
-            content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            return f"{marker} cannot be read"
+            return f"{path.name} cannot be read"
+        if path.name == "tokenizer.json" and not _is_tokenizer(content):
+            return "tokenizer.json holds no vocabulary"
     return None
 
 
-def missing_layers(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The layers missing from a text encoder, by the number in its config; None if complete."""
+def _is_tokenizer(content: Mapping[str, Any]) -> bool:
+    """Whether the content of a tokenizer.json has the entries without which it cannot be loaded."""
+    model, added = content.get("model"), content.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return isinstance(vocabulary, dict | list) and len(vocabulary) > 0 and isinstance(added, list)
+
+
+def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tokens: int | None) -> str | None:
+    """How the weights of a text encoder differ from its config or its tokenizer; None if they do not.
+
+    Args:
+        tokens: of its tokenizer, if known. Embeddings have a few more rows, padded to a round number.
+    """
     inner = config.get("text_config")
-    wanted = config.get("num_hidden_layers") or (inner.get("num_hidden_layers") if isinstance(inner, dict) else None)
-    found = {int(match[1]) for match in (LAYER.search(name) for name in names) if match}
-    if not isinstance(wanted, int) or not found:
-        return None
-    absent = sorted(set(range(wanted)) - found)
-    return f"layers {shorten([str(number) for number in absent])} of {wanted}" if absent else None
+    settings = {**config, **(inner if isinstance(inner, dict) else {})}
+    wanted = settings.get("num_hidden_layers")
+    found = {int(match[1]) for match in map(LAYER.search, shapes) if match}
+    absent = sorted(set(range(wanted)) - found) if isinstance(wanted, int) and found else []
+    if absent:
+        return f"is incomplete: its files lack layers {shorten([str(number) for number in absent])} of {wanted}"
+    size = [settings.get(key) for key in ("vocab_size", "hidden_size")]  # None is the class's default
+    for name, shape in shapes.items():
+        if not name.endswith(("embed_tokens.weight", "token_embedding.weight")):
+            continue
+        if any(said not in (None, found) for said, found in zip(size, shape, strict=False)):
+            return f"has {name} of {list(shape)}, where its config.json says {size}"
+        if tokens is not None and not shape[0] / 2 < tokens <= shape[0]:
+            return f"has an embedding of {shape[0]} tokens, its tokenizer has {tokens}"
+    return None
 
 
 def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:

@@ -50,12 +50,13 @@ class Component:
     Attributes:
         folder: its folder in the checkpoint.
         override: the config key that can replace it, if any.
-        kind: `model_type` in the config.json of a text encoder.
+        kinds: the classes it can be: `_class_name` of its settings, or `model_type` of a text encoder's; empty if
+            the family checks it.
     """
 
     folder: str
     override: str | None = None
-    kind: str | None = None
+    kinds: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

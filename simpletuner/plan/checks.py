@@ -19,7 +19,7 @@ from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, did_you_mean, shorten
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
-from simpletuner.models.source import ModelSource, blocks_of, differing_weights, missing_layers
+from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import why_no_folder, why_not_writable
 from simpletuner.plan.offload import check_offload
@@ -268,15 +268,18 @@ def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> It
     The libraries initialise a missing weight at random with no more than a warning.
     """
     for role, component in spec.components.items():
-        config = source.read_config(role) if component.kind else None
+        config = source.read_config(role) if component.kinds else None
         if config is None:
             continue
-        part, kind = source[role], config.get("model_type")
+        part, kind = source[role], config.get("_class_name", config.get("model_type"))
         where = f"the {role} in {part.location!r}"
-        if kind not in (None, component.kind):
-            yield Problem(part.key, f"{where} is a {kind!r}; {spec.title} has a {component.kind!r}.")
-        elif lacking := missing_layers(config, part.weight_shapes()):
-            yield Problem(part.key, f"{where} is incomplete: its files lack {lacking}.")
+        if kind not in component.kinds:
+            allowed = " or ".join(map(repr, component.kinds))
+            yield Problem(part.key, f"{where} is a {kind!r}; {spec.title} has a {allowed}.")
+        elif role.startswith("text_encoder"):
+            tokens = source[role.replace("text_encoder", "tokenizer")].tokens()
+            if fault := encoder_fault(config, part.weight_shapes(), tokens):
+                yield Problem(part.key, f"{where} {fault}.")
     yield from _check_transformer(spec, flavour, source)
 
 

@@ -34,9 +34,10 @@ from simpletuner.errors import Problem, UserError
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter, LatentEncoder, TextEncoder
+from simpletuner.models.loading import check_shapes
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import Plan, make_sampler, plan_length
-from simpletuner.plan.checks import check_block_numbers
+from simpletuner.plan.checks import check_block_numbers, check_weights
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
 from simpletuner.training.assemble import make_accelerator
@@ -254,8 +255,11 @@ def fetch(plan: Plan, events: EventStream) -> None:
                 part.fetch()
                 phase.advance(1, f"{part.location}/{part.folder}")
         found = plan.spec.check_checkpoint(plan.flavour, plan.source)
+        found += check_weights(plan.spec, plan.flavour, plan.source)
         found += check_block_numbers(plan.config, plan.spec, plan.source)  # now that their number is known
         raise_if_fatal(found)
+    for role in ("transformer", "vae"):
+        check_shapes(plan.source[role])
 
 
 def complete_catalogue(plan: Plan) -> Catalogue:

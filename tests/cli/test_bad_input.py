@@ -93,6 +93,18 @@ def test_missing_captions(workspace: Workspace, capsys: Capture) -> None:
     assert "no samples detected in dataset pictures" in complaint(workspace, capsys)
 
 
+def test_a_caption_filter_that_takes_exponential_time(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simpletuner.data.captions.FILTER_SECONDS", 0.05)
+    workspace.write_datasets([DATASETS[0], {**DATASETS[1], "caption_filter_list": ["(a+)+$"]}])
+    workspace.path("datasets/pictures/p3.txt").write_text("a" * 5000 + "b")
+    told = complaint(workspace, capsys)
+    assert told.startswith("'datasets/pictures/p3.png': '(a+)+$' of caption_filter_list on 'aaa")
+    assert told.endswith("a' takes more than 0.05 s.")
+    assert len(told) < 400
+
+
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_missing_partner_pictures(i2i_checkpoint: Path, tmp_path: Path, capsys: Capture, command: str) -> None:
     workspace = Workspace.create(tmp_path / "run", i2i_checkpoint, model_flavour="i2i-lite-sft")

@@ -12,8 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from simpletuner.errors import UserError
+from simpletuner.config.load import Layer, resolve
+from simpletuner.errors import Problem, UserError
 from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.source import ModelSource
+from simpletuner.plan.checks import check_weights
 from tests.complaints import complaint, complaints, warnings
 from tests.fidelity.family import CPU, make_adapter
 from tests.workspace import DATASETS, Workspace
@@ -35,9 +39,21 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[st
     save_file(edit(load_file(file)), file, metadata={"format": "pt"})
 
 
-def edit_config(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
+def edit_config(folder: Path, file: str = "config.json", /, **values: Any) -> None:
+    path = folder / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def plan_of(folder: Path, family: str) -> str:
+    """The problems of a checkpoint, as the plan finds them."""
+    spec, problems = FAMILIES[family], list[Problem]()
+    values = {"model_type": "lora", "model_family": family, "pretrained_model_name_or_path": str(folder)}
+    config = resolve([Layer("test", list(values.items()))], problems)
+    source = ModelSource.from_config(spec, spec.flavours[0], config)
+    found = source.problems()
+    if not found:
+        found = [*spec.check_checkpoint(spec.flavours[0], source), *check_weights(spec, spec.flavours[0], source)]
+    return "\n".join(map(str, found))
 
 
 def without(words: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
@@ -91,6 +107,50 @@ def test_a_variant_that_is_not_there(workspace: Workspace, model: Path, capsys: 
 def test_junk_in_place_of_a_settings_file(workspace: Workspace, model: Path, file: str, capsys: Capture) -> None:
     (model / file).write_text("<html>log in</html>")
     assert f"{Path(file).name} cannot be read" in complaint(workspace, capsys)
+
+
+SCHEDULER = "scheduler/scheduler_config.json"
+SMALL = {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+
+
+@pytest.mark.parametrize("family", ["kandinsky5-image", "sanavideo"])
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer/tokenizer.json", {}, "lacks a usable tokenizer (tokenizer.json holds no vocabulary)"),
+        ("tokenizer/tokenizer.json", [], "lacks a usable tokenizer (tokenizer.json cannot be read)"),
+        ("tokenizer/tokenizer.json", {"model": {"vocab": 7}}, "(tokenizer.json holds no vocabulary)"),
+        ("tokenizer/tokenizer.json", SMALL, "tokens, its tokenizer has 1."),
+        ("tokenizer/tokenizer_config.json", None, "(tokenizer_config.json cannot be read)"),
+        (SCHEDULER, {}, "the scheduler in "),
+        (SCHEDULER, {"_class_name": "DDIMScheduler"}, " is a 'DDIMScheduler'; "),
+        ("text_encoder/config.json", {}, "the text_encoder in "),
+        ("vae/config.json", {}, "the VAE in "),
+        ("transformer/config.json", {}, "the transformer in "),
+    ],
+)
+def test_json_that_is_something_else(
+    family: str, file: str, content: Any, words: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    checkpoint = request.getfixturevalue("t2i_checkpoint" if family == "kandinsky5-image" else "sana_checkpoint")
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    (folder / file).write_text(json.dumps(content))
+    assert words in plan_of(folder, family)
+
+
+def test_a_scheduler_whose_values_have_wrong_types(model: Path) -> None:
+    edit_config(model / "scheduler", "scheduler_config.json", num_train_timesteps="many")
+    adapter = make_adapter(model)
+    with pytest.raises(UserError, match=r"the scheduler in .* cannot be loaded: 'str' object"):
+        adapter.load_preview_pipeline(adapter.load_transformer(torch.float32), CPU, None)
+
+
+def test_shapes_are_compared_before_anything_is_encoded(workspace: Workspace, model: Path, capsys: Capture) -> None:
+    edit_weights(model / "vae", lambda weights: {**weights, "decoder.conv_out.bias": torch.zeros(7)})
+    told = complaint(workspace, capsys, "train")
+    assert told.startswith(f"{MODEL}: the vae in ")
+    assert told.endswith("does not fit its config.json: its files lack decoder.conv_out.bias [3].")
+    assert not list(workspace.folder.rglob("*.zst"))
 
 
 def test_loading_initialises_nothing_at_random(model: Path) -> None:

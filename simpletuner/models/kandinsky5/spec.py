@@ -25,11 +25,11 @@ IMAGE_VAE_CLASS = "AutoencoderKL"
 COMPONENTS = {
     "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
     "vae": Component("vae", "pretrained_vae_model_name_or_path"),
-    "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path", "qwen2_5_vl"),
+    "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path", ("qwen2_5_vl",)),
     "tokenizer": Component("tokenizer", "qwen_text_encoder_model_name_or_path"),
-    "text_encoder_2": Component("text_encoder_2", kind="clip_text_model"),
+    "text_encoder_2": Component("text_encoder_2", kinds=("clip_text_model",)),
     "tokenizer_2": Component("tokenizer_2"),
-    "scheduler": Component("scheduler"),
+    "scheduler": Component("scheduler", kinds=("FlowMatchEulerDiscreteScheduler",)),
 }
 TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v": "video", "i2v": "video"}
 

@@ -23,7 +23,7 @@ from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextRequest
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
-from simpletuner.models.loading import load_whole
+from simpletuner.models.loading import load_whole, told_plainly
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.source import ModelSource
 
@@ -71,9 +71,11 @@ class Kandinsky5TextEncoder:
         self.template = template
         self.max_length = max_length
         self.device = device
-        self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
+        with told_plainly(source["tokenizer"]):
+            self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
+        with told_plainly(source["tokenizer_2"]):
+            self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
         self.start = PromptStart(self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"])
-        self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
         self.qwen = _load(Qwen2_5_VLForConditionalGeneration, source, "text_encoder", dtype)
         self.clip = _load(CLIPTextModel, source, "text_encoder_2", dtype)
         if quantise is not None:

@@ -10,15 +10,12 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from PIL import Image
 from torch import nn
 
-from simpletuner.config.json_files import read_json
-from simpletuner.errors import Problem, UserError
 from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.loading import with_solver
+from simpletuner.models.loading import load_scheduler, with_solver
 from simpletuner.models.sanavideo.denoiser import collate_text
 from simpletuner.models.source import Part
 
 WITHOUT_TEXT = ("tokenizer", "text_encoder")
-SCHEDULERS = ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 # Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.
 I2V_SHIFT = 8.0
 
@@ -66,17 +63,3 @@ class StockSanaPipelines:
             "output_type": "pil",
             "callback_on_step_end": request.on_step_end,
         }
-
-
-def load_scheduler(part: Part) -> Any:
-    """Load the checkpoint's scheduler, with the class that its config names.
-
-    Raises:
-        UserError: that class does not sample flow models.
-    """
-    folder, problems = part.fetch(), list[Problem]()
-    settings = read_json(folder / "scheduler_config.json", problems)
-    name = settings.get("_class_name") if isinstance(settings, dict) else None
-    if name not in SCHEDULERS:
-        raise UserError(f"The scheduler in {part.location!r} is a {name}, not one of {', '.join(SCHEDULERS)}.")
-    return getattr(diffusers, name).from_pretrained(folder)

@@ -19,6 +19,7 @@ from simpletuner.models.spec import Component, FamilySpec, Flavour
 
 VAE_CLASS = "AutoencoderKLWan"
 MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
+SCHEDULERS = ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 LONGEST_CLIP = 81  # frames that the model was trained with
 POSITIONS = 1024  # tokens per side in the position table
 
@@ -136,9 +137,9 @@ SANA_VIDEO = FamilySpec(
     components={
         "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
         "vae": Component("vae", VAE_KEY),
-        "text_encoder": Component("text_encoder", "pretrained_gemma_model_name_or_path", "gemma2"),
+        "text_encoder": Component("text_encoder", "pretrained_gemma_model_name_or_path", ("gemma2",)),
         "tokenizer": Component("tokenizer", "pretrained_gemma_model_name_or_path"),
-        "scheduler": Component("scheduler"),
+        "scheduler": Component("scheduler", kinds=SCHEDULERS),
     },
     size_multiple=32,
     vae_stride=8,

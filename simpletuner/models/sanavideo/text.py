@@ -17,7 +17,7 @@ from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextRequest
-from simpletuner.models.loading import load_whole
+from simpletuner.models.loading import load_whole, told_plainly
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.prompts import clean_caption, with_motion_score
@@ -60,7 +60,8 @@ class SanaTextEncoder:
         self.motion_score = options.sana_motion_score
         own = options.sana_complex_human_instruction
         self.instruction = "\n".join(pipeline_instruction() if own is True else own)
-        self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
+        with told_plainly(source["tokenizer"]):
+            self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
         self.tokenizer.padding_side = "right"
         self.start = PromptStart(self.tokenizer.encode(self.instruction))
         gemma: Any = load_whole(Gemma2Model, source["text_encoder"], dtype=dtype)
