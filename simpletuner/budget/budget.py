@@ -32,7 +32,7 @@ from simpletuner.config.schema import CachingConfig
 from simpletuner.data.sample import Sample
 from simpletuner.models.cost import BYTES, VaeLoad
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import Listing, latent_storage, list_entries, make_catalogue
+from simpletuner.plan.entries import Listing, feature_kinds, latent_storage, list_entries, make_catalogue
 
 # Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers.
 HOST_BASE = 1.2e9
@@ -109,6 +109,8 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     listing = list_entries(plan, catalogue) if catalogue else None
     ahead, later = _to_encode(plan, listing)
     workload = workload_of(plan, len(listing.missing_texts) if listing else 1, ahead, later)
+    if feature_kinds(plan) and (listing is None or listing.missing_features):
+        workload = replace(workload, encodes_features=True)
     return estimate(plan.config, parts_of(plan), workload, device, listing)
 
 
@@ -153,15 +155,21 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
         yield PhasePeak(f"encoding {parts.spec.media_noun}", peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
     in_training = [_at_a_time(load, config.caching) for load in workload.encoded_in_training]
     beside = vae + _encoding_bytes(config, parts, in_training) if in_training else 0.0
+    if workload.encodes_features:
+        teaching = max(_teacher_bytes(config, parts, bucket, vae)[1] for bucket in workload.buckets)
+        yield PhasePeak("encoding features", teaching, HOST_BASE)
     whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
     yield PhasePeak("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
     on_disk = config.offload.group_offload_to_disk_path is not None
     there, here = average_memory(cost, setup, "device"), average_memory(cost, setup, "host")
     waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup)) + here.kept
     trained, frozen = trained_bytes(cost, setup), frozen_bytes(cost, setup)
+    live = any(technique.live for technique in parts.techniques)
     for bucket in workload.buckets:
         load = parts.load(bucket)
-        device = max(step_memory(cost, setup, load).total, frozen + trained + there.updating)
+        resident, teaching = _teacher_bytes(config, parts, bucket, vae) if live else (0.0, 0.0)
+        step = step_memory(cost, setup, load).total + resident
+        device = max(step, frozen + trained + teaching, frozen + trained + resident + there.updating)
         host = waiting + max(inputs_on_host_bytes(cost, setup, load), here.updating)
         yield PhasePeak(f"training at {bucket.label}", device + beside, host, trains=True)
     if workload.previews:
@@ -176,6 +184,16 @@ def _encoding_bytes(config: RunConfig, parts: Parts, loads: Sequence[VaeLoad]) -
     """Peak memory of the VAE's activations over these batches."""
     size = BYTES[vae_dtype(config.precision, config.caching)]
     return max(parts.cost.vae_encode(parts.vae, load) for load in loads) * size
+
+
+def _teacher_bytes(config: RunConfig, parts: Parts, bucket: Bucket, vae: float) -> tuple[float, float]:
+    """Memory of what computes features, VAE and encoder, and its peak while it does so for one clip."""
+    load, caching = parts.load(bucket), config.caching
+    kinds = [kind for technique in parts.techniques for kind in (*technique.features, *technique.live)]
+    resident = vae + max(kind.cost(load.frames, load.height, load.width).memory for kind in kinds)
+    tiled, sliced = caching.vae_enable_tiling, caching.vae_enable_patch_conv
+    clip = VaeLoad(1, bucket.frames, bucket.width, bucket.height, tiled, sliced)
+    return resident, resident + parts.cost.vae_decode(parts.vae, clip) * BYTES[vae_dtype(config.precision, caching)]
 
 
 def _at_a_time(load: VaeLoad, caching: CachingConfig) -> VaeLoad:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from simpletuner.budget.budget import Budget, gigabytes
 from simpletuner.budget.estimate import AVERAGE, streamed_bytes, trained_numbers
+from simpletuner.caching.catalogue import FeatureCost
 from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.errors import Problem
 from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import text_folder
+from simpletuner.plan.entries import Listing, text_folder
 from simpletuner.plan.environment import existing
 
 COMPRESSED = 0.8  # size of a latent compressed with zstd, relative to uncompressed
@@ -62,6 +63,9 @@ def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
                   (COMPRESSED if each.compress else 1.0) for each in written)  # fmt: skip
     if written:
         yield Writing("latents", written[0].folder, latents, latents)
+    features = feature_costs(plan.spec, budget.listing)
+    if features.stored:
+        yield Writing("features", budget.listing.missing_features[0].folder, features.stored, features.stored)
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
     width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
     texts = float(
@@ -69,6 +73,16 @@ def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
     )
     if texts:
         yield Writing("text embeddings", text_folder(plan), texts, texts * USUAL_CAPTION)
+
+
+def feature_costs(spec: FamilySpec, listing: Listing | None) -> FeatureCost:
+    """What the features that are not cached yet take together."""
+    costs = []
+    for entry in listing.missing_features if listing else ():
+        sample = entry.latents.sample
+        frames, height, width = spec.latent_size(*sample.geometry.size, sample.frames)
+        costs.append(entry.kind.cost(frames, height // spec.patch_size, width // spec.patch_size))
+    return FeatureCost(sum(each.stored for each in costs), sum(each.flops for each in costs))
 
 
 def latent_bytes(spec: FamilySpec, width: int, height: int, frames: int) -> float:

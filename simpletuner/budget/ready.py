@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 from simpletuner.budget.budget import Budget, make_budget
 from simpletuner.budget.device import find_device
-from simpletuner.budget.disk import check_disk, find_writings
+from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.fit import check_fit, choose
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.load import raise_if_fatal
 from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan, make_plan
+from simpletuner.plan.environment import existing
+
+FEATURE_SHARE = 0.2  # of the free space, at most, for features with `crepa_cache auto`
 
 
 def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
@@ -34,6 +38,11 @@ def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
     plan = make_plan(arguments, problems)
     device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
     budget = make_budget(plan, device)
+    features = feature_costs(plan.spec, budget.listing).stored
+    room = FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
+    if plan.config.crepa.crepa_cache == "auto" and features > room:
+        plan = replace(plan, config=plan.config.with_values({"crepa_cache": "off"}, "chosen by crepa_cache auto"))
+        budget = make_budget(plan, device)
     if plan.config.offload.offload == "auto":
         budget = choose(budget)
         chosen = replace(plan, config=budget.config)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes
-from simpletuner.budget.disk import Writing, find_writings
+from simpletuner.budget.disk import Writing, feature_costs, find_writings
 from simpletuner.budget.rounds import preview_rounds, remaining_seconds, remaining_steps
 from simpletuner.config.schema import all_options
 from simpletuner.data.sample import LedgerEntry
@@ -131,6 +131,11 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if later:
         what = f"{later} {plan.spec.media_noun}"
         yield f"Encoded in training: {what}; the VAE stays on the device, and its time is not counted below"
+    if listing.features:
+        absent, total = len(listing.missing_features), len(listing.features)
+        seconds = duration(feature_costs(plan.spec, listing).flops / budget.device.rates.matmul)
+        time = f" (about {seconds}, and the time to decode them)" if absent else ""
+        yield f"Cache of features: {total - absent} of {total} are there, {absent} to encode{time}"
 
 
 def _preview_lines(plan: Plan) -> Iterator[str]:

@@ -48,6 +48,7 @@ class Workload:
         encoded: samples that the VAE has to encode, by shape; empty if all latents are cached. Batch size and tiling
             depend on the settings.
         encodes_text: captions or prompts are missing from the cache.
+        encodes_features: features of techniques are.
         previews: sizes and frames of previews; empty without validation.
         waiting: most bytes of decoded pixels that wait for the VAE.
         encoded_in_training: samples that training encodes, one at a time, by shape.
@@ -59,6 +60,7 @@ class Workload:
     previews: Sequence[Bucket]
     waiting: float
     encoded_in_training: Sequence[VaeLoad] = ()
+    encodes_features: bool = False
 
     def scaled(self, *, spec: FamilySpec, sides: float = 1.0, frames: float = 1.0) -> Workload:
         """The workload with smaller pictures or shorter clips, of sizes that the family supports."""

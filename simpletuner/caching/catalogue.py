@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from simpletuner.caching.entry import list_keys
-from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, digest
+from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, checkpoint_identity, digest
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
+from simpletuner.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from simpletuner.models.adapter import FamilyAdapter
+    from simpletuner.models.adapter import FamilyAdapter, LatentEncoder
 
 
 # When latents are encoded: before training; when first used, then cached; or at every use, and never cached.
@@ -36,18 +38,40 @@ class FeatureEncoder(Protocol):
 
 
 @dataclass(frozen=True)
+class FeatureCost:
+    """What the features of one sample take: bytes on disk, FLOPs of the encoder, and the encoder's bytes in memory."""
+
+    stored: float = 0.0
+    flops: float = 0.0
+    memory: float = 0.0
+
+
+@dataclass(frozen=True)
 class FeatureKind:
     """Per-sample data that a technique needs, computed once and cached beside the latents.
 
     Attributes:
         name: its key in `Batch.features`.
-        maker: what it depends on besides the latents, such as the encoder's identity.
-        load: loads its encoder on a device; called only if an entry is missing.
+        maker: what it depends on besides the latents and the encoder's content, such as a size.
+        load: (adapter, what loads the VAE, device) -> its encoder; called only if an entry is missing.
+        encoder: the model that computes it.
+        cost: (frames, rows, columns of tokens) -> what it takes.
+        unneeded: ids of datasets that do without.
     """
 
     name: str
-    maker: Mapping[str, str | float]
-    load: Callable[[FamilyAdapter, torch.device], FeatureEncoder]
+    maker: dict[str, str | float]
+    load: Callable[[FamilyAdapter, Callable[[], LatentEncoder], torch.device], FeatureEncoder]
+    encoder: VisionEncoder | None = None
+    cost: Callable[[int, int, int], FeatureCost] = lambda frames, rows, columns: FeatureCost()
+    unneeded: frozenset[str] = frozenset()
+
+    @cached_property
+    def identity(self) -> tuple[tuple[str, str | float], ...]:
+        """Everything it depends on besides the latents; its encoder must be on this machine."""
+        place = self.encoder.local() if self.encoder else None
+        content = {"encoder": checkpoint_identity(place)} if place else {}
+        return tuple(sorted((self.maker | content).items()))
 
 
 @dataclass(frozen=True)
@@ -169,7 +193,7 @@ class Catalogue:
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:
         """The entry of a sample's features, whether it exists or not."""
         latents = self.latent(sample)
-        key = FeatureKey(kind.name, latents.key.digest(), tuple(sorted(kind.maker.items())))
+        key = FeatureKey(kind.name, latents.key.digest(), kind.identity)
         return FeatureEntry(key, kind, latents)
 
     def condition(self, sample: Sample) -> LatentEntry | None:
@@ -220,7 +244,9 @@ class Catalogue:
     def features_of(self, datasets: Iterable[Dataset], epoch: int, kinds: Iterable[FeatureKind]) -> list[FeatureEntry]:
         """All features that training in an epoch reads."""
         samples = [sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples]
-        return _distinct(self.feature(kind, sample) for kind in kinds for sample in samples)
+        return _distinct(
+            self.feature(kind, each) for kind in kinds for each in samples if each.dataset_id not in kind.unneeded
+        )
 
     def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> list[TextEntry]:
         """All embeddings that training in an epoch reads.

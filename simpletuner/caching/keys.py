@@ -179,7 +179,7 @@ SLICES_PER_FILE = 256
 
 
 def checkpoint_identity(*folders: Path) -> str:
-    """Identity of one or more component folders (a text encoder and its tokenizer), as 64 hexadecimal digits.
+    """Identity of component folders (a text encoder and its tokenizer) or weight files, as 64 hexadecimal digits.
 
     Depends on the order of the folders but not on their paths. Links, as in a hub snapshot, are followed.
 
@@ -191,7 +191,7 @@ def checkpoint_identity(*folders: Path) -> str:
 
 def _folder_identity(folder: Path) -> str:
     parts = []
-    for path in sorted(folder.rglob("*")):
+    for path in [folder] if folder.is_file() else sorted(folder.rglob("*")):
         identity = _file_identity(path) if path.is_file() else None
         if identity is not None:
             parts.append([path.relative_to(folder).as_posix(), identity])

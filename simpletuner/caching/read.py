@@ -51,6 +51,7 @@ class BatchReader:
         features = {
             kind.name: [self._read(self.catalogue.feature(kind, sample))[FEATURES] for sample in planned.samples]
             for kind in self.features
+            if planned.samples[0].dataset_id not in kind.unneeded
         }
         batch = self._batch(planned.samples, embeds)
         return replace(batch, other_embeds=self._other_embeds(planned), features=features)

@@ -14,13 +14,8 @@ from simpletuner.errors import Problem
 
 PATCH = 14  # pixels per side of a patch of DINOv2
 SELF_FLOW = "Self-Flow is not supported: it needs a moving-average teacher and a timestep for every token"
-# Width, parameters, layers and heads of DINOv2's sizes (Oquab et al., arXiv 2304.07193, table 17).
-SIZES = {
-    "s": ("small", 384, 22_056_576, 12, 6),
-    "b": ("base", 768, 86_580_480, 12, 12),
-    "l": ("large", 1024, 304_368_640, 24, 16),
-    "g": ("giant", 1536, 1_136_480_768, 40, 24),
-}
+# Name, width and layers of DINOv2's sizes (Oquab et al., arXiv 2304.07193, table 17); each head is 64 wide.
+SIZES = {"s": ("small", 384, 12), "b": ("base", 768, 12), "l": ("large", 1024, 24), "g": ("giant", 1536, 40)}
 ENCODERS = tuple(f"dinov2_vit{size}14{registers}" for registers in ("", "_reg") for size in SIZES)
 SPELLINGS = re.compile(r"dino_?v2[_-](?:vit)?([sblg])(?:14)?(_reg)?")
 
@@ -46,8 +41,7 @@ class CrepaConfig(Group):
 
     crepa_enabled: Flag = option(
         False,
-        "Align hidden states of one block, frame by frame, with features of a frozen picture encoder or of a later "
-        "block, for steadier clips. See docs/experimental/VIDEO_CREPA.md.",
+        "Align a block's hidden states, frame by frame, with features of a frozen vision encoder or of a later block.",
     )
     crepa_block_index: Integer | None = option(
         None, "The aligned block, counted from 0.", ge=0, default_note="8; Sana Video 10"
@@ -70,8 +64,7 @@ class CrepaConfig(Group):
     )
     crepa_encoder: Text = option(
         "dinov2_vitg14",
-        "The vision encoder: dinov2_vits14, _vitb14, _vitl14 or _vitg14, each also with _reg, or a folder or hub id "
-        "of a DINOv2 in the format of transformers.",
+        "dinov2_vits14, _vitb14, _vitl14 or _vitg14, also with _reg, or a folder or hub id of transformers.",
         aliases=("crepa_model",),
     )
     crepa_encoder_image_size: Integer = option(
@@ -79,14 +72,13 @@ class CrepaConfig(Group):
     )
     crepa_encoder_resize: Literal["aspect", "square"] = option(
         "aspect",
-        "aspect: frames keep their proportions, with at most as many patches as the square; square: they are "
-        "stretched to it.",
+        "square: frames are stretched to a square; aspect: they keep their proportions, with no more patches.",
     )
-    crepa_encoder_frames_batch_size: Integer = option(-1, "Frames the encoder takes at a time; -1 is a whole clip.")
+    crepa_encoder_frames_batch_size: Integer = option(-1, "Frames it takes at a time; -1 is a whole clip.", ge=-1)
     crepa_cache: Literal["auto", "disk", "off"] = option(
         "auto",
-        "disk: the encoder's features are stored beside the latents, and neither encoder nor VAE is loaded in "
-        "training; off: they are computed in every step; auto: disk if they fit into a fifth of the free space.",
+        "disk: features are stored beside the latents, so that neither encoder nor VAE is loaded in training; off: "
+        "they are computed in every step; auto: disk if they fit into a fifth of the free space.",
     )
     crepa_drop_vae_encoder: Flag = option(
         False, "Drop the encoder half of the VAE that decodes for the teacher, which saves memory."
@@ -108,8 +100,7 @@ class CrepaConfig(Group):
     )
     irepa_enabled: Flag = option(
         False,
-        "With crepa_enabled: a convolution as projector, and spatially normalised features (iREPA). On pictures this "
-        "aligns the one frame there is.",
+        "With crepa_enabled: a convolution as projector and normalised features (iREPA); also aligns pictures.",
     )
     irepa_spatial_norm_alpha: Number = option(
         0.6, "Share of the mean over a frame that is subtracted from the teacher's features.", ge=0
@@ -126,6 +117,11 @@ class CrepaConfig(Group):
         """Whether features of a vision encoder are used: not at a weight that is always 0."""
         decays = self.crepa_scheduler != "constant" and self.crepa_lambda_end > 0
         return self.crepa_enabled and not self.from_backbone and (self.crepa_lambda > 0 or decays)
+
+    @property
+    def frames_at_once(self) -> int:
+        """How many frames the encoder takes at a time; 0: all."""
+        return max(self.crepa_encoder_frames_batch_size, 0)
 
     def patches(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of the encoder's patches for a frame of these proportions."""
@@ -169,9 +165,6 @@ def check_crepa(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Itera
                 yield Problem(key, "has no effect: crepa_enabled is off.", fatal=False)
         return
     yield from _check_source(crepa, is_explicit)
-    if crepa.crepa_encoder_frames_batch_size < 1 and crepa.crepa_encoder_frames_batch_size != -1:
-        message = f"{crepa.crepa_encoder_frames_batch_size} is neither -1 nor at least 1."
-        yield Problem("crepa_encoder_frames_batch_size", message)
     side = crepa.crepa_encoder_image_size
     if side % PATCH:
         below = side // PATCH * PATCH

@@ -35,7 +35,8 @@ def told_plainly(part: Part) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"{part.key}: the {part.folder} in {part.location!r} cannot be loaded: {reason}") from error
+        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
+        raise UserError(f"{where} cannot be loaded: {reason}") from error
 
 
 def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
@@ -53,7 +54,7 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
         model, found = model_class.from_pretrained(folder, variant=part.variant, output_loading_info=True, **settings)
     absent = sorted(found["missing_keys"])
     if absent:
-        where = f"{part.key}: the {part.folder} in {part.location!r}"
+        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
         raise UserError(f"{where} is incomplete: {shorten(absent)} not in its files.")
     return model
 
@@ -72,7 +73,7 @@ def check_shapes(part: Part) -> None:
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrong = [f"{name} {list(shape)}" for name, shape in own.items() if found.get(name) != shape]
     if wrong:
-        where = f"{part.key}: the {part.folder} in {part.location!r}"
+        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
         raise UserError(f"{where} does not fit its config.json: its files lack {shorten(wrong)}.")
 
 

@@ -169,6 +169,11 @@ class Part:
             return f"its weights have no variant {self.variant!r}"
         return None
 
+    @property
+    def _wanted(self) -> list[str]:
+        """Its files in the repository. One that holds a single model has it in older formats, too."""
+        return [f"{self.folder}/*"] if self.folder else ["*.json", "*.safetensors"]
+
     def _snapshot(self) -> Path | None:
         """The repository's folder in the hub's cache, or None."""
         from huggingface_hub import snapshot_download
@@ -176,10 +181,9 @@ class Part:
 
         if not HUB_ID.fullmatch(self.location):
             return None
-        wanted = [f"{self.folder}/*"]
         try:
             path = snapshot_download(
-                self.location, revision=self.revision, allow_patterns=wanted, local_files_only=True
+                self.location, revision=self.revision, allow_patterns=self._wanted, local_files_only=True
             )
             return Path(path)
         except LocalEntryNotFoundError:
@@ -200,7 +204,7 @@ class Part:
         if self.is_local:
             raise UserError(f"{self.location!r} has no {self.folder!r} folder with a model in it.")
         try:
-            snapshot = snapshot_download(self.location, revision=self.revision, allow_patterns=[f"{self.folder}/*"])
+            snapshot = snapshot_download(self.location, revision=self.revision, allow_patterns=self._wanted)
         except RepositoryNotFoundError:
             raise UserError(
                 f"The hub has no model {self.location!r}, or it is private: log in with `hf auth login`."

@@ -21,6 +21,7 @@ from simpletuner.errors import Problem, did_you_mean, shorten
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault
 from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.models.vision import VisionEncoder
 from simpletuner.plan.environment import why_no_folder, why_not_writable
 from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
@@ -171,6 +172,8 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_trackers(config.tracking.report_to)
     yield from config.preservation.check(config.model.model_type)
     yield from check_crepa(config.crepa, config.is_explicit)
+    if config.crepa.needs_encoder:
+        yield from VisionEncoder(config.crepa.crepa_encoder).problems()
 
 
 def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
@@ -328,6 +331,8 @@ def check_datasets(
             law = "flow_use_uniform_schedule" if uniform else "flow_use_beta_schedule"
             message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
             yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
+        if config.crepa.needs_encoder and dataset.config.is_trained:
+            yield from _check_teacher(config, dataset)
         for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
             if key in dataset.config.model_fields_set:
                 yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)
@@ -359,6 +364,19 @@ def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[P
         if each.id in chosen:
             message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
             yield Problem("eval_dataset_id", message, fatal=False)
+
+
+def _check_teacher(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+    """Pixels that are still to be encoded when CREPA's teacher is loaded."""
+    later = "vae_cache_disable" if dataset.config.vae_cache_disable else None
+    later = later or ("vae_cache_ondemand" if config.caching.vae_cache_ondemand else None)
+    if later and config.crepa.crepa_cache != "off":
+        message = f"{config.crepa.crepa_cache!r} needs latents that are cached before training; with {later} use off."
+        yield Problem("crepa_cache", message)
+    later = later or ("vae_cache_clear_each_epoch" if dataset.changes_each_epoch else None)
+    if later and config.crepa.crepa_drop_vae_encoder:
+        message = f"with {later} {dataset.id} is encoded during training, which needs that half; remove one of them."
+        yield Problem("crepa_drop_vae_encoder", message)
 
 
 def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Iterator[Problem]:

@@ -35,7 +35,8 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
     """
     folders = {role: plan.source[role].local_folder() for role in ("vae", *TEXT_ROLES) if role in plan.source.parts}
     present = {role: folder for role, folder in folders.items() if folder is not None}
-    if len(present) < len(folders):
+    visions = [kind.encoder for kind in feature_kinds(plan) if kind.encoder]
+    if len(present) < len(folders) or not all(vision.local() for vision in visions):
         return None
     config, family = plan.config, plan.spec.name
     text_folders = [present[role] for role in TEXT_ROLES if role in present]
@@ -125,6 +126,11 @@ class Listing:
     def ahead(self) -> list[LatentEntry]:
         """The latents that are encoded before training."""
         return [entry for entry in self.latents if entry.storage == "ahead"]
+
+    @cached_property
+    def missing_features(self) -> list[FeatureEntry]:
+        """The features that were not cached at the first access."""
+        return missing(self.features)
 
     @cached_property
     def missing_latents(self) -> list[LatentEntry]:

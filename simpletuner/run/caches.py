@@ -138,7 +138,12 @@ class CacheFiller:
         if not entries:
             return
         with self.events.phase("Encoding features", len(entries), self.plan.spec.media_noun, CACHING) as phase:
-            fill_features(entries, lambda each: each.kind.load(self.adapter, self.device), self._latents, phase)
+            fill_features(
+                entries,
+                lambda each: each.kind.load(self.adapter, self._load_latent_encoder, self.device),
+                self._latents,
+                phase,
+            )
         self._release()
 
     def _latents(self, entry: LatentEntry) -> Tensor:
@@ -249,6 +254,8 @@ def fetch(plan: Plan, events: EventStream) -> None:
         UserError: a part is not available, or the parts do not belong together.
     """
     absent = [part for part in plan.source.parts.values() if part.local_folder() is None]
+    encoders = [kind.encoder for each in plan.techniques for kind in (*each.features, *each.live) if kind.encoder]
+    absent += [encoder.part for encoder in encoders if encoder.local() is None]
     if absent:
         with events.phase("Downloading the model", len(absent), "parts") as phase:
             for part in absent:
@@ -257,6 +264,7 @@ def fetch(plan: Plan, events: EventStream) -> None:
         found = plan.spec.check_checkpoint(plan.flavour, plan.source)
         found += check_weights(plan.spec, plan.flavour, plan.source)
         found += check_block_numbers(plan.config, plan.spec, plan.source)  # now that their number is known
+        found += [problem for encoder in encoders for problem in encoder.problems()]
         raise_if_fatal(found)
     for role in ("transformer", "vae"):
         check_shapes(plan.source[role])

@@ -18,7 +18,7 @@ leaves out are missing there and count in no mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
+from simpletuner.caching.catalogue import FeatureKind
 from simpletuner.config.crepa import CrepaConfig, weight_at
 from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.techniques.base import Predict, Site, Technique
@@ -82,12 +83,7 @@ class Alignment:
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over the frames that have tokens, then over samples."""
-        return (values.sum(1) / self.frames).mean()
-
-    @property
-    def frames(self) -> Tensor:
-        """How many frames have tokens, `B`."""
-        return (self.weights > 0).sum(1).clamp(min=1)
+        return (values.sum(1) / (self.weights > 0).sum(1).clamp(min=1)).mean()
 
     @property
     def score(self) -> Tensor:
@@ -143,10 +139,13 @@ class Crepa(Technique):
     Args:
         width: of the encoder's features; None if a block is the teacher.
         regularised: datasets whose target is the base model, which are not aligned.
+        live: features that are computed in every step, because they are not cached.
     """
 
-    def __init__(self, config: CrepaConfig, width: int | None, regularised: frozenset[str]) -> None:
-        self._config, self._feature_width, self._regularised = config, width, regularised
+    def __init__(
+        self, config: CrepaConfig, width: int | None, regularised: frozenset[str], live: Sequence[FeatureKind] = ()
+    ) -> None:
+        self._config, self._feature_width, self._regularised, self._live = config, width, regularised, live
         self._average: Tensor | None = None
         self._is_off = False
         self._log: dict[str, Tensor] = {}
@@ -158,6 +157,7 @@ class Crepa(Technique):
         site.hidden.watch(self._student)
         if config.from_backbone:
             site.hidden.watch(self._teacher)
+        self._encoders = [kind.load(site.adapter, site.load_latent_encoder, site.device) for kind in self._live]
         self._width = site.layout.width
         width = self._feature_width or self._width
         if config.irepa_enabled:
@@ -173,22 +173,28 @@ class Crepa(Technique):
         self._project = module
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Decide the weight of this micro-step."""
+        """Decide the weight of this micro-step, and compute what is not cached before activations take memory."""
         if noisy.place is None:
             raise ValueError("CREPA follows a schedule, so the batch needs its place in the run")
         step, cutoff = noisy.place.global_step, self._config.crepa_cutoff_step
-        self._scheduled = weight_at(self._config, step, self._site.total_steps)
-        if noisy.batch.dataset_id in self._regularised:
-            self._scheduled = 0.0
+        is_aligned = noisy.batch.dataset_id not in self._regularised
+        self._scheduled = weight_at(self._config, step, self._site.total_steps) if is_aligned else 0.0
         self._follow_threshold()
         self._is_cut = self._is_off or 0 < cutoff <= step
-        return noisy
+        if not self._encoders or not self._measures:
+            return noisy
+        features = {FEATURES: [each.encode(one) for each in self._encoders for one in noisy.batch.latents]}
+        return replace(noisy, batch=replace(noisy.batch, features={**noisy.batch.features, **features}))
+
+    @property
+    def _measures(self) -> bool:
+        """Whether this micro-step is compared: with a weight, or to see whether the similarity has fallen again."""
+        return self._scheduled > 0 and (not self._is_off or self._config.crepa_threshold_mode == "recoverable")
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
         weight = 0.0 if self._is_off else self._scheduled
         self._log = {"crepa_weight": torch.tensor(weight), "crepa_cutoff": torch.tensor(float(self._is_cut))}
-        recovering = self._is_off and self._config.crepa_threshold_mode == "recoverable"
-        if weight > 0 or (recovering and self._scheduled > 0):
+        if self._measures:
             with nullcontext() if weight > 0 else torch.no_grad():
                 loss = self._measure(noisy)
             if weight > 0:
@@ -210,16 +216,15 @@ class Crepa(Technique):
     def _follow_threshold(self) -> None:
         """Switch off at the threshold, and on again below it unless that is permanent."""
         threshold = self._config.crepa_similarity_threshold
-        if threshold is None or self._average is None:
-            return
-        reached = self._average.item() >= threshold
-        self._is_off = reached or (self._is_off and self._config.crepa_threshold_mode == "permanent")
+        if threshold is not None and self._average is not None:
+            stays_off = self._is_off and self._config.crepa_threshold_mode == "permanent"
+            self._is_off = stays_off or self._average.item() >= threshold
 
     def _measure(self, noisy: NoisyBatch) -> Tensor:
         """The alignment loss before its weight."""
         config, student = self._config, self._tokens(noisy, self._student)
         student = replace(student, values=self._project(student.values))
-        teacher = self._features(noisy, student)
+        teacher = self._features(noisy)
         if config.irepa_enabled:
             teacher = teacher.normalised(config.irepa_spatial_norm_alpha)
         if not config.crepa_spatial_align:
@@ -241,7 +246,7 @@ class Crepa(Technique):
         }
 
     @torch.no_grad()
-    def _features(self, noisy: NoisyBatch, student: Grid) -> Grid:
+    def _features(self, noisy: NoisyBatch) -> Grid:
         """The teacher's features `B F h w E`."""
         if self._config.from_backbone:
             return self._tokens(noisy, self._teacher)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from simpletuner.caching.catalogue import FeatureKind
+from simpletuner.caching.catalogue import FeatureCost, FeatureKind
+from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.tread import Route
 from simpletuner.models.cost import BatchShape, TransformerCost
+from simpletuner.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
     from simpletuner.techniques.base import Technique
@@ -48,6 +51,7 @@ class TechniqueSpec:
         build: creates the technique; imports torch.
         routes: ranges of blocks that some tokens skip.
         features: what it needs for every trained sample, cached beside the latents.
+        live: the same, computed in every step instead.
         cost: what it adds to a micro-batch.
     """
 
@@ -55,6 +59,7 @@ class TechniqueSpec:
     routes: tuple[Route, ...] = ()
     features: tuple[FeatureKind, ...] = ()
     cost: Callable[[TransformerCost, BatchShape], TechniqueCost] = no_cost
+    live: tuple[FeatureKind, ...] = ()
 
 
 def chosen_techniques(config: RunConfig, regularised: Mapping[str, float]) -> tuple[TechniqueSpec, ...]:
@@ -90,7 +95,8 @@ def chosen_techniques(config: RunConfig, regularised: Mapping[str, float]) -> tu
 
 def _crepa(config: RunConfig, regularised: frozenset[str]) -> TechniqueSpec:
     """CREPA, with its projector and the activations from the block's tokens to the loss, all in float32."""
-    crepa, width = config.crepa, None
+    crepa, encoder = config.crepa, VisionEncoder(config.crepa.crepa_encoder)
+    width = None if crepa.from_backbone else int(encoder.settings()["hidden_size"])
 
     def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
         inner, outer = transformer.hidden, width or transformer.hidden
@@ -99,10 +105,36 @@ def _crepa(config: RunConfig, regularised: frozenset[str]) -> TechniqueSpec:
         numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit, and the teacher's
         return TechniqueCost(weights + outer, 4.0 * tokens * numbers, 6.0 * tokens * weights)
 
-    return TechniqueSpec(lambda: _load("crepa:Crepa")(crepa, width, regularised), cost=cost)
+    kinds = (_teacher(crepa, encoder, regularised),) if crepa.needs_encoder else ()
+    features, live = ((), kinds) if crepa.crepa_cache == "off" else (kinds, ())
+    return TechniqueSpec(
+        lambda: _load("crepa:Crepa")(crepa, width, regularised, live), features=features, cost=cost, live=live
+    )
 
 
-def _load(name: str) -> Callable[..., Technique]:
+def _teacher(crepa: CrepaConfig, encoder: VisionEncoder, regularised: frozenset[str]) -> FeatureKind:
+    """The features of a vision encoder on the grid of tokens."""
+    width, weights = int(encoder.settings()["hidden_size"]), encoder.parameters
+
+    def cost(frames: int, rows: int, columns: int) -> FeatureCost:
+        patches = frames * math.prod(crepa.patches(rows, columns))
+        at_once = patches * min(crepa.frames_at_once or frames, frames) / frames
+        # In memory: bf16 weights, and in the widest layer about eight numbers for each one of a token.
+        return FeatureCost(
+            2.0 * frames * rows * columns * width, 2.0 * weights * patches, 2 * (weights + 8 * width * at_once)
+        )
+
+    return FeatureKind(
+        "crepa",
+        {"size": crepa.crepa_encoder_image_size, "resize": crepa.crepa_encoder_resize},
+        lambda adapter, load_vae, device: _load("teacher:load_teacher")(encoder, crepa, adapter, load_vae, device),
+        encoder,
+        cost,
+        regularised,
+    )
+
+
+def _load(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
-    found: Callable[..., Technique] = getattr(import_module(f"simpletuner.techniques.{module}"), attribute)
+    found: Callable[..., Any] = getattr(import_module(f"simpletuner.techniques.{module}"), attribute)
     return found

@@ -89,6 +89,13 @@ def test_tread_of_the_video_guide(workspace: Workspace, capsys: pytest.CaptureFi
     assert "tread" not in warnings(workspace, capsys)
 
 
+@pytest.mark.parametrize("family", [VIDEO, SANA])
+def test_crepa_of_the_guides(workspace: Workspace, capsys: pytest.CaptureFixture[str], family: str) -> None:
+    other_family(workspace, family)
+    install(workspace, family, "crepa.json")
+    assert "crepa" not in warnings(workspace, capsys)
+
+
 @pytest.mark.parametrize("family", [IMAGE, VIDEO])
 def test_group_offload_of_the_guides(workspace: Workspace, capsys: pytest.CaptureFixture[str], family: str) -> None:
     other_family(workspace, family)

@@ -30,7 +30,9 @@ class PatchTeacher:
         return tokens.flatten(1).T.contiguous()
 
 
-TEACHER = FeatureKind("teacher", {"encoder": "patch mean", "patch": PATCH}, lambda adapter, device: PatchTeacher())
+TEACHER = FeatureKind(
+    "teacher", {"encoder": "patch mean", "patch": PATCH}, lambda adapter, load_vae, device: PatchTeacher()
+)
 
 
 class Alignment(Technique):

@@ -1,0 +1,86 @@
+"""DINOv2 vision encoders by name, folder or hub id: where they are and what they cost. Free of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from simpletuner.config.crepa import ENCODERS, PATCH, SIZES, canonical_encoder
+from simpletuner.errors import Problem, did_you_mean
+from simpletuner.models.source import HUB_ID, Part
+
+KEY = "crepa_encoder"
+KINDS = ("dinov2", "dinov2_with_registers")
+
+
+@dataclass(frozen=True)
+class VisionEncoder:
+    """The encoder that `crepa_encoder` names."""
+
+    name: str
+
+    @cached_property
+    def known(self) -> str | None:
+        """The published model that the name means; None for a folder or another hub id."""
+        return None if Path(self.name).expanduser().is_dir() else canonical_encoder(self.name)
+
+    @cached_property
+    def part(self) -> Part:
+        """Its folder or repository."""
+        location = self.name
+        if self.known is not None:
+            registers = "-with-registers" if self.known.endswith("_reg") else ""
+            location = f"facebook/dinov2{registers}-{SIZES[self.known[10]][0]}"
+        return Part("vision encoder", KEY, location, "", None, None)
+
+    @property
+    def torch_hub_file(self) -> Path:
+        """Its weights as torch hub names them, in torch hub's cache."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch")
+        stem = (self.known or "").replace("_reg", "_reg4")
+        return Path(os.environ.get("TORCH_HOME", cache), "hub", "checkpoints", f"{stem}_pretrain.pth").expanduser()
+
+    def local(self) -> Path | None:
+        """Its folder, or torch hub's file, on this machine; None if neither is."""
+        return self.part.local_folder() or (self.torch_hub_file if self.torch_hub_file.is_file() else None)
+
+    def settings(self) -> dict[str, Any]:
+        """Its config.json, or that of the published model while it is not on this machine."""
+        own = self.part.read_config()
+        if own is not None:
+            return own
+        size = (self.known or ENCODERS[-1])[10]
+        _, width, layers = SIZES[size]
+        return {
+            "model_type": KINDS["_reg" in (self.known or "")], "hidden_size": width, "num_hidden_layers": layers,
+            "num_attention_heads": width // 64, "image_size": 518, "patch_size": PATCH, "use_swiglu_ffn": size == "g",
+        }  # fmt: skip
+
+    @property
+    def parameters(self) -> int:
+        """About how many weights it has: twelve matrices of its width in each layer."""
+        settings = self.settings()
+        return 12 * int(settings["num_hidden_layers"]) * int(settings["hidden_size"]) ** 2
+
+    def problems(self) -> Iterator[Problem]:
+        """Unknown names, unusable folders, and an encoder that is not here and cannot be downloaded."""
+        from huggingface_hub import constants, is_offline_mode
+
+        location = self.part.location
+        if self.local() is not None:
+            settings = self.settings()
+            kind, patch = settings.get("model_type"), settings.get("patch_size")
+            if kind not in KINDS or patch != PATCH:
+                yield Problem(KEY, f"{location!r} is a {kind!r} with patches of {patch} px, not a DINOv2 with {PATCH}.")
+        elif self.part.is_local or not HUB_ID.fullmatch(location):
+            fault = f" ({self.part.fault()})" if Path(location).expanduser().is_dir() else ""
+            message = f"{self.name!r} is neither one of {', '.join(ENCODERS)} nor a model folder{fault} or hub id."
+            yield Problem(KEY, message + did_you_mean(self.name, ENCODERS))
+        elif is_offline_mode():
+            places = f"{constants.HF_HUB_CACHE!r} or {str(self.torch_hub_file)!r}"
+            message = f"{self.name!r} ({location}) is neither in {places}, and the hub is offline (HF_HUB_OFFLINE)."
+            yield Problem(KEY, f"{message} crepa_feature_source backbone needs no encoder.")

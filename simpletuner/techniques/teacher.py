@@ -1,0 +1,101 @@
+"""The teacher of CREPA: a frozen DINOv2 (Oquab et al., arXiv 2304.07193) that looks at the decoded frames of a clip."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+from transformers import Dinov2Model, Dinov2WithRegistersModel
+
+from simpletuner.config.crepa import CrepaConfig
+from simpletuner.models.adapter import FamilyAdapter, LatentEncoder
+from simpletuner.models.loading import load_whole
+from simpletuner.models.vision import KINDS, VisionEncoder
+
+# Statistics of ImageNet, by which DINOv2 normalises its pictures.
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CLASSES = dict(zip(KINDS, (Dinov2Model, Dinov2WithRegistersModel), strict=True))
+# Torch hub's names of weights, and those of transformers.
+RENAMED = {
+    r"^(\w+_tokens?)$": r"embeddings.\1",
+    "^pos_embed": "embeddings.position_embeddings",
+    r"^patch_embed\.proj": "embeddings.patch_embeddings.projection",
+    "^norm": "layernorm",
+    "^blocks": "encoder.layer",
+    r"attn\.proj": "attention.output.dense",
+    r"ls(\d)\.gamma": r"layer_scale\1.lambda1",
+    r"\.w12": ".weights_in",
+    r"\.w3": ".weights_out",
+}
+
+
+class FrameTeacher:
+    """Features of the pixel frames that meet latent frames: 0, 4, 8 and so on."""
+
+    def __init__(self, model: Any, decoder: LatentEncoder, config: CrepaConfig, patch_size: int) -> None:
+        self.model, self.decoder, self.config, self.patch_size = model, decoder, config, patch_size
+        self.skipped = 1 + model.config.to_dict().get("num_register_tokens", 0)  # before the patches' tokens
+
+    @torch.no_grad()
+    def encode(self, latents: Tensor) -> Tensor:
+        """Clean latents `C F H W` to features on the model's grid of tokens: bfloat16, `F h w E`."""
+        count, height, width = latents.shape[1:]
+        pixels = self.decoder.decode(latents[None])[0].transpose(0, 1)  # F 3 H W in [-1, 1]
+        frames = pixels[:: (len(pixels) - 1) // max(count - 1, 1) or 1]
+        found = [self._features(each) for each in frames.split(self.config.frames_at_once or count)]
+        grid = height // self.patch_size, width // self.patch_size
+        resized = interpolate(torch.cat(found), grid, mode="bilinear", antialias=True)
+        return resized.permute(0, 2, 3, 1).to(torch.bfloat16)
+
+    def _features(self, frames: Tensor) -> Tensor:
+        """Frames `F 3 H W` in [-1, 1] to features of their patches: float32, `F E rows columns`."""
+        rows, columns = self.config.patches(*frames.shape[-2:])
+        side = self.model.config.patch_size
+        pictures = interpolate(frames / 2 + 0.5, (rows * side, columns * side), mode="bilinear", antialias=True)
+        mean, deviation = (pictures.new_tensor(each).view(3, 1, 1) for each in (MEAN, DEVIATION))
+        tokens = self.model(((pictures - mean) / deviation).to(self.model.dtype)).last_hidden_state
+        features: Tensor = tokens[:, self.skipped :].transpose(1, 2).unflatten(2, (rows, columns)).float()
+        return features
+
+
+def load_teacher(
+    encoder: VisionEncoder,
+    config: CrepaConfig,
+    adapter: FamilyAdapter,
+    load_vae: Callable[[], LatentEncoder],
+    device: torch.device,
+) -> FrameTeacher:
+    """Load the encoder, bfloat16 on a GPU, and the VAE."""
+    model = _load_model(encoder, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    decoder = load_vae()
+    if config.crepa_drop_vae_encoder:
+        decoder.vae.encoder = nn.Identity()
+    return FrameTeacher(model.requires_grad_(False).eval().to(device), decoder, config, adapter.spec.patch_size)
+
+
+def _load_model(encoder: VisionEncoder, dtype: torch.dtype) -> Any:
+    """The model in transformers' class, from its folder, from torch hub's file, or downloaded."""
+    place, settings = encoder.local(), encoder.settings()
+    model_class: Any = CLASSES[settings["model_type"]]
+    if place is None or place.is_dir():
+        return load_whole(model_class, encoder.part, torch_dtype=dtype)
+    weights, config = torch.load(place, map_location="cpu", weights_only=True), model_class.config_class(**settings)
+    return model_class.from_pretrained(None, config=config, state_dict=rename_weights(weights), torch_dtype=dtype)
+
+
+def rename_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a DINOv2 from torch hub under their names in transformers."""
+    renamed: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        for pattern, new in RENAMED.items():
+            name = re.sub(pattern, new, name)
+        if "attn.qkv" in name:
+            parts = zip(("query", "key", "value"), weight.chunk(3), strict=True)
+            renamed |= {name.replace("attn.qkv", f"attention.attention.{part}"): each for part, each in parts}
+        else:
+            renamed[name] = weight
+    return renamed

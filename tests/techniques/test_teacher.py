@@ -1,0 +1,289 @@
+"""The teacher of CREPA: real tiny DINOv2 models on decoded clips, cached, resumed, refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
+
+from simpletuner.config.crepa import ENCODERS, CrepaConfig, canonical_encoder
+from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
+from simpletuner.models.vision import VisionEncoder
+from simpletuner.techniques import teacher
+from simpletuner.techniques.teacher import FrameTeacher, rename_weights
+from tests.complaints import complaint, complaints, warnings
+from tests.fidelity.family import CPU
+from tests.run.test_kandinsky5_video import make_workspace
+from tests.run.test_resume import assert_same_run
+from tests.tiny import build_video_vae, make_checkpoint
+from tests.workspace import Workspace
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2, "image_size": 56}
+SIDE = 70
+
+
+def settings_of(encoder: Path, **more: Any) -> dict[str, Any]:
+    """A run of CREPA on the tiny model, which is steady in length and has a checkpoint in its middle."""
+    steady = {"max_train_steps": 6, "checkpoint_step_interval": 3, "lr_scheduler": "constant"}
+    own = {"crepa_enabled": True, "crepa_block_index": 0, "crepa_encoder_image_size": SIDE}
+    return {**steady, **own, "crepa_encoder": str(encoder), **more}
+
+
+@pytest.fixture(scope="module", params=[Dinov2Model, Dinov2WithRegistersModel], ids=["plain", "registers"])
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return request.param(request.param.config_class(**SMALL, patch_size=14)).eval()
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dino")
+    torch.manual_seed(0)
+    Dinov2Model(Dinov2Config(**SMALL, patch_size=14)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def t2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("t2v"), "t2v")
+
+
+def make_teacher(model: Any, **settings: Any) -> FrameTeacher:
+    config = CrepaConfig.model_validate({"crepa_encoder_image_size": SIDE, **settings})
+    decoder = HunyuanLatentEncoder(build_video_vae().eval(), CPU, torch.float32)
+    return FrameTeacher(model, decoder, config, 2)
+
+
+def test_it_sees_the_frames_that_meet_latent_frames(model: Any) -> None:
+    """Its features are those of a model called by hand on frames 0, 4 and 8, each cut to the same patches."""
+    own, z = make_teacher(model, crepa_encoder_frames_batch_size=2), torch.randn(16, 3, 12, 8)
+    with torch.no_grad():
+        pixels = own.decoder.decode(z[None])[0]  # 3 9 96 64
+        found = own.encode(z)
+        assert (found.shape, found.dtype) == ((3, 6, 4, 32), torch.bfloat16)
+        pictures = torch.nn.functional.interpolate(
+            pixels[:, [0, 4, 8]].transpose(0, 1) / 2 + 0.5, (6 * 14, 4 * 14), mode="bilinear", antialias=True
+        )
+        mean, deviation = (torch.tensor(each).view(3, 1, 1) for each in (teacher.MEAN, teacher.DEVIATION))
+        tokens = model((pictures - mean) / deviation).last_hidden_state[:, -24:]
+    assert torch.allclose(found.float(), tokens.unflatten(1, (6, 4)), atol=0.03)
+
+
+@pytest.mark.parametrize(("height", "width"), [(768, 512), (480, 832), (512, 512), (64, 2048)])
+def test_patches_keep_proportions(height: int, width: int) -> None:
+    rows, columns = CrepaConfig().patches(height, width)
+    assert rows * columns <= 37 * 37
+    assert rows * columns > 0.8 * 37 * 37
+    assert rows / columns == pytest.approx(height / width, rel=0.2 if min(rows, columns) < 10 else 0.03)
+    assert CrepaConfig(crepa_encoder_resize="square").patches(height, width) == (37, 37)
+
+
+@pytest.mark.parametrize("size", [(12, 8), (9, 16), (6, 6)])
+def test_features_are_resampled_in_two_dimensions(model: Any, size: tuple[int, int]) -> None:
+    """Features that are coordinates end up where they belong, whatever the encoder's grid is."""
+    own = make_teacher(model, crepa_encoder_resize="square")
+    rows, columns = torch.meshgrid(torch.linspace(0.1, 0.9, 5), torch.linspace(0.1, 0.9, 5), indexing="ij")
+    own._features = lambda frames: torch.stack([rows, columns]).expand(len(frames), -1, -1, -1)  # type: ignore[method-assign]
+    found = own.encode(torch.randn(16, 1, 2 * size[0], 2 * size[1]))[0].float()
+    for axis, count in enumerate(size):
+        expected = ((torch.arange(count) + 0.5) / count).clamp(0.1, 0.9)
+        mean = found[..., axis].mean(1 - axis)
+        assert torch.allclose(mean, expected, atol=0.05)
+        assert float(found[..., axis].std(1 - axis).max()) < 0.01
+
+
+def torch_hub_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a transformers DINOv2 under torch hub's names, with query, key and value in one matrix."""
+    pairs = (
+        ("embeddings.patch_embeddings.projection", "patch_embed.proj"), ("embeddings.position_embeddings", "pos_embed"),
+        ("embeddings.", ""), ("encoder.layer.", "blocks."), ("attention.o_proj", "attn.proj"),
+        ("layer_scale1.lambda1", "ls1.gamma"), ("layer_scale2.lambda1", "ls2.gamma"), ("layernorm.", "norm."),
+        ("mlp.down_proj", "mlp.w3"),
+    )  # fmt: skip
+    found: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        for ours, theirs in pairs:
+            name = name.replace(ours, theirs)
+        found[name] = weight
+    for parts, whole in ((("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attn.qkv"),
+                         (("mlp.gate_proj", "mlp.up_proj"), "mlp.w12")):  # fmt: skip
+        for name in [name for name in found if parts[0] in name]:
+            found[name.replace(parts[0], whole)] = torch.cat(
+                [found.pop(name.replace(parts[0], part)) for part in parts]
+            )
+    return found
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_weights_of_torch_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
+    config = Dinov2WithRegistersConfig(**SMALL, patch_size=14, use_swiglu_ffn=gated)
+    one = Dinov2WithRegistersModel(config).eval()
+    for parameter in one.parameters():
+        torch.nn.init.normal_(parameter)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    file = tmp_path / "hub/checkpoints/dinov2_vits14_reg4_pretrain.pth"
+    file.parent.mkdir(parents=True)
+    torch.save(torch_hub_names(one.state_dict()), file)
+    named = VisionEncoder("dino_v2_s_reg")
+    assert named.local() == file
+    monkeypatch.setattr(VisionEncoder, "settings", lambda self: config.to_dict())
+    other = teacher._load_model(named, torch.float32).eval()
+    pictures = torch.randn(1, 3, 42, 70)
+    with torch.no_grad():
+        assert torch.equal(one(pictures).last_hidden_state, other(pictures).last_hidden_state)
+    assert rename_weights({"mask_token": pictures}).keys() == {"embeddings.mask_token"}
+
+
+def test_a_run_computes_each_clip_once_and_resumes_exactly(
+    tmp_path: Path, t2v: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = {"decode": 0, "load": 0}
+
+    def counted(name: str, call: Any) -> Any:
+        def count(*inputs: Any, **more: Any) -> Any:
+            calls[name] += 1
+            return call(*inputs, **more)
+
+        return count
+
+    monkeypatch.setattr(HunyuanLatentEncoder, "decode", counted("decode", HunyuanLatentEncoder.decode))
+    monkeypatch.setattr(teacher, "load_teacher", counted("load", teacher.load_teacher))
+    runs = [make_workspace(tmp_path / name, t2v, "t2v-lite-sft-5s") for name in ("straight", "broken", "live")]
+    for run in runs:
+        run.write_config(**settings_of(encoder, crepa_similarity_threshold=0.9))
+    runs[2].write_config(crepa_cache="off", crepa_drop_vae_encoder=True)
+    assert runs[0].run("plan") == 0
+    told = capsys.readouterr().out
+    assert "Cache of features: 0 of 3 are there, 3 to encode" in told
+    assert "features up to" in told
+    assert runs[0].train() == 0
+    assert calls == {"decode": 3, "load": 1}, "once a clip, before the first step"
+    assert runs[1].train("max_train_steps=3") == 0
+    calls.update(decode=0, load=0)
+    assert runs[1].train() == 0
+    assert calls == {"decode": 0, "load": 0}, "cached"
+    assert_same_run(runs[0], runs[1])
+    assert runs[2].train() == 0
+    assert calls == {"decode": 6, "load": 1}, "in every step"
+    mine, live = runs[0].metrics(), runs[2].metrics()
+    assert [each["crepa_alignment_score"] for each in mine] == pytest.approx(
+        [each["crepa_alignment_score"] for each in live], abs=1e-4
+    )
+    assert mine[-1]["crepa_alignment_score_ema"] != mine[-1]["crepa_alignment_score"]
+    names = load_file(runs[0].path("output/pytorch_lora_weights.safetensors")).keys()
+    assert all("lora" in name for name in names)
+    saved = runs[0].path("output/checkpoint-6/training_state/Crepa.module.safetensors")
+    assert {tuple(each.shape) for each in load_file(saved).values()} == {(32,), (32, 32)}
+
+
+def test_another_encoder_or_size_has_other_features(tmp_path: Path, t2v: Path, encoder: Path) -> None:
+    run = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
+    run.write_config(**settings_of(encoder, max_train_steps=1))
+    counts = []
+    for more in ((), ("crepa_encoder_image_size=84",), ("crepa_encoder_resize=square",), ("crepa_lambda=0.1",)):
+        assert run.train(f"output_dir=run{len(counts)}", "cache_dir=cache", *more) == 0
+        counts.append(len(list(run.path("cache").rglob("*.zst"))))
+    assert [after - before for before, after in itertools.pairwise(counts)] == [3, 3, 0]
+
+
+def test_pictures_are_aligned_only_if_asked_for(
+    workspace: Workspace, encoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace.write_config(**settings_of(encoder, max_train_steps=2))
+    assert "crepa_enabled: aligns the frames of clips" in complaint(workspace, capsys)
+    assert workspace.train("irepa_enabled=true") == 0
+    (_, last) = workspace.metrics()
+    assert last["crepa_similarity_self"] == pytest.approx(last["crepa_alignment_sum"])
+    assert last["crepa_weight"] == 0.5
+
+
+def test_sana_video(tmp_path: Path, sana_checkpoint: Path, encoder: Path) -> None:
+    run = make_workspace(tmp_path / "run", sana_checkpoint, "2b-480p")
+    run.write_config(model_family="sanavideo", **settings_of(encoder, max_train_steps=1))
+    assert run.train() == 0
+    assert abs(run.metrics()[0]["crepa_alignment_score"]) <= 1
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"crepa_block_index": 2}, "crepa_block_index: 2 is out of range: the model has 2 blocks, 0 to 1."),
+    ({"crepa_feature_source": "backbone"}, "crepa_teacher_block_index: is not set: a block cannot be its own teacher"),
+    (
+        {"crepa_feature_source": "backbone", "crepa_teacher_block_index": 0},
+        "crepa_teacher_block_index: 0 is crepa_block_index, too: a block cannot be its own teacher",
+    ),
+    (
+        {"crepa_use_backbone_features": True, "crepa_teacher_block_index": 5},
+        "crepa_teacher_block_index: 5 is out of range",
+    ),
+    (
+        {"crepa_feature_source": "encoder", "crepa_use_backbone_features": True, "crepa_teacher_block_index": 1},
+        "crepa_feature_source: 'encoder' contradicts crepa_use_backbone_features true",
+    ),
+    ({"crepa_encoder": "dinov2_vitx14"}, "crepa_encoder: 'dinov2_vitx14' is neither one of dinov2_vits14,"),
+    ({"crepa_encoder_image_size": 500}, "crepa_encoder_image_size: 500 is not a multiple of 14; the nearest are 490"),
+    ({"crepa_feature_source": "self_flow"}, "crepa_feature_source: 'self_flow' is not available: Self-Flow"),
+    ({"crepa_self_flow": True}, "crepa_self_flow: is not a key here: Self-Flow is not supported"),
+    ({"crepa_use_tae": True}, "crepa_use_tae: is not a key here: no tiny autoencoder decodes"),
+    ({"crepa_enabled": False, "irepa_enabled": True}, "irepa_enabled: needs crepa_enabled."),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory, t2v: Path, encoder: Path) -> Workspace:
+    run = make_workspace(tmp_path_factory.mktemp("refused") / "run", t2v, "t2v-lite-sft-5s")
+    run.write_config(**settings_of(encoder))
+    return run
+
+
+@pytest.mark.parametrize(("settings", "told"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_is_refused(
+    clips: Workspace, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], told: str
+) -> None:
+    path = clips.path("config/config.json")
+    before = path.read_text()
+    clips.write_config(**settings)
+    try:
+        assert any(each.startswith(told) for each in complaints(clips, capsys))
+    finally:
+        path.write_text(before)
+
+
+def test_an_encoder_that_cannot_be_had(
+    clips: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    told = complaint(clips, capsys, "plan", "crepa_encoder=dinov2_vits14")
+    assert told.startswith("crepa_encoder: 'dinov2_vits14' (facebook/dinov2-small) is neither in '")
+    assert "dinov2_vits14_pretrain.pth" in told
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", "patch_size": 32}))
+    (tmp_path / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
+    told = complaint(clips, capsys, "plan", f"crepa_encoder={tmp_path}")
+    assert told.endswith("is a 'clip' with patches of 32 px, not a DINOv2 with 14.")
+
+
+def test_details_without_the_switch_are_told(clips: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    told = warnings(clips, capsys, "crepa_enabled=false")
+    assert "crepa_encoder: has no effect: crepa_enabled is off." in told
+    told = warnings(clips, capsys, "crepa_teacher_block_index=1")
+    assert "crepa_teacher_block_index: has no effect: the features come from crepa_encoder" in told
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("dinov2_vitb14", "dinov2_vitb14"), ("dinov2_vitl14_reg", "dinov2_vitl14_reg"), ("dino_v2_g", "dinov2_vitg14"),
+        ("dinov2_g", "dinov2_vitg14"), ("dinov2-vitg14", "dinov2_vitg14"), ("dino_v2_s", "dinov2_vits14"),
+        ("dinov2_s", "dinov2_vits14"), ("dinov2-vitb14", "dinov2_vitb14"), ("dinov3_s", None),
+    ],
+)  # fmt: skip
+def test_spellings_of_encoders(spelling: str, name: str | None) -> None:
+    assert canonical_encoder(spelling) == name
+    assert name is None or name in ENCODERS
