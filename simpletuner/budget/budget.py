@@ -164,7 +164,7 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
     there, here = average_memory(cost, setup, "device"), average_memory(cost, setup, "host")
     waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup)) + here.kept
     trained, frozen = trained_bytes(cost, setup), frozen_bytes(cost, setup)
-    live = any(technique.live for technique in parts.techniques)
+    live = not all(kind.is_cached for technique in parts.techniques for kind in technique.features)
     for bucket in workload.buckets:
         load = parts.load(bucket)
         resident, teaching = _teacher_bytes(config, parts, bucket, vae) if live else (0.0, 0.0)
@@ -189,7 +189,7 @@ def _encoding_bytes(config: RunConfig, parts: Parts, loads: Sequence[VaeLoad]) -
 def _teacher_bytes(config: RunConfig, parts: Parts, bucket: Bucket, vae: float) -> tuple[float, float]:
     """Memory of what computes features, VAE and encoder, and its peak while it does so for one clip."""
     load, caching = parts.load(bucket), config.caching
-    kinds = [kind for technique in parts.techniques for kind in (*technique.features, *technique.live)]
+    kinds = [kind for technique in parts.techniques for kind in technique.features]
     resident = vae + max(kind.cost(load.frames, load.height, load.width).memory for kind in kinds)
     tiled, sliced = caching.vae_enable_tiling, caching.vae_enable_patch_conv
     clip = VaeLoad(1, bucket.frames, bucket.width, bucket.height, tiled, sliced)

@@ -57,6 +57,7 @@ class FeatureKind:
         encoder: the model that computes it.
         cost: (frames, rows, columns of tokens) -> what it takes.
         unneeded: ids of datasets that do without.
+        is_cached: computed once, before training; else its technique computes it in every step.
     """
 
     name: str
@@ -65,6 +66,7 @@ class FeatureKind:
     encoder: VisionEncoder | None = None
     cost: Callable[[int, int, int], FeatureCost] = lambda frames, rows, columns: FeatureCost()
     unneeded: frozenset[str] = frozenset()
+    is_cached: bool = True
 
     @cached_property
     def identity(self) -> tuple[tuple[str, str | float], ...]:

@@ -118,11 +118,6 @@ class CrepaConfig(Group):
         decays = self.crepa_scheduler != "constant" and self.crepa_lambda_end > 0
         return self.crepa_enabled and not self.from_backbone and (self.crepa_lambda > 0 or decays)
 
-    @property
-    def frames_at_once(self) -> int:
-        """How many frames the encoder takes at a time; 0: all."""
-        return max(self.crepa_encoder_frames_batch_size, 0)
-
     def patches(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of the encoder's patches for a frame of these proportions."""
         side = self.crepa_encoder_image_size // PATCH

@@ -160,7 +160,7 @@ def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
 
 def feature_kinds(plan: Plan) -> list[FeatureKind]:
     """The features that the techniques of a run cache for every sample."""
-    return [kind for technique in plan.techniques for kind in technique.features]
+    return [kind for technique in plan.techniques for kind in technique.features if kind.is_cached]
 
 
 def evaluated(plan: Plan) -> list[Dataset]:

@@ -254,7 +254,7 @@ def fetch(plan: Plan, events: EventStream) -> None:
         UserError: a part is not available, or the parts do not belong together.
     """
     absent = [part for part in plan.source.parts.values() if part.local_folder() is None]
-    encoders = [kind.encoder for each in plan.techniques for kind in (*each.features, *each.live) if kind.encoder]
+    encoders = [kind.encoder for each in plan.techniques for kind in each.features if kind.encoder]
     absent += [encoder.part for encoder in encoders if encoder.local() is None]
     if absent:
         with events.phase("Downloading the model", len(absent), "parts") as phase:

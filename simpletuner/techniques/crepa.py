@@ -139,13 +139,14 @@ class Crepa(Technique):
     Args:
         width: of the encoder's features; None if a block is the teacher.
         regularised: datasets whose target is the base model, which are not aligned.
-        live: features that are computed in every step, because they are not cached.
+        kinds: the encoder's features.
     """
 
     def __init__(
-        self, config: CrepaConfig, width: int | None, regularised: frozenset[str], live: Sequence[FeatureKind] = ()
+        self, config: CrepaConfig, width: int | None, regularised: frozenset[str], kinds: Sequence[FeatureKind] = ()
     ) -> None:
-        self._config, self._feature_width, self._regularised, self._live = config, width, regularised, live
+        self._config, self._feature_width, self._regularised = config, width, regularised
+        self._live = [kind for kind in kinds if not kind.is_cached]
         self._average: Tensor | None = None
         self._is_off = False
         self._log: dict[str, Tensor] = {}

@@ -50,8 +50,7 @@ class TechniqueSpec:
     Attributes:
         build: creates the technique; imports torch.
         routes: ranges of blocks that some tokens skip.
-        features: what it needs for every trained sample, cached beside the latents.
-        live: the same, computed in every step instead.
+        features: what it needs for every trained sample, cached beside the latents or computed in every step.
         cost: what it adds to a micro-batch.
     """
 
@@ -59,7 +58,6 @@ class TechniqueSpec:
     routes: tuple[Route, ...] = ()
     features: tuple[FeatureKind, ...] = ()
     cost: Callable[[TransformerCost, BatchShape], TechniqueCost] = no_cost
-    live: tuple[FeatureKind, ...] = ()
 
 
 def chosen_techniques(config: RunConfig, regularised: Mapping[str, float]) -> tuple[TechniqueSpec, ...]:
@@ -96,20 +94,22 @@ def chosen_techniques(config: RunConfig, regularised: Mapping[str, float]) -> tu
 def _crepa(config: RunConfig, regularised: frozenset[str]) -> TechniqueSpec:
     """CREPA, with its projector and the activations from the block's tokens to the loss, all in float32."""
     crepa, encoder = config.crepa, VisionEncoder(config.crepa.crepa_encoder)
-    width = None if crepa.from_backbone else int(encoder.settings()["hidden_size"])
+
+    def width() -> int | None:
+        """Of the encoder's features, which is certain only once it is on this machine."""
+        return None if crepa.from_backbone else int(encoder.settings()["hidden_size"])
+
+    planned = width()
 
     def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
-        inner, outer = transformer.hidden, width or transformer.hidden
+        inner, outer = transformer.hidden, planned or transformer.hidden
         side = int(crepa.irepa_projector_kernel_size) if crepa.irepa_enabled else 1
         tokens, weights = load.samples * load.tokens, inner * outer * side**2
         numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit, and the teacher's
         return TechniqueCost(weights + outer, 4.0 * tokens * numbers, 6.0 * tokens * weights)
 
     kinds = (_teacher(crepa, encoder, regularised),) if crepa.needs_encoder else ()
-    features, live = ((), kinds) if crepa.crepa_cache == "off" else (kinds, ())
-    return TechniqueSpec(
-        lambda: _load("crepa:Crepa")(crepa, width, regularised, live), features=features, cost=cost, live=live
-    )
+    return TechniqueSpec(lambda: _load("crepa:Crepa")(crepa, width(), regularised, kinds), features=kinds, cost=cost)
 
 
 def _teacher(crepa: CrepaConfig, encoder: VisionEncoder, regularised: frozenset[str]) -> FeatureKind:
@@ -118,7 +118,7 @@ def _teacher(crepa: CrepaConfig, encoder: VisionEncoder, regularised: frozenset[
 
     def cost(frames: int, rows: int, columns: int) -> FeatureCost:
         patches = frames * math.prod(crepa.patches(rows, columns))
-        at_once = patches * min(crepa.frames_at_once or frames, frames) / frames
+        at_once = patches * min(max(crepa.crepa_encoder_frames_batch_size, 0) or frames, frames) / frames
         # In memory: bf16 weights, and in the widest layer about eight numbers for each one of a token.
         return FeatureCost(
             2.0 * frames * rows * columns * width, 2.0 * weights * patches, 2 * (weights + 8 * width * at_once)
@@ -128,10 +128,8 @@ def _teacher(crepa: CrepaConfig, encoder: VisionEncoder, regularised: frozenset[
         "crepa",
         {"size": crepa.crepa_encoder_image_size, "resize": crepa.crepa_encoder_resize},
         lambda adapter, load_vae, device: _load("teacher:load_teacher")(encoder, crepa, adapter, load_vae, device),
-        encoder,
-        cost,
-        regularised,
-    )
+        encoder, cost, regularised, is_cached=crepa.crepa_cache != "off",
+    )  # fmt: skip
 
 
 def _load(name: str) -> Callable[..., Any]:

@@ -46,7 +46,8 @@ class FrameTeacher:
         count, height, width = latents.shape[1:]
         pixels = self.decoder.decode(latents[None])[0].transpose(0, 1)  # F 3 H W in [-1, 1]
         frames = pixels[:: (len(pixels) - 1) // max(count - 1, 1) or 1]
-        found = [self._features(each) for each in frames.split(self.config.frames_at_once or count)]
+        at_once = max(self.config.crepa_encoder_frames_batch_size, 0) or count
+        found = [self._features(each) for each in frames.split(at_once)]
         grid = height // self.patch_size, width // self.patch_size
         resized = interpolate(torch.cat(found), grid, mode="bilinear", antialias=True)
         return resized.permute(0, 2, 3, 1).to(torch.bfloat16)

@@ -231,6 +231,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"crepa_feature_source": "self_flow"}, "crepa_feature_source: 'self_flow' is not available: Self-Flow"),
     ({"crepa_self_flow": True}, "crepa_self_flow: is not a key here: Self-Flow is not supported"),
     ({"crepa_use_tae": True}, "crepa_use_tae: is not a key here: no tiny autoencoder decodes"),
+    ({"vae_cache_ondemand": True}, "crepa_cache: 'auto' needs latents that are cached before training; with vae"),
+    (
+        {"vae_cache_ondemand": True, "crepa_cache": "off", "crepa_drop_vae_encoder": True},
+        "crepa_drop_vae_encoder: with vae_cache_ondemand pictures is encoded during training",
+    ),
     ({"crepa_enabled": False, "irepa_enabled": True}, "irepa_enabled: needs crepa_enabled."),
 ]  # fmt: skip
 
