@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes
 from simpletuner.budget.disk import Writing, feature_costs, find_writings
+from simpletuner.budget.estimate import technique_cost
 from simpletuner.budget.rounds import preview_rounds, remaining_seconds, remaining_steps
 from simpletuner.config.schema import all_options
 from simpletuner.data.sample import LedgerEntry
@@ -161,6 +162,7 @@ def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Ite
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
     yield from _time_lines(plan, budget)
+    yield from _technique_lines(budget)
     disk = ", ".join(f"{each.what} up to {gigabytes(each.total)}" for each in writings)
     yield f"  disk: {disk}"
     if budget.parts.assumed:
@@ -213,6 +215,15 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     beside = f", and {duration(previews)} for previews" if previews else ""
     each, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
     yield f"  about {each} a step, {whole} for {steps} steps{beside}; without filling the caches"
+
+
+def _technique_lines(budget: Budget) -> Iterator[str]:
+    """Forward passes that techniques add; they are part of the estimates above."""
+    load = budget.parts.load(budget.buckets[0].bucket)
+    added = technique_cost(budget.parts.transformer, budget.setup, load)
+    for count, kind in ((added.forwards, "forward"), (added.passes, "forward and backward")):
+        if count:
+            yield f"  with {count:.2g} extra {kind} passes a micro-step on average"
 
 
 def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:

@@ -18,10 +18,12 @@ from pydantic import ValidationError
 from simpletuner.config import schema
 from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.json_files import json_kind, read_json, same_value
+from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
 from simpletuner.config.option import Group
 from simpletuner.config.preservation import PreservationConfig
+from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.upstream import foreign_key_problem
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
@@ -82,7 +84,8 @@ class RunConfig:
     preservation: PreservationConfig
     tread: schema.TreadConfig
     crepa: CrepaConfig
-    scheduled_sampling: schema.ScheduledSamplingConfig
+    layersync: LayerSyncConfig
+    scheduled_sampling: ScheduledSamplingConfig
     validation: schema.ValidationConfig
     evaluation: schema.EvaluationConfig
     datasets: schema.DatasetDefaults

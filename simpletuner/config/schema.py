@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from simpletuner.config.crepa import CrepaConfig
+from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.option import (
     Flag,
@@ -33,6 +34,7 @@ from simpletuner.config.option import (
     parse_text,
 )
 from simpletuner.config.preservation import PreservationConfig
+from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import Route, Routes
 
 CaptionStrategy = Literal[
@@ -475,6 +477,12 @@ class FlowConfig(Group):
     disable_segmented_timestep_sampling: Flag = option(
         False, "Draw sigmas independently; by default a batch draws from equal slices of the schedule."
     )
+    mixflow_enabled: Flag = option(
+        False, "MixFlow: train on inputs noisier than the model is told, see docs/experimental/MIXFLOW.md."
+    )
+    mixflow_gamma: Number = option(
+        0.8, "Largest share of the way to pure noise that they are moved; 0 moves nothing.", ge=0, le=1
+    )
 
 
 class TextConfig(Group):
@@ -523,34 +531,6 @@ class TreadConfig(Group):
     def routes(self) -> tuple[Route, ...]:
         """The ranges of blocks that some tokens skip; none without `tread_config`."""
         return () if self.tread_config is None else tuple(self.tread_config.routes)
-
-
-class ScheduledSamplingConfig(Group):
-    """Scheduled sampling"""
-
-    scheduled_sampling_max_step_offset: Integer = option(
-        0, "Train on inputs from up to this many sampling steps of the model itself; 0 is off.", ge=0,
-        planned="switch",
-    )  # fmt: skip
-    scheduled_sampling_probability: Number = option(0.0, "Probability per sample.", ge=0, le=1, planned="detail")
-    scheduled_sampling_prob_start: Number = option(0.0, "Start of a ramp.", ge=0, le=1, planned="detail")
-    scheduled_sampling_prob_end: Number = option(0.5, "End of a ramp.", ge=0, le=1, planned="detail")
-    scheduled_sampling_ramp_steps: Integer = option(0, "Length of the ramp.", ge=0, planned="detail")
-    scheduled_sampling_start_step: Integer = option(0, "Not before this step.", ge=0, planned="detail")
-    scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = option(
-        "linear", "Shape of the ramp.", planned="detail"
-    )
-    scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option(
-        "uniform", "How the offset is drawn.", planned="detail"
-    )
-    scheduled_sampling_sampler: Literal["unipc", "euler", "dpm"] = option("unipc", "The solver.", planned="detail")
-    scheduled_sampling_order: Integer = option(2, "Order of the solver.", ge=1, planned="detail")
-    scheduled_sampling_reflexflow: Flag | None = option(
-        None, "Drift correction of the loss.", planned="detail", default_note="on with an offset"
-    )
-    scheduled_sampling_reflexflow_alpha: Number = option(1.0, "Its weight.", ge=0, planned="detail")
-    scheduled_sampling_reflexflow_beta1: Number = option(10.0, "Its first slope.", ge=0, planned="detail")
-    scheduled_sampling_reflexflow_beta2: Number = option(1.0, "Its second slope.", ge=0, planned="detail")
 
 
 class ValidationConfig(Group):
@@ -683,6 +663,7 @@ GROUPS: dict[str, type[Group]] = {
     "preservation": PreservationConfig,
     "tread": TreadConfig,
     "crepa": CrepaConfig,
+    "layersync": LayerSyncConfig,
     "scheduled_sampling": ScheduledSamplingConfig,
     "validation": ValidationConfig,
     "evaluation": EvaluationConfig,

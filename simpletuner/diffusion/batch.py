@@ -6,7 +6,7 @@ its transformer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -73,12 +73,13 @@ class NoisyBatch:
         batch: the clean batch.
         noise: standard normal, float32, `B C F H W`.
         sigmas: noise levels in (0, 1], float32, `B`.
-        noisy_latents: `(1 - sigma) z + sigma noise`, float32, `B C F H W`.
+        noisy_latents: `(1 - sigma) z + sigma noise` unless a technique changes it, float32, `B C F H W`.
         timesteps: `1000 sigma`, float32, `B`.
         target: `noise - z`, float32, `B C F H W`.
         protected: positions that techniques must not drop: bool, on any device, of a shape that broadcasts to
             `B 1 F H W`, or None.
         place: position in the run, for techniques that draw random numbers; None outside of a run.
+        host_sigmas: `sigmas` as numbers, to be read without waiting for the device; empty outside of a run.
     """
 
     batch: Batch
@@ -89,6 +90,26 @@ class NoisyBatch:
     target: Tensor
     protected: Tensor | None = None
     place: Place | None = None
+    host_sigmas: tuple[float, ...] = ()
+
+    def of(self, rows: Sequence[int]) -> NoisyBatch:
+        """Some of the samples, for a forward pass alone: without what only the loss needs."""
+        batch = self.batch
+        condition = None if batch.condition is None else _rows(batch.condition, rows)
+        return replace(
+            self,
+            batch=Batch(
+                _rows(batch.latents, rows), [batch.embeds[row] for row in rows], [batch.names[row] for row in rows],
+                batch.dataset_id, condition,
+            ),
+            noise=_rows(self.noise, rows),
+            sigmas=_rows(self.sigmas, rows),
+            noisy_latents=_rows(self.noisy_latents, rows),
+            timesteps=_rows(self.timesteps, rows),
+            target=_rows(self.target, rows),
+            protected=None,
+            host_sigmas=(),
+        )  # fmt: skip
 
     @property
     def given_frames(self) -> int:
@@ -106,6 +127,11 @@ class NoisyBatch:
         if given:
             latents = torch.cat([self.noisy_latents[:, :, :given], latents[:, :, given:]], dim=2)
         return replace(self, sigmas=sigmas, timesteps=1000 * sigmas, noisy_latents=latents)
+
+
+def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Rows of a tensor; indexing with a list would copy it to the device."""
+    return torch.stack([tensor[row] for row in rows])
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -51,14 +51,26 @@ def law_quantiles(shares: Tensor, flow: FlowConfig, offset: float = 0.0) -> Tens
     """Quantiles of the chosen distribution: its inverse CDF at `shares`; float64, same shape.
 
     Logit-normal is sigmoid(offset + flow_sigmoid_scale * standard normal), as in Esser et al., arXiv 2403.03206,
-    section 3.1; the other distributions have no offset.
+    section 3.1; the other distributions have no offset. MixFlow has the density 2 (1 - s), more where there is little
+    noise.
     """
+    if flow.mixflow_enabled:
+        return 1 - (1 - shares).sqrt()
     if flow.flow_use_uniform_schedule:
         return shares
     if flow.flow_use_beta_schedule:
         alpha, beta = flow.flow_beta_schedule_alpha, flow.flow_beta_schedule_beta
         return torch.tensor([beta_quantile(share, alpha, beta) for share in shares.tolist()], dtype=torch.float64)
     return torch.sigmoid(offset + flow.flow_sigmoid_scale * torch.special.ndtri(shares))
+
+
+def slowed_sigmas(place: Place, sigmas: Tensor, gamma: float) -> Tensor:
+    """Noise levels that lag behind `sigmas` as those of a sampler do: s + u gamma (1 - s), u uniform; `B`, on the CPU.
+
+    Li et al., "MixFlow Training: Alleviating Exposure Bias with Slowed Interpolation Mixture", arXiv 2512.19311.
+    """
+    lags = torch.cat([torch.rand(1, generator=each) for each in place.generators("mixflow")])
+    return sigmas + lags * gamma * (1 - sigmas)
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
@@ -99,6 +111,7 @@ def make_noisy(
     input_perturbation: float = 0.0,
     noise_offset: float = 0.0,
     noise_offset_probability: float = 1.0,
+    levels: Tensor | None = None,
     place: Place | None = None,
 ) -> NoisyBatch:
     """Mix a batch with noise.
@@ -111,6 +124,7 @@ def make_noisy(
     Args:
         sigmas: `B`, in (0, 1], on any device.
         noise: standard normal, shape of `batch.latents`.
+        levels: noise levels of the input, if the model is told others.
         place: position in the run; required if one of the two strengths is not 0, and by techniques that draw random
             numbers.
     """
@@ -129,7 +143,7 @@ def make_noisy(
         if input_perturbation:
             in_input = noise + input_perturbation * sample_noise(latents, generators)
     sigmas = upload(sigmas.float(), latents.device)
-    share = sigmas.view(-1, 1, 1, 1, 1)
+    share = (sigmas if levels is None else upload(levels.float(), latents.device)).view(-1, 1, 1, 1, 1)
     return NoisyBatch(
         batch=batch,
         noise=noise,

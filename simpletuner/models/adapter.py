@@ -275,6 +275,13 @@ class FamilyAdapter(Protocol):
         """Store frozen float32 modulation weights that bf16 represents exactly in bf16; returns the bytes saved."""
         ...
 
+    def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
+        """The scheduler that previews are sampled with, from diffusers; `shift` replaces its own if given.
+
+        `from_picture` means clips that start from a given frame.
+        """
+        ...
+
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:

@@ -123,7 +123,8 @@ class Plan:
         """The techniques that change the computation of a step."""
         batches = {each.id: len(each.samples) * (each.repeats + 1) / each.batch_size for each in self.trained}
         regularised = [each.id for each in self.trained if each.config.is_regularisation_data]
-        return chosen_techniques(self.config, {name: batches[name] / sum(batches.values()) for name in regularised})
+        shares = {name: batches[name] / sum(batches.values()) for name in regularised}
+        return chosen_techniques(self.config, shares, self.length.total_steps)
 
     def sampler(self, world: World | None = None) -> Sampler:
         """The sample order from the beginning, for one process (default: the first)."""

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
 from simpletuner.config.lora import check_kind
 from simpletuner.config.optimizers import check_optimizer, learning_rate, optimizer_name
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
+from simpletuner.config.scheduled_sampling import check_scheduled_sampling
 from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
@@ -99,10 +101,29 @@ def check_flow(config: RunConfig) -> Iterator[Problem]:
     flow = config.flow
     if flow.flow_use_uniform_schedule and flow.flow_use_beta_schedule:
         yield Problem("flow_use_beta_schedule", "and flow_use_uniform_schedule exclude each other.")
+    yield from _check_mixflow(config)
     if flow.flow_schedule_auto_shift and config.is_explicit("flow_schedule_shift"):
         yield Problem("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.", fatal=False)
     if config.loss.snr_gamma is not None:
         yield Problem("snr_gamma", "has no effect: it does not apply to flow models.", fatal=False)
+
+
+def _check_mixflow(config: RunConfig) -> Iterator[Problem]:
+    """MixFlow has a distribution of sigmas of its own."""
+    flow = config.flow
+    if not flow.mixflow_enabled:
+        if config.is_explicit("mixflow_gamma"):
+            yield Problem("mixflow_gamma", "has no effect: mixflow_enabled is off.", fatal=False)
+        return
+    for key in ("flow_use_uniform_schedule", "flow_use_beta_schedule"):
+        if getattr(flow, key):
+            message = f"and {key} exclude each other: MixFlow draws sigmas from a distribution of its own."
+            yield Problem("mixflow_enabled", message)
+    if config.is_explicit("flow_sigmoid_scale"):
+        yield Problem("flow_sigmoid_scale", "has no effect: mixflow_enabled replaces the logit-normal.", fatal=False)
+    if config.scheduled_sampling.is_on:
+        message = "and scheduled_sampling_max_step_offset exclude each other: both replace the input for the same end."
+        yield Problem("mixflow_enabled", message)
 
 
 def check_memory(config: RunConfig) -> Iterator[Problem]:
@@ -166,7 +187,7 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_rest(config: RunConfig) -> Iterator[Problem]:
-    """Rules that are kept next to the optimizers, the speed settings, the trackers and the techniques."""
+    """Rules that are kept next to the settings that they are about."""
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
@@ -174,6 +195,8 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_crepa(config.crepa, config.is_explicit)
     if config.crepa.needs_encoder:
         yield from VisionEncoder(config.crepa.crepa_encoder).problems()
+    steps = config.validation.validation_num_inference_steps
+    yield from check_scheduled_sampling(config.scheduled_sampling, config.is_explicit, steps)
 
 
 def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
@@ -253,16 +276,17 @@ def check_text_encoders(config: RunConfig, spec: FamilySpec) -> Iterator[Problem
 
 
 def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
-    """The blocks of token routes and of CREPA, compared with their number if the checkpoint is on this machine.
+    """Keys that name visual blocks, compared with their number if the checkpoint is on this machine.
 
     A family that cannot skip tokens says why in its own checks.
     """
     counts = list(spec.block_counts.values())
     found = (source.read_config("transformer") or {}).get(counts[-1]) if counts else None
     blocks = found if isinstance(found, int) else None
-    if spec.token_blocks is not None:
-        yield from check_routes(config.tread.routes, blocks)
+    routes = config.tread.routes if spec.token_blocks else ()
+    yield from check_routes(routes, blocks)
     yield from check_blocks(config.crepa, blocks)
+    yield from check_layersync(config.layersync, config.is_explicit, routes, blocks)
 
 
 def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from simpletuner.caching.catalogue import FeatureCost, FeatureKind
 from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.tread import Route
-from simpletuner.models.cost import BatchShape, TransformerCost
+from simpletuner.models.cost import BYTES, BatchShape, TransformerCost
 from simpletuner.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ def no_cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
     return TechniqueCost()
 
 
+CostOf = Callable[[TransformerCost, BatchShape], TechniqueCost]
+
+
+def constantly(cost: TechniqueCost) -> CostOf:
+    """A cost that depends on neither the model nor the micro-batch."""
+    return lambda transformer, load: cost
+
+
 @dataclass(frozen=True)
 class TechniqueSpec:
     """A technique that a configuration switches on.
@@ -57,37 +65,42 @@ class TechniqueSpec:
     build: Callable[[], Technique]
     routes: tuple[Route, ...] = ()
     features: tuple[FeatureKind, ...] = ()
-    cost: Callable[[TransformerCost, BatchShape], TechniqueCost] = no_cost
+    cost: CostOf = no_cost
 
 
-def chosen_techniques(config: RunConfig, regularised: Mapping[str, float]) -> tuple[TechniqueSpec, ...]:
+def chosen_techniques(
+    config: RunConfig, regularised: Mapping[str, float], total_steps: int
+) -> tuple[TechniqueSpec, ...]:
     """The techniques that a configuration switches on, in the order in which they are called.
 
     Args:
         regularised: datasets with regularisation data: their share of the micro-batches, by id.
+        total_steps: optimizer steps of the run.
     """
+    ids, others = frozenset(regularised), 1 - sum(regularised.values())
     specs = []
+    # First: whatever else happens to a sampled input happens to the new one.
+    if config.scheduled_sampling.is_on:
+        forwards = TechniqueCost(forwards=others * config.scheduled_sampling.mean_forwards(total_steps))
+        specs.append(TechniqueSpec(lambda: _load("scheduled_sampling:build")(config, ids), cost=constantly(forwards)))
     if regularised:
         forwards = TechniqueCost(forwards=sum(regularised.values()))
-        ids = frozenset(regularised)
-        specs.append(
-            TechniqueSpec(lambda: _load("regularisation:Regularisation")(ids), cost=lambda transformer, load: forwards)
-        )
+        specs.append(TechniqueSpec(lambda: _load("regularisation:Regularisation")(ids), cost=constantly(forwards)))
     if config.crepa.crepa_enabled:
-        specs.append(_crepa(config, frozenset(regularised)))
+        specs.append(_crepa(config, ids))
     routes = config.tread.routes
     if routes:
         specs.append(TechniqueSpec(lambda: _load("tread:Tread")(routes), routes=routes))
+    weight = config.layersync.weight(config.model.model_type)
+    if weight:
+        blocks = config.layersync.blocks.values()
+        specs.append(TechniqueSpec(lambda: _load("layersync:LayerSync")(*blocks, weight, ids), cost=_layersync_cost))
     preservation = config.preservation
     if preservation.is_on:
-        weight, probability = preservation.preservation_weight, preservation.preservation_probability
-        share = probability * (1 - sum(regularised.values()))
+        chosen = preservation.preservation_weight, preservation.preservation_probability
+        share = preservation.preservation_probability * others
         again = TechniqueCost(forwards=share, passes=share)
-        specs.append(
-            TechniqueSpec(
-                lambda: _load("preservation:Preservation")(weight, probability), cost=lambda transformer, load: again
-            )
-        )
+        specs.append(TechniqueSpec(lambda: _load("preservation:Preservation")(*chosen), cost=constantly(again)))
     return tuple(specs)
 
 
@@ -130,6 +143,11 @@ def _teacher(crepa: CrepaConfig, encoder: VisionEncoder, regularised: frozenset[
         lambda adapter, load_vae, device: _load("teacher:load_teacher")(encoder, crepa, adapter, load_vae, device),
         encoder, cost, regularised, is_cached=crepa.crepa_cache != "off",
     )  # fmt: skip
+
+
+def _layersync_cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
+    """The tokens of two blocks, and float32 copies of them."""
+    return TechniqueCost(held=2 * (BYTES["bf16"] + BYTES["fp32"]) * load.samples * load.tokens * transformer.hidden)
 
 
 def _load(name: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
-from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
+from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas, slowed_sigmas
 from simpletuner.diffusion.loss import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
@@ -225,9 +225,12 @@ def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: _Losses) -> Tensor
 
 
 def predict_now(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
-    """The model's current prediction without gradients, for techniques."""
+    """The model's current prediction without gradients and dropout, for techniques."""
+    assembly.transformer.eval()
     with torch.no_grad():
-        return assembly.adapter.predict(assembly.transformer, noisy)
+        prediction = assembly.adapter.predict(assembly.transformer, noisy)
+    assembly.transformer.train()
+    return prediction
 
 
 def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
@@ -239,15 +242,18 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
         settings.flow, tokens_of(assembly, batch), assembly.adapter.spec.auto_shift,
         shift_is_explicit=settings.shift_is_explicit,
     )  # fmt: skip
-    return make_noisy(
+    sigmas = sample_sigmas(place, settings.flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
+    noisy = make_noisy(
         batch,
-        sample_sigmas(place, settings.flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0)),
+        sigmas,
         sample_noise(batch.latents, place.generators("noise")),
         input_perturbation=settings.loss.input_perturbation_at(global_step),
         noise_offset=settings.loss.noise_offset,
         noise_offset_probability=settings.loss.noise_offset_probability,
+        levels=slowed_sigmas(place, sigmas, settings.flow.mixflow_gamma) if settings.flow.mixflow_enabled else None,
         place=place,
     )
+    return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
 
 
 def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) -> Place:

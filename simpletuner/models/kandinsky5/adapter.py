@@ -16,7 +16,7 @@ from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
 from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale
 from simpletuner.models.kandinsky5.spec import TEMPLATES
 from simpletuner.models.kandinsky5.usage import usage_snippet
-from simpletuner.models.loading import bare_pipeline, load_vae, with_solver
+from simpletuner.models.loading import bare_pipeline, load_scheduler, load_vae, with_solver
 from simpletuner.models.spec import FamilySpec
 from simpletuner.models.usage import Usage
 
@@ -86,12 +86,16 @@ class Kandinsky5Adapter:
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
         return load_vae(self.vae_class, self.source["vae"], self.caching, device, dtype)
 
+    def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
+        overrides = {} if shift is None else {"shift": shift}
+        return with_solver(load_scheduler(self.source["scheduler"], **overrides), self.solver)
+
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
         vae = self.load_vae(device, self.dtype)
-        pipeline = loading.stock_pipeline(self._pipeline_class(), self.source, transformer, vae, shift)
-        pipeline.scheduler = with_solver(pipeline.scheduler, self.solver)
+        sampler = self.load_sampler(shift, from_picture=self.takes_picture)
+        pipeline = loading.stock_pipeline(self._pipeline_class(), transformer, vae, sampler)
         return self.preview_class(pipeline, device, self.takes_picture)
 
     def velocity(

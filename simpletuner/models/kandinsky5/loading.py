@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.loading import load_scheduler, load_whole
-from simpletuner.models.source import ModelSource, Part
+from simpletuner.models.loading import load_whole
+from simpletuner.models.source import Part
 
 WITHOUT_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
@@ -40,11 +40,8 @@ def move_with_the_model(transformer: Any) -> None:
     embeddings.register_buffer("freqs", frequencies, persistent=False)
 
 
-def stock_pipeline(
-    pipeline_class: Any, source: ModelSource, transformer: nn.Module, vae: Any, shift: float | None
-) -> Any:
-    """The stock pipeline around a transformer, without text encoders; `shift` replaces the scheduler's if given."""
-    scheduler = load_scheduler(source["scheduler"], **({} if shift is None else {"shift": shift}))
+def stock_pipeline(pipeline_class: Any, transformer: nn.Module, vae: Any, scheduler: Any) -> Any:
+    """The stock pipeline around a transformer, without text encoders."""
     pipeline = pipeline_class(transformer=transformer, vae=vae, scheduler=scheduler, **dict.fromkeys(WITHOUT_TEXT))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -11,9 +11,7 @@ from PIL import Image
 from torch import nn
 
 from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.loading import load_scheduler, with_solver
 from simpletuner.models.sanavideo.denoiser import collate_text
-from simpletuner.models.source import Part
 
 WITHOUT_TEXT = ("tokenizer", "text_encoder")
 # Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.
@@ -23,17 +21,16 @@ I2V_SHIFT = 8.0
 class StockSanaPipelines:
     """The t2v pipeline, and the i2v pipeline for previews with a source picture.
 
-    Both use the transformer in training, and the VAE in float32.
+    Both use the transformer in training, and the VAE in float32; each has its own scheduler.
     """
 
     def __init__(
-        self, transformer: nn.Module, vae: AutoencoderKLWan, scheduler: Part, device: torch.device, solver: str | None
+        self, transformer: nn.Module, vae: AutoencoderKLWan, samplers: tuple[Any, Any], device: torch.device
     ) -> None:
         self.vae, self.device = vae, device
         parts: dict[str, Any] = {"transformer": transformer, "vae": vae, **dict.fromkeys(WITHOUT_TEXT)}
-        own, euler = load_scheduler(scheduler), diffusers.FlowMatchEulerDiscreteScheduler(shift=I2V_SHIFT)
-        self.from_text: Any = diffusers.SanaVideoPipeline(**parts, scheduler=with_solver(own, solver))
-        self.from_picture: Any = diffusers.SanaImageToVideoPipeline(**parts, scheduler=with_solver(euler, solver))
+        self.from_text: Any = diffusers.SanaVideoPipeline(**parts, scheduler=samplers[0])
+        self.from_picture: Any = diffusers.SanaImageToVideoPipeline(**parts, scheduler=samplers[1])
         for pipeline in (self.from_text, self.from_picture):
             pipeline.set_progress_bar_config(disable=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel
 from torch import Tensor, nn
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
-from simpletuner.models.loading import bare_pipeline, load_vae, load_whole
+from simpletuner.models.loading import bare_pipeline, load_scheduler, load_vae, load_whole, with_solver
 from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, WanLatentEncoder, collate_text, token_timesteps
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.sanavideo.previews import WITHOUT_TEXT, StockSanaPipelines
+from simpletuner.models.sanavideo.previews import I2V_SHIFT, WITHOUT_TEXT, StockSanaPipelines
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.sanavideo.text import SanaTextEncoder
 from simpletuner.models.sanavideo.usage import usage_snippet
@@ -78,12 +79,18 @@ class SanaVideoAdapter:
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
         return 0  # the modulation tables of these blocks are small
 
+    def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
+        if from_picture:
+            return with_solver(FlowMatchEulerDiscreteScheduler(shift=I2V_SHIFT), self.solver)
+        return with_solver(load_scheduler(self.source["scheduler"]), self.solver)
+
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> StockSanaPipelines:
         """Both pipelines have fixed schedules; `shift` has no effect."""
         vae = self._load_vae(device, torch.float32)
-        return StockSanaPipelines(transformer, vae, self.source["scheduler"], device, self.solver)
+        text, picture = (self.load_sampler(shift, from_picture=given) for given in (False, True))
+        return StockSanaPipelines(transformer, vae, (text, picture), device)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:

@@ -1,0 +1,47 @@
+"""LayerSync: the tokens of a shallow block are aligned with those of a deeper block of the same model.
+
+Haghighi et al., "LayerSync: Self-aligning Intermediate Layers", arXiv 2510.12581. The loss is minus the cosine
+similarity of each token at the student block and, without gradient, at the teacher block. Unlike with CREPA there is no
+encoder and no projector: the step has no further forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.techniques.base import Site, Technique
+
+
+class LayerSync(Technique):
+    """Adds `-weight * cos(student, teacher)`, averaged over the tokens.
+
+    Args:
+        student, teacher: visual blocks, counted from 0.
+        skipped: ids of datasets that are trained without it, since their target is the base model.
+    """
+
+    def __init__(self, student: int, teacher: int, weight: float, skipped: frozenset[str] = frozenset()) -> None:
+        self._student, self._teacher, self._weight, self._skipped = student, teacher, weight, skipped
+
+    def attach(self, site: Site) -> None:
+        self._site = site
+        for block in (self._student, self._teacher):
+            site.hidden.watch(block)
+
+    def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
+        if noisy.batch.dataset_id in self._skipped:
+            return {}
+        student = self._tokens(self._student, self._teacher)
+        teacher = self._tokens(self._teacher, self._student).detach()
+        return {"layersync_loss": -self._weight * cosine_similarity(student.float(), teacher.float(), dim=-1).mean()}
+
+    def _tokens(self, block: int, other: int) -> Tensor:
+        """The tokens of a block, `B S D`, without those that skip the other one."""
+        hidden, kept = self._site.hidden[block], self._site.kept_tokens(other)
+        if kept is None or self._site.kept_tokens(block) is not None:  # the plan allows at most one route
+            return hidden
+        return hidden.gather(1, kept[..., None].expand(-1, -1, hidden.shape[-1]))

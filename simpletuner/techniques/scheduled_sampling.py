@@ -1,0 +1,287 @@
+"""Scheduled sampling: some inputs are sampled by the model itself, so that it learns from its own errors.
+
+A plain input is the exact mix of data and noise, which no sampler ever reaches: its states drift, and the model has
+never seen such states (exposure bias). Here a sample starts some steps of the sampler noisier, with the same noise, and
+the model takes these steps down to the noise level that was drawn, without gradients, routes, guidance or dropout.
+The step then trains on where it arrived.
+
+The loss of such samples is that of ReflexFlow, Huang et al., arXiv 2512.04904: the prediction must point from the data
+to the drifted input (anti-drift rectification), and counts more where sampling lost content (frequency compensation).
+The paper's weight for that is normalised here so that its mean is 1 + alpha, whatever the size of a sample.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from simpletuner.config.load import RunConfig
+from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
+from simpletuner.diffusion.batch import NoisyBatch, upload
+from simpletuner.diffusion.flow import sampling_shift
+from simpletuner.diffusion.loss import per_sample
+from simpletuner.diffusion.seeds import Place
+from simpletuner.techniques.base import Predict, Site, Technique
+
+logger = logging.getLogger(__name__)
+
+SOLVERS = {"unipc": "UniPCMultistepScheduler", "dpm": "DPMSolverMultistepScheduler"}
+# Below 1, where the logarithms of these solvers end.
+LARGEST_SIGMA = 1 - 1e-6
+# A run in which the direction outweighs the loss itself this much, for so many steps, learns little else.
+DOMINANT, PATIENCE = 5.0, 100
+
+
+class ScheduledSampling(Technique):
+    """Replaces inputs by states that the model has sampled.
+
+    Args:
+        steps: of the sampler of previews, whose grid of noise levels the steps here follow.
+        shift: of its scheduler, if it replaces the checkpoint's.
+        skipped: ids of datasets that are trained without it, since their target is the base model.
+    """
+
+    def __init__(
+        self,
+        config: ScheduledSamplingConfig,
+        steps: int,
+        shift: float | None,
+        skipped: frozenset[str] = frozenset(),
+    ) -> None:
+        self._config, self._steps, self._shift, self._skipped = config, steps, shift, skipped
+        self._sampled: _Sampled | None = None
+        self._watch = _Watch()
+
+    def attach(self, site: Site) -> None:
+        self._grids = {}
+        for from_picture in (False, True):
+            sampler = site.adapter.load_sampler(self._shift, from_picture=from_picture)
+            sampler.set_timesteps(self._steps)
+            self._grids[from_picture] = sampler.sigmas.double().numpy()
+
+    def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
+        """Replace the inputs of the samples that this micro-step draws."""
+        if noisy.place is None:
+            raise ValueError("scheduled sampling draws random numbers, so the batch needs its place in the run")
+        self._sampled = None
+        self._watch.begin(noisy.place.global_step)
+        paths = [[]] if noisy.batch.dataset_id in self._skipped else self._paths(noisy, noisy.place)
+        if not any(paths):
+            return noisy
+        rows = [row for row, path in enumerate(paths) if path]
+        states = self._sample(noisy, paths, predict)
+        clean = _scattered(predict(noisy.of(rows)), rows, noisy) if self._config.compares_clean else None
+        finite = states.isfinite() if clean is None else states.isfinite() & clean.isfinite()
+        drawn = upload(torch.tensor([bool(path) for path in paths]), states.device)
+        usable = finite.flatten(1).all(1) & drawn
+        self._sampled = _Sampled(usable, (drawn & ~usable).sum(), clean)
+        return noisy.at(noisy.sigmas, torch.where(_spread(usable), states, noisy.noisy_latents))
+
+    def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
+        """The anti-drift rectification, in [0, 4 beta1]."""
+        if self._sampled is None or not self._config.has_reflexflow:
+            return {}
+        misdirection = misdirections(noisy, prediction) * self._config.scheduled_sampling_reflexflow_beta1
+        self._sampled.rectification = misdirection * self._sampled.usable
+        return {"reflexflow_adr": self._sampled.rectification.mean()}
+
+    def weigh(self, noisy: NoisyBatch, prediction: Tensor, loss: Tensor) -> Tensor:
+        """The frequency compensation."""
+        sampled, config = self._sampled, self._config
+        if sampled is None:
+            return loss
+        self._watch.add(sampled, per_sample(loss.detach()))
+        if not config.has_reflexflow:
+            return loss
+        weighed = loss * config.scheduled_sampling_reflexflow_beta2
+        if sampled.clean is not None:
+            lost = (sampled.clean - prediction.detach()).abs()
+            weighed = weighed * content_weights(lost, noisy.batch.loss_mask, config.scheduled_sampling_reflexflow_alpha)
+        return torch.where(_spread(sampled.usable), weighed, loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._watch.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._watch = _Watch(**state)
+
+    def _paths(self, noisy: NoisyBatch, place: Place) -> list[list[float]]:
+        """The noise levels that each sample passes; empty if it is trained plainly."""
+        chance = self._config.probability_at(place.global_step)
+        from_picture = noisy.batch.condition is not None and noisy.noisy_latents.shape[2] > 1
+        paths = []
+        for sigma, generator in zip(noisy.host_sigmas, place.generators("scheduled sampling"), strict=True):
+            gate, share = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+            offset = self._config.offset_at(share) if gate < chance else 0
+            paths.append(path_to(sigma, offset, self._grids[from_picture]) if offset else [])
+        return paths
+
+    def _sample(self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict) -> Tensor:
+        """The states at the ends of the paths, `B C F H W`; samples without a path are unchanged.
+
+        All samples arrive at the same time, so that there are no more forward passes than the longest path has steps.
+        """
+        clean, states = noisy.batch.latents.float(), list(noisy.noisy_latents)
+        solvers = {}
+        for row, path in enumerate(paths):
+            if path:
+                solvers[row] = self._solver(path)
+                states[row] = (1 - path[0]) * clean[row] + path[0] * noisy.noise[row]
+        for left in range(max(map(len, paths)) - 1, 0, -1):
+            rows = [row for row in solvers if len(paths[row]) > left]
+            sigmas = upload(torch.tensor([paths[row][-left - 1] for row in rows]), clean.device)
+            velocities = predict(noisy.of(rows).at(sigmas, torch.stack([states[row] for row in rows])))
+            for row, velocity in zip(rows, velocities, strict=True):
+                solver = solvers[row]
+                states[row] = solver.step(velocity, solver.timesteps[0], states[row], return_dict=False)[0]
+        return torch.stack(states)
+
+    def _solver(self, path: Sequence[float]) -> Any:
+        """A scheduler of diffusers that takes one sample down a path."""
+        name = self._config.scheduled_sampling_sampler
+        if name == "euler":
+            solver: Any = diffusers.FlowMatchEulerDiscreteScheduler()
+        else:
+            solver = getattr(diffusers, SOLVERS[name])(
+                solver_order=self._config.scheduled_sampling_order,
+                prediction_type="flow_prediction",
+                use_flow_sigmas=True,
+                lower_order_final=False,  # the path ends where training starts, not at the data
+                final_sigmas_type="sigma_min",
+            )
+        solver.sigmas = torch.tensor(path, dtype=torch.float64)
+        solver.timesteps, solver.num_inference_steps = 1000 * solver.sigmas[:-1], len(path) - 1
+        solver.set_begin_index(0)
+        return solver
+
+
+def build(config: RunConfig, skipped: frozenset[str]) -> ScheduledSampling:
+    """Scheduled sampling for a run."""
+    steps = config.validation.validation_num_inference_steps
+    if steps is None:
+        raise ValueError("scheduled sampling needs validation_num_inference_steps, which every family sets")
+    return ScheduledSampling(config.scheduled_sampling, steps, sampling_shift(config), skipped)
+
+
+@dataclass
+class _Sampled:
+    """What a micro-step sampled.
+
+    Attributes:
+        usable: samples with a sampled input, bool, `B`.
+        lost: number of samples whose sampled input was not finite.
+        clean: predictions from the plain inputs, `B C F H W`; None if they are not needed.
+        rectification: of each sample, weighed, `B`.
+    """
+
+    usable: Tensor
+    lost: Tensor
+    clean: Tensor | None
+    rectification: Tensor | None = None
+
+
+class _Watch:
+    """Warns if predictions are not finite, or if the rectification dominates.
+
+    The numbers of a step stay on the device until the next one, which begins after the host has waited for them.
+
+    Args:
+        lost: samples whose sampled input was not finite.
+        dominated: consecutive steps in which the rectification dominated.
+    """
+
+    def __init__(self, lost: int = 0, dominated: int = 0) -> None:
+        self._lost, self._dominated = lost, dominated
+        self._step, self._numbers = 0, list[Tensor]()
+
+    def begin(self, step: int) -> None:
+        """Read the numbers of the step before this one."""
+        if step != self._step:
+            self._settle()
+        self._step = step
+
+    def add(self, sampled: _Sampled, losses: Tensor) -> None:
+        """Take note of a micro-step and its losses, `B`."""
+        adr = losses.new_zeros(()) if sampled.rectification is None else sampled.rectification.detach().sum()
+        self._numbers.append(torch.stack([sampled.lost, adr, (losses * sampled.usable).sum()]))
+
+    def state_dict(self) -> dict[str, int]:
+        self._settle()
+        return {"lost": self._lost, "dominated": self._dominated}
+
+    def _settle(self) -> None:
+        if not self._numbers:
+            return
+        lost, rectification, loss = torch.stack(self._numbers).sum(0).tolist()
+        self._numbers.clear()
+        if lost:
+            self._lost += int(lost)
+            message = "Step %d: %d sampled inputs were not finite; the plain ones were used (%d so far)."
+            logger.warning(message, self._step + 1, lost, self._lost)
+        self._dominated = self._dominated + 1 if rectification > DOMINANT * loss else 0
+        if self._dominated == PATIENCE:
+            message = "reflexflow_adr has been above %g times the loss of the same samples for %d steps; a smaller "
+            message += "scheduled_sampling_reflexflow_beta1 would leave more weight to the loss."
+            logger.warning(message, DOMINANT, PATIENCE)
+
+
+def path_to(sigma: float, offset: int, grid: np.ndarray) -> list[float]:
+    """Noise levels from `offset` steps above `sigma` down to it, one step of the sampler's grid each.
+
+    A level between two of the grid's is followed by levels between its neighbours. The way starts at pure noise at the
+    latest, with a shorter first step. Empty if there is no noisier level.
+
+    Args:
+        grid: the sampler's noise levels, from the first to the last, which is 0.
+    """
+    rising, places = grid[::-1], np.arange(len(grid), dtype=float)
+    here, top = float(np.interp(sigma, rising, places)), places[-1]
+    above = {min(here + step, top) for step in range(1, offset + 1)}
+    levels = np.interp(sorted(above, reverse=True), places, rising).clip(max=LARGEST_SIGMA).tolist()
+    path = [level for level in levels if level > sigma]
+    return [*path, sigma] if path else []
+
+
+def content_weights(lost: Tensor, mask: Tensor | None, alpha: float) -> Tensor:
+    """`1 + alpha lost / mean(lost)`, with the mean over what the loss covers; `B C F H W`.
+
+    Args:
+        lost: how far the prediction moved, at least 0, `B C F H W`.
+        mask: weight of each position in the loss, `B 1 F H W`, or None.
+    """
+    covered = torch.ones_like(lost[:, :1]) if mask is None else mask.float()
+    means = per_sample(lost * covered) / per_sample(covered).clamp_min(torch.finfo(lost.dtype).tiny)
+    return 1 + alpha * lost / _spread(means.clamp_min(torch.finfo(lost.dtype).tiny))
+
+
+def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
+    """Squared distances of two unit vectors, the prediction and the way from the data to the input; in [0, 4], `B`.
+
+    Only positions that the loss covers count; a given first frame has no direction.
+    """
+    away = noisy.noisy_latents - noisy.batch.latents
+    if noisy.batch.loss_mask is not None:
+        covered = noisy.batch.loss_mask > 0
+        prediction, away = prediction * covered, away * covered
+    return 2 - 2 * cosine_similarity(prediction.flatten(1), away.flatten(1), dim=1)
+
+
+def _scattered(rows: Tensor, numbers: Sequence[int], noisy: NoisyBatch) -> Tensor:
+    """Some rows of a batch in their places, with zeros in the others."""
+    whole = torch.zeros_like(noisy.noisy_latents)
+    for number, row in zip(numbers, rows, strict=True):
+        whole[number] = row
+    return whole
+
+
+def _spread(values: Tensor) -> Tensor:
+    """One value per sample, `B`, to broadcast with latents."""
+    return values.view(-1, 1, 1, 1, 1)
