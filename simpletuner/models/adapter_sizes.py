@@ -4,22 +4,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.models.cost import Adapters, Shape
+from simpletuner.models.lora_targets import Targets, matching_modules
+from simpletuner.models.lycoris_file import read_lycoris
+from simpletuner.models.spec import FamilySpec
 
 Pair = tuple[int, int]
 
 
-def adapters_of(config: LoraConfig, shapes: Mapping[str, Shape]) -> Adapters:
-    """The adapter that a config adds to layers, given the shapes of their weights."""
-    modules, products = frozenset(shapes), {}
-    if config.lora_type == "lokr":
-        pairs = {name: [factorise(width, config.lokr_factor) for width in shape[:2]] for name, shape in shapes.items()}
-        products = {name: lokr_numbers(rows, columns, config.lora_rank) for name, (rows, columns) in pairs.items()}
-    elif config.lora_type == "loha":
-        products = {name: loha_numbers(shape, config.lora_rank) for name, shape in shapes.items()}
-    return Adapters(config.lora_rank, modules, products)
+def adapters_of(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Mapping[str, Shape]) -> Adapters:
+    """The adapter that a config adds to a transformer.
+
+    Args:
+        shapes: of the weights of its layers, by layer.
+    """
+    file = read_lycoris(config.lycoris_config, spec, []) if config.lora_type == "lycoris" else None
+    if file is not None:
+        products = {name: _lycoris_numbers(shapes[name], each) for name, each in file.layers(shapes).items()}
+        return Adapters(config.lora_rank, frozenset(products), products)
+    modules = matching_modules(shapes, targets)
+    counts = {"lokr": partial(_lokr_numbers, config), "loha": partial(loha_numbers, config.lora_rank)}
+    count = counts.get(config.lora_type)
+    products = {} if count is None else {name: count(shapes[name]) for name in modules}
+    return Adapters(config.lora_rank, frozenset(modules), products)
+
+
+def _lokr_numbers(config: LoraConfig, shape: Shape) -> int:
+    rows, columns = (factorise(width, config.lokr_factor) for width in shape[:2])
+    return lokr_numbers(rows, columns, config.lora_rank)
+
+
+def _lycoris_numbers(shape: Shape, settings: Mapping[str, Any]) -> int:
+    """Numbers of a layer of LyCORIS, in which the smaller factor comes first."""
+    rank, out, into = int(settings["dim"]), shape[0], shape[1]
+    rows, columns = (sorted(factorise(width, int(settings.get("factor", -1)))) for width in (out, into))
+    if settings.get("unbalanced_factorization", False):
+        rows.reverse()
+    numbers = {
+        "lokr": lokr_numbers(
+            (rows[0], rows[1]), (columns[0], columns[1]), rank,
+            full=settings.get("full_matrix", False), both=settings.get("decompose_both", False),
+        ),
+        "loha": loha_numbers(rank, shape),
+    }.get(settings["algo"], rank * (out + into))  # fmt: skip
+    magnitudes = (out if settings.get("wd_on_output", True) else into) if settings.get("dora_wd", False) else 0
+    return numbers + magnitudes + bool(settings.get("use_scalar", False))
 
 
 def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, both: bool = False) -> int:
@@ -36,7 +69,7 @@ def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, bo
     return first + (rank * (k + n) if not full and rank < max(k, n) / 2 else k * n)
 
 
-def loha_numbers(shape: Shape, rank: int) -> int:
+def loha_numbers(rank: int, shape: Shape) -> int:
     """Numbers of a LoHa: two pairs of matrices."""
     return 2 * rank * (shape[0] + shape[1])
 

@@ -89,7 +89,9 @@ def assemble(
 
     transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
     _quantise(transformer, config.precision, adapter.spec, device)
-    trained = _add_adapter(transformer, config, spec, trained_dtype) if is_lora else FullModel(transformer)
+    trained = (
+        _add_adapter(transformer, config, spec, adapter.spec, trained_dtype) if is_lora else FullModel(transformer)
+    )
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_blocks(transformer, layout, fast, config, device)
@@ -168,8 +170,14 @@ def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec,
         quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
 
 
-def _add_adapter(transformer: nn.Module, config: RunConfig, spec: TrainingSpec, dtype: torch.dtype) -> Trained:
+def _add_adapter(
+    transformer: nn.Module, config: RunConfig, spec: TrainingSpec, family: FamilySpec, dtype: torch.dtype
+) -> Trained:
     seed = step_seed(spec.seed, 0, 0, 0, "lora")
+    if config.lora.lora_type == "lycoris":
+        from simpletuner.training.lycoris import add_lycoris  # an extra
+
+        return add_lycoris(transformer, config.lora, family, seed=seed, dtype=dtype)
     if config.lora.lora_type != "standard":
         return add_product(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
     lora = add_lora(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,27 @@ KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"lora_type": "lokr", "lora_rank": 2, "lora_alpha": 3, "lokr_factor": 4},
     "loha": {"lora_type": "loha", "lora_rank": 2, "lora_alpha": 3},
 }
+LYCORIS: dict[str, dict[str, Any]] = {
+    "lycoris lokr": {"algo": "lokr", "linear_dim": 2, "linear_alpha": 3, "factor": 4},
+    "lycoris lokr full": {"algo": "lokr", "full_matrix": True, "factor": 4},
+    "lycoris loha": {"algo": "loha", "linear_dim": 2, "linear_alpha": 1},
+    "lycoris locon": {"algo": "locon", "linear_dim": 2, "linear_alpha": 1},
+    "lycoris dora": {"algo": "lokr", "linear_dim": 2, "linear_alpha": 1, "factor": 4, "dora_wd": True},
+}
+ATTENTION = {"target_module": ["Attention"], "module_algo_map": {"Attention": {}}}
 LAYER = "visual_transformer_blocks.0.self_attention.to_query"
+
+
+@pytest.fixture(autouse=True)
+def lycoris_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings files of LyCORIS, whose multiplier is not 1."""
+    for name, settings in LYCORIS.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"multiplier": 0.5, "apply_preset": ATTENTION, **settings}))
+        monkeypatch.setitem(KINDS, name, {"lora_type": "lycoris", "lycoris_config": str(path)})
+
+
+EVERY = [*KINDS, *LYCORIS]
 
 
 def trained(checkpoint: Path, kind: str, **settings: Any) -> Assembly:
@@ -36,7 +57,7 @@ def trained(checkpoint: Path, kind: str, **settings: Any) -> Assembly:
     with torch.no_grad():
         for index, parameter in enumerate(assembly.parameters.values()):
             generator = torch.Generator().manual_seed(index)
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
     return assembly
 
 
@@ -50,13 +71,15 @@ def predict(assembly: Assembly, checkpoint: Path) -> Tensor:
     return predict_now(assembly, add_noise(assembly, make_batch(checkpoint, ["a star"]), 0, 0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_step_0_and_disabled_are_the_base_model(t2i_checkpoint: Path, kind: str) -> None:
     batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
     ours = make_adapter(t2i_checkpoint)
     base = ours.predict(ours.load_transformer(torch.float32).eval(), batch)
     fresh, moved = make_assembly(t2i_checkpoint, **KINDS[kind]), trained(t2i_checkpoint, kind)
-    assert torch.equal(ours.predict(fresh.transformer.eval(), batch), base)
+    assert distance({"": ours.predict(fresh.transformer.eval(), batch)}, {"": base}) <= (
+        ROTATION if kind == "lycoris dora" else 0  # the decomposition rounds
+    )
     moved.transformer.eval()
     assert distance({"": ours.predict(moved.transformer, batch)}, {"": base}) > 10 * ROTATION
     with moved.trained.disabled():
@@ -77,7 +100,7 @@ def test_updates_are_those_computed_by_hand(t2i_checkpoint: Path) -> None:
         torch.testing.assert_close(update, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("averaged", [False, True])
 def test_published_as_a_stock_lora(t2i_checkpoint: Path, tmp_path: Path, kind: str, averaged: bool) -> None:
     """What previews show is what the exported file gives in the stock pipeline, up to the error that it states."""
@@ -97,7 +120,7 @@ def test_published_as_a_stock_lora(t2i_checkpoint: Path, tmp_path: Path, kind: s
     batch = add_noise(assembly, make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     with torch.no_grad():
         loaded = stock.predict(pipeline.transformer.eval(), batch)
-    assert float((loaded - own).norm() / own.norm()) == pytest.approx(forward, rel=0.05)
+    assert float((loaded - own).norm() / own.norm()) == pytest.approx(forward, rel=0.05, abs=ROTATION)
     if averaged:
         one, other = (load_file(folder / LORA_FILE) for folder in (tmp_path, tmp_path / "ema"))
         assert all(torch.equal(one[name], other[name]) for name in one), "the average starts as a copy"
@@ -121,7 +144,7 @@ def test_the_native_file_loads_in_peft(t2i_checkpoint: Path, tmp_path: Path, kin
     assert distance({"": loaded}, {"": predict(assembly, t2i_checkpoint)}) < ROTATION
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_resume_is_exact(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
     one, other = trained(t2i_checkpoint, kind), make_assembly(t2i_checkpoint, **KINDS[kind])
     (tmp_path / "training_state").mkdir()
