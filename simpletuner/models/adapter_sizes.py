@@ -41,18 +41,15 @@ def _lokr_numbers(config: LoraConfig, shape: Shape) -> int:
 def _lycoris_numbers(shape: Shape, settings: Mapping[str, Any]) -> int:
     """Numbers of a layer of LyCORIS, in which the smaller factor comes first."""
     rank, out, into = int(settings["dim"]), shape[0], shape[1]
-    rows, columns = (sorted(factorise(width, int(settings.get("factor", -1)))) for width in (out, into))
-    if settings.get("unbalanced_factorization", False):
+    rows, columns = (sorted(factorise(width, int(settings["factor"]))) for width in (out, into))
+    if settings["unbalanced_factorization"]:
         rows.reverse()
-    numbers = {
-        "lokr": lokr_numbers(
-            (rows[0], rows[1]), (columns[0], columns[1]), rank,
-            full=settings.get("full_matrix", False), both=settings.get("decompose_both", False),
-        ),
-        "loha": loha_numbers(rank, shape),
-    }.get(settings["algo"], rank * (out + into))  # fmt: skip
-    magnitudes = (out if settings.get("wd_on_output", True) else into) if settings.get("dora_wd", False) else 0
-    return numbers + magnitudes + bool(settings.get("use_scalar", False))
+    numbers = {"loha": loha_numbers(rank, shape)}.get(settings["algo"], rank * (out + into))
+    if settings["algo"] == "lokr":
+        full, both = settings["full_matrix"], settings["decompose_both"]
+        numbers = lokr_numbers((rows[0], rows[1]), (columns[0], columns[1]), rank, full=full, both=both)
+    magnitudes = (out if settings["wd_on_output"] else into) if settings["dora_wd"] else 0
+    return numbers + magnitudes + bool(settings["use_scalar"])
 
 
 def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, both: bool = False) -> int:

@@ -36,9 +36,12 @@ REFUSED_KEYS = {
 }
 # Of convolutions with a kernel and of refused algorithms; linear layers do not read them.
 UNUSED = ("conv_dim", "conv_alpha", "use_tucker", "block_size", "constraint", "rescaled")
-OF_LAYERS = ("algo", "dim", "alpha", "linear_dim", "linear_alpha", "full_matrix", "factor", "decompose_both", "dora_wd",
-             "wd_on_output", "bypass_mode", "dropout", "use_scalar", "unbalanced_factorization")  # fmt: skip
-WHOLE = tuple(key for key in (*OF_LAYERS, "multiplier", "apply_preset") if key not in ("dim", "alpha"))
+# Settings of a layer, with the library's defaults.
+DEFAULTS = {"linear_dim": 4, "linear_alpha": 1, "factor": -1, "dropout": 0.0, "full_matrix": False,
+            "decompose_both": False, "unbalanced_factorization": False, "use_scalar": False, "dora_wd": False,
+            "wd_on_output": True}  # fmt: skip
+OF_LAYERS = ("algo", "bypass_mode", "dim", "alpha", *DEFAULTS)
+WHOLE = ("algo", "bypass_mode", "multiplier", "apply_preset", *DEFAULTS)
 OF_PRESETS = ("enable_conv", "target_module", "target_name", "exclude_name", "module_algo_map", "name_algo_map",
               "use_fnmatch", "lora_prefix")  # fmt: skip
 
@@ -98,13 +101,9 @@ class LycorisFile:
             return None
         inside = sorted((depth, word) for word, depth in words.items() if depth and word in by_class)
         own = [by_name[name] for name in names if name in by_name] or [by_class[word] for _, word in reversed(inside)]
-        settings = {**self.content, **(own[0] if own else {})}
-        return {
-            **settings,
-            "dim": settings.get("dim", settings.get("linear_dim")) or 4,  # the library's defaults
-            "alpha": settings.get("alpha", settings.get("linear_alpha", 1)),
-            "bypass_mode": settings.get("bypass_mode", not settings.get("dora_wd", False)),
-        }
+        settings = {**DEFAULTS, **self.content, **(own[0] if own else {})}
+        alias = {"dim": settings["linear_dim"] or 4, "alpha": settings["linear_alpha"]}
+        return {**alias, "bypass_mode": not settings["dora_wd"], **settings}
 
 
 def read_lycoris(path: str | None, spec: FamilySpec, problems: list[Problem]) -> LycorisFile | None:
@@ -124,14 +123,12 @@ def _malformed(content: Any) -> str:
     preset = (content.get("apply_preset") or {}) if isinstance(content, dict) else None
     if not isinstance(preset, dict):
         return "it holds no JSON object with the settings, or apply_preset is none"
-    for key in ("target_module", "target_name", "exclude_name"):
-        names = preset.get(key, [])
-        if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
-            return f"{key} is not a list of names"
-    for key in ("module_algo_map", "name_algo_map"):
-        each = preset.get(key, {})
-        if not isinstance(each, dict) or not all(isinstance(settings, dict) for settings in each.values()):
-            return f"{key} does not map names to settings"
+    lists = [preset.get(key, []) for key in ("target_module", "target_name", "exclude_name")]
+    if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists):
+        return "target_module, target_name and exclude_name must be lists of names"
+    maps = [preset.get(key, {}) for key in ("module_algo_map", "name_algo_map")]
+    if not all(isinstance(each, dict) and all(isinstance(own, dict) for own in each.values()) for each in maps):
+        return "module_algo_map and name_algo_map must map names to settings"
     for pattern in (*preset.get("target_name", []), *preset.get("exclude_name", []), *preset.get("name_algo_map", {})):
         try:
             re.compile(fnmatch.translate(pattern) if preset.get("use_fnmatch", False) else pattern)

@@ -71,11 +71,13 @@ class Result:
         path: relative to the output folder.
         size: in bytes.
         snippet: Python that loads it and samples with it.
+        note: what else is known about it.
     """
 
     path: str
     size: int
     snippet: str
+    note: str = ""
 
     @property
     def size_text(self) -> str:

@@ -15,6 +15,7 @@ from simpletuner.caching.fill import prepared_picture
 from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import LedgerEntry, Sample
 from simpletuner.errors import UserError
+from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
@@ -46,7 +47,7 @@ from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
 from simpletuner.reporting.report import REPORT_FILE, LedgerRow, ReportData, Result, State, settings_of, write_report
 from simpletuner.reporting.trackers import build_trackers
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, result_step
+from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, PIPELINE_FOLDER, WEIGHT_ERROR, result_step
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,18 @@ def find_result(plan: Plan, step: int) -> Result | None:
         return None
     path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return Result(path.name, sum(each.stat().st_size for each in files), snippet_for(plan))
+    return Result(path.name, sum(each.stat().st_size for each in files), snippet_for(plan), conversion_note(path))
+
+
+def conversion_note(path: Path) -> str:
+    """How near a LoRA is to the adapter that it was converted from; empty for other results."""
+    notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
+    if WEIGHT_ERROR not in notes:
+        return ""
+    return (
+        f"Converted from another kind of adapter, whose own file is beside it: relative error {notes[WEIGHT_ERROR]} of "
+        f"the update, {notes[FORWARD_ERROR]} of a prediction."
+    )
 
 
 def snippet_for(plan: Plan) -> str:

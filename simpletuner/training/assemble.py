@@ -216,7 +216,7 @@ def _checkpoint_blocks(
         transformer,
         layout,
         config.precision,
-        dropout=config.lora.lora_dropout > 0,
+        dropout=any(isinstance(each, nn.Dropout) and each.p > 0 for each in transformer.modules()),
         block_inputs=BlockInputs(device) if config.offload.offload_block_inputs else None,
         keep=fast.self_attention if fast is not None and keeps_attention(config.speed) else None,
     )

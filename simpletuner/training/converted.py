@@ -171,7 +171,7 @@ class ProductAdapter(ConvertedAdapter):
         prefix, end = PREFIXES["diffusers"], f".{ADAPTER}"
         weights = {f"{prefix}{name.removesuffix(end)}": each.detach().cpu() for name, each in self.parameters().items()}
         settings = {key: sorted(each) if isinstance(each, set) else each for key, each in vars(self.settings).items()}
-        kept = {key: each for key, each in settings.items() if isinstance(each, str | int | float | list)}
+        kept = {key: settings[key] for key in ("r", "alpha", "target_modules", "decompose_factor") if key in settings}
         write_weights(folder / self.native_file, weights, {**file_settings(kept, "diffusers"), **note})
 
     def disabled(self) -> AbstractContextManager[None]:

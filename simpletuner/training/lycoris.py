@@ -31,6 +31,7 @@ from simpletuner.training.lora_files import write_weights
 from simpletuner.training.meter import weight_shapes
 
 CLASSES = {"lora": LoConModule, "locon": LoConModule, "loha": LohaModule, "lokr": LokrModule}
+PASSED = ("bypass_mode", "factor", "full_matrix", "decompose_both", "unbalanced_factorization", "use_scalar")
 CHILD = "lycoris"  # name of the module inside its layer
 
 
@@ -94,21 +95,10 @@ def _wrap(layer: nn.Module, name: str, file: LycorisFile, settings: Mapping[str,
     """Put a module around a layer's forward pass."""
     key = f"{file.preset.get('lora_prefix', 'lycoris')}_{name}".replace(".", "_")
     module = CLASSES[settings["algo"]](
-        key,
-        layer,
-        float(settings["multiplier"]),
-        int(settings["dim"]),
-        float(settings["alpha"]),
-        float(settings.get("dropout") or 0),
-        factor=int(settings.get("factor", -1)),
-        full_matrix=settings.get("full_matrix", False),
-        decompose_both=settings.get("decompose_both", False),
-        unbalanced_factorization=settings.get("unbalanced_factorization", False),
-        use_scalar=settings.get("use_scalar", False),
-        weight_decompose=settings.get("dora_wd", False),
-        wd_on_out=settings.get("wd_on_output", True),
-        bypass_mode=settings["bypass_mode"],
-    )
+        key, layer, float(settings["multiplier"]), int(settings["dim"]), settings["alpha"], settings["dropout"],
+        weight_decompose=settings["dora_wd"], wd_on_out=settings["wd_on_output"],
+        **{name: settings[name] for name in PASSED},
+    )  # fmt: skip
     module.apply_to()
     layer.add_module(CHILD, module)
     return module
