@@ -14,7 +14,7 @@ from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.speed import keeps_attention
-from simpletuner.models.adapter_sizes import adapters_of
+from simpletuner.models.adapter_sizes import planned_adapters
 from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, TransformerCost
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.lora_targets import Targets, weights_of
@@ -63,7 +63,7 @@ class Parts:
         name, weights = optimizer_name(config.optimizer, precision.mixed_precision), weights_of(self.transformer.shapes)
         return TrainingSetup(
             dtype=transformer_dtype(precision) if is_lora else trained,
-            adapters=adapters_of(config.lora, self.spec, self.targets, weights) if is_lora else NO_ADAPTERS,
+            adapters=planned_adapters(config.lora, self.spec, self.targets, weights) if is_lora else NO_ADAPTERS,
             trained_bytes=BYTES[trained],
             state_bytes=optimizer_state_bytes(name, BYTES[trained], compensated=trained == "bf16"),
             checkpoint_interval=precision.checkpoint_interval,

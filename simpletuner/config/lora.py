@@ -74,6 +74,11 @@ class LoraConfig(Group):
     init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
 
     @property
+    def kind(self) -> str:
+        """The name of the kind of adapter."""
+        return {"standard": "LoRA", "lokr": "LoKr", "loha": "LoHa", "lycoris": "LyCORIS"}[self.lora_type]
+
+    @property
     def alpha(self) -> float:
         """lora_alpha, or its default."""
         return self.lora_alpha or float(self.lora_rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from simpletuner.config.lora import LoraConfig
@@ -16,7 +15,7 @@ from simpletuner.models.spec import FamilySpec
 Pair = tuple[int, int]
 
 
-def adapters_of(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Mapping[str, Shape]) -> Adapters:
+def planned_adapters(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Mapping[str, Shape]) -> Adapters:
     """The adapter that a config adds to a transformer.
 
     Args:
@@ -26,16 +25,13 @@ def adapters_of(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: 
     if file is not None:
         products = {name: _lycoris_numbers(shapes[name], each) for name, each in file.layers(shapes).items()}
         return Adapters(config.lora_rank, frozenset(products), products)
-    modules = matching_modules(shapes, targets)
-    counts = {"lokr": partial(_lokr_numbers, config), "loha": partial(loha_numbers, config.lora_rank)}
-    count = counts.get(config.lora_type)
-    products = {} if count is None else {name: count(shapes[name]) for name in modules}
-    return Adapters(config.lora_rank, frozenset(modules), products)
-
-
-def _lokr_numbers(config: LoraConfig, shape: Shape) -> int:
-    rows, columns = (factorise(width, config.lokr_factor) for width in shape[:2])
-    return lokr_numbers(rows, columns, config.lora_rank)
+    modules, rank, products = matching_modules(shapes, targets), config.lora_rank, {}
+    if config.lora_type == "lokr":
+        pairs = {name: [factorise(width, config.lokr_factor) for width in shapes[name][:2]] for name in modules}
+        products = {name: lokr_numbers(rows, columns, rank) for name, (rows, columns) in pairs.items()}
+    elif config.lora_type == "loha":
+        products = {name: loha_numbers(rank, shapes[name]) for name in modules}
+    return Adapters(rank, frozenset(modules), products)
 
 
 def _lycoris_numbers(shape: Shape, settings: Mapping[str, Any]) -> int:

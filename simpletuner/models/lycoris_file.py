@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.json_files import read_json
+from simpletuner.config.option import LYCORIS, check_installed
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.cost import Shape
 from simpletuner.models.lora_targets import matching_modules
@@ -42,8 +43,8 @@ DEFAULTS = {"linear_dim": 4, "linear_alpha": 1, "factor": -1, "dropout": 0.0, "f
             "wd_on_output": True}  # fmt: skip
 OF_LAYERS = ("algo", "bypass_mode", "dim", "alpha", *DEFAULTS)
 WHOLE = ("algo", "bypass_mode", "multiplier", "apply_preset", *DEFAULTS)
-OF_PRESETS = ("enable_conv", "target_module", "target_name", "exclude_name", "module_algo_map", "name_algo_map",
-              "use_fnmatch", "lora_prefix")  # fmt: skip
+MAPS = ("module_algo_map", "name_algo_map")
+OF_PRESETS = ("enable_conv", "target_module", "target_name", "exclude_name", *MAPS, "use_fnmatch", "lora_prefix")
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,6 @@ class LycorisFile:
     @cached_property
     def preset(self) -> Mapping[str, Any]:
         return dict(self.content.get("apply_preset") or {})
-
-    @property
-    def overrides(self) -> Iterator[Mapping[str, Any]]:
-        """Settings of some layers only."""
-        for each in ("module_algo_map", "name_algo_map"):
-            yield from self.preset.get(each, {}).values()
 
     def layers(self, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
         """The adapted layers, each with its settings.
@@ -106,6 +101,18 @@ class LycorisFile:
         return {**alias, "bypass_mode": not settings["dora_wd"], **settings}
 
 
+def resolve_lycoris(
+    path: str | None, spec: FamilySpec, shapes: Mapping[str, Shape], problems: list[Problem], *, quantised: bool
+) -> list[str]:
+    """The layers that a settings file chooses; empty with a problem. Arguments as for `check_lycoris`."""
+    found = list(check_installed(LYCORIS, "lora_type", "lycoris"))
+    file = read_lycoris(path, spec, found)
+    if file is not None:
+        found += check_lycoris(file, shapes, quantised=quantised)
+    problems.extend(found)
+    return [] if file is None or any(each.fatal for each in found) else list(file.layers(shapes))
+
+
 def read_lycoris(path: str | None, spec: FamilySpec, problems: list[Problem]) -> LycorisFile | None:
     """The settings file, or None with the reason added to the problems."""
     if path is None:
@@ -126,7 +133,7 @@ def _malformed(content: Any) -> str:
     lists = [preset.get(key, []) for key in ("target_module", "target_name", "exclude_name")]
     if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists):
         return "target_module, target_name and exclude_name must be lists of names"
-    maps = [preset.get(key, {}) for key in ("module_algo_map", "name_algo_map")]
+    maps = [preset.get(key, {}) for key in MAPS]
     if not all(isinstance(each, dict) and all(isinstance(own, dict) for own in each.values()) for each in maps):
         return "module_algo_map and name_algo_map must map names to settings"
     for pattern in (*preset.get("target_name", []), *preset.get("exclude_name", []), *preset.get("name_algo_map", {})):
@@ -152,10 +159,10 @@ def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: 
             yield Problem(KEY, f"{key} is missing.")
     if not content.get("linear_dim") and not content.get("full_matrix"):
         yield Problem(KEY, "linear_dim or full_matrix is missing.")
-    for each in file.overrides:
-        yield from _unknown(each, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map")
-    for each in (content, *file.overrides):
-        yield from _check_settings({**content, **each}, quantised)
+    yield from _check_settings(content, quantised)
+    for own in (each for key in MAPS for each in preset.get(key, {}).values()):
+        yield from _unknown(own, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map")
+        yield from _check_settings({**content, **own}, quantised)
     named = [*preset.get("target_module", []), *preset.get("module_algo_map", {})]
     for word in dict.fromkeys(named):
         if word not in file.classes:

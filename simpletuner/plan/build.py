@@ -6,7 +6,7 @@ Nothing here loads a weight, imports torch or writes a file. Problems are collec
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,6 @@ from simpletuner.config.arguments import Arguments
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal, resolve, with_family
 from simpletuner.config.locate import dataset_file, locate
-from simpletuner.config.option import LYCORIS, check_installed
 from simpletuner.config.precision import check_packages
 from simpletuner.config.schema import PLAIN_PRECISIONS
 from simpletuner.data.build import build_datasets
@@ -32,7 +31,7 @@ from simpletuner.models.lora_targets import (
     resolve_targets,
     weights_of,
 )
-from simpletuner.models.lycoris_file import check_lycoris, read_lycoris
+from simpletuner.models.lycoris_file import resolve_lycoris
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -298,7 +297,8 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     # Only safetensors files list their weights without being loaded; others are checked then.
     shapes = source["transformer"].weight_shapes()
     if config.lora.lora_type == "lycoris":
-        return _check_lycoris(config, spec, shapes, problems)
+        quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
+        return resolve_lycoris(config.lora.lycoris_config, spec, weights_of(shapes), problems, quantised=quantised)
     modules = linear_modules(shapes)
     problems.extend(check_init_lora(config.lora, list(modules), targets))
     if modules:
@@ -308,20 +308,6 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
         message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
         problems.append(Problem("lora_rank", message, fatal=False))
     return targets
-
-
-def _check_lycoris(
-    config: RunConfig, spec: FamilySpec, shapes: Mapping[str, tuple[int, ...]], problems: list[Problem]
-) -> Targets:
-    """Check the settings file; returns the layers that it chooses."""
-    problems.extend(check_installed(LYCORIS, "lora_type", "lycoris"))
-    file = read_lycoris(config.lora.lycoris_config, spec, problems)
-    if file is None:
-        return []
-    weights, known = weights_of(shapes), len(problems)
-    quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
-    problems.extend(check_lycoris(file, weights, quantised=quantised))
-    return [] if any(each.fatal for each in problems[known:]) else list(file.layers(weights))
 
 
 def _sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> list[tuple[int, int]]:

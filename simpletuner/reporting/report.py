@@ -71,13 +71,13 @@ class Result:
         path: relative to the output folder.
         size: in bytes.
         snippet: Python that loads it and samples with it.
-        note: what else is known about it.
+        errors: of a LoRA that was converted from another adapter: relative error of the update and of a prediction.
     """
 
     path: str
     size: int
     snippet: str
-    note: str = ""
+    errors: tuple[str, ...] = ()
 
     @property
     def size_text(self) -> str:

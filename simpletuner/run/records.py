@@ -158,7 +158,7 @@ class RunReport:
 
     def _data(self, state: State, message: str) -> ReportData:
         plan, folder = self.plan, self.plan.output_dir
-        kind = "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
+        kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
         return ReportData(
             title=redact(plan.config.tracking.tracker_run_name),
             subtitle=f"{kind} on {plan.spec.name} {plan.flavour.name}",
@@ -185,18 +185,9 @@ def find_result(plan: Plan, step: int) -> Result | None:
         return None
     path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return Result(path.name, sum(each.stat().st_size for each in files), snippet_for(plan), conversion_note(path))
-
-
-def conversion_note(path: Path) -> str:
-    """How near a LoRA is to the adapter that it was converted from; empty for other results."""
     notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
-    if WEIGHT_ERROR not in notes:
-        return ""
-    return (
-        f"Converted from another kind of adapter, whose own file is beside it: relative error {notes[WEIGHT_ERROR]} of "
-        f"the update, {notes[FORWARD_ERROR]} of a prediction."
-    )
+    errors = tuple(notes[key] for key in (WEIGHT_ERROR, FORWARD_ERROR) if key in notes)
+    return Result(path.name, sum(each.stat().st_size for each in files), snippet_for(plan), errors)
 
 
 def snippet_for(plan: Plan) -> str:

@@ -190,9 +190,8 @@ def _split_factors(
     parameters: Mapping[str, nn.Parameter], ratio: float | None
 ) -> tuple[list[nn.Parameter], tuple[list[nn.Parameter], float]]:
     """With LoRA+ (Hayou et al., arXiv:2402.12354) the B matrices apart, with the ratio of their learning rate."""
-    fast = {name for name in parameters if ratio is not None and ".lora_B." in name}
-    slower = [each for name, each in parameters.items() if name not in fast]
-    return slower, ([parameters[name] for name in parameters if name in fast], ratio or 1.0)
+    fast = {name: each for name, each in parameters.items() if ratio is not None and ".lora_B." in name}
+    return [each for name, each in parameters.items() if name not in fast], ([*fast.values()], ratio or 1.0)
 
 
 def _use_fast_blocks(

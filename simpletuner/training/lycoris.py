@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lycoris.modules.locon import LoConModule
-from lycoris.modules.loha import LohaModule
-from lycoris.modules.lokr import LokrModule
+from lycoris.wrapper import network_module_dict
 from torch import Tensor, nn
 
 from simpletuner.atomic import write_json
@@ -30,7 +28,6 @@ from simpletuner.training.converted import ConvertedAdapter
 from simpletuner.training.lora_files import write_weights
 from simpletuner.training.meter import weight_shapes
 
-CLASSES = {"lora": LoConModule, "locon": LoConModule, "loha": LohaModule, "lokr": LokrModule}
 PASSED = ("bypass_mode", "factor", "full_matrix", "decompose_both", "unbalanced_factorization", "use_scalar")
 CHILD = "lycoris"  # name of the module inside its layer
 
@@ -94,7 +91,7 @@ def add_lycoris(
 def _wrap(layer: nn.Module, name: str, file: LycorisFile, settings: Mapping[str, Any]) -> Any:
     """Put a module around a layer's forward pass."""
     key = f"{file.preset.get('lora_prefix', 'lycoris')}_{name}".replace(".", "_")
-    module = CLASSES[settings["algo"]](
+    module = network_module_dict[settings["algo"]](
         key, layer, float(settings["multiplier"]), int(settings["dim"]), settings["alpha"], settings["dropout"],
         weight_decompose=settings["dora_wd"], wd_on_out=settings["wd_on_output"],
         **{name: settings[name] for name in PASSED},
@@ -113,10 +110,8 @@ def update_of(module: Any) -> Tensor:
     parameter = next(module.parameters())
     units = torch.eye(width, device=parameter.device).reshape(width, width, *kernel)
     module.org_forward = lambda inputs: inputs.new_zeros(())
-    training = module.training
     try:
         response: Tensor = module.eval().forward(units)
     finally:
         module.org_forward = own
-        module.train(training)
     return response.float().transpose(0, 1)
