@@ -10,15 +10,14 @@ from typing import Literal
 from simpletuner.budget.estimate import TrainingSetup, optimizer_state_bytes
 from simpletuner.budget.workload import Bucket
 from simpletuner.config.load import RunConfig
-from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.speed import keeps_attention
-from simpletuner.models.adapter_sizes import adapters_of
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, Adapters, BatchShape, TransformerCost
+from simpletuner.models.adapter_sizes import planned_adapters
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, TransformerCost
 from simpletuner.models.cost_table import FamilyCost
-from simpletuner.models.lora_targets import Targets, matching_modules
+from simpletuner.models.lora_targets import Targets, weights_of
 from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
@@ -61,10 +60,10 @@ class Parts:
         """The settings that determine memory and time."""
         is_lora, offload, precision = config.model.model_type == "lora", config.offload, config.precision
         trained = trained_precision(config.optimizer, precision)
-        name = optimizer_name(config.optimizer, precision.mixed_precision)
+        name, weights = optimizer_name(config.optimizer, precision.mixed_precision), weights_of(self.transformer.shapes)
         return TrainingSetup(
             dtype=transformer_dtype(precision) if is_lora else trained,
-            adapters=self._adapters(config.lora) if is_lora else NO_ADAPTERS,
+            adapters=planned_adapters(config.lora, self.spec, self.targets, weights) if is_lora else NO_ADAPTERS,
             trained_bytes=BYTES[trained],
             state_bytes=optimizer_state_bytes(name, BYTES[trained], compensated=trained == "bf16"),
             checkpoint_interval=precision.checkpoint_interval,
@@ -79,10 +78,6 @@ class Parts:
             techniques=self.techniques,
             averaged=average_place(config.ema),
         )
-
-    def _adapters(self, config: LoraConfig) -> Adapters:
-        weights = {n.removesuffix(".weight"): shape for n, shape in self.transformer.shapes.items() if len(shape) > 1}
-        return adapters_of(config, {name: weights[name] for name in matching_modules(weights, self.targets)})
 
 
 def average_place(ema: EmaConfig) -> Literal["", "device", "host"]:

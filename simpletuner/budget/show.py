@@ -228,7 +228,7 @@ def _technique_lines(budget: Budget) -> Iterator[str]:
 
 def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     """A summary of the plan for the start of a run: model, data, duration, output folder, and whether it fits."""
-    kind = "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
+    kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
     yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
     names = [dataset.id for dataset in plan.trained]
     samples = sum(len(dataset.samples) for dataset in plan.trained)

@@ -74,6 +74,11 @@ class LoraConfig(Group):
     init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
 
     @property
+    def kind(self) -> str:
+        """The name of the kind of adapter."""
+        return {"standard": "LoRA", "lokr": "LoKr", "loha": "LoHa", "lycoris": "LyCORIS"}[self.lora_type]
+
+    @property
     def alpha(self) -> float:
         """lora_alpha, or its default."""
         return self.lora_alpha or float(self.lora_rank)
@@ -87,7 +92,5 @@ def check_kind(lora: LoraConfig, optimizer: str, is_explicit: Callable[[str], bo
             hint = f"; {INSTEAD[key]}" if fatal and key in INSTEAD else ""
             message = f"has no effect: it belongs to lora_type {' and '.join(kinds)}, not {lora.lora_type}{hint}."
             yield Problem(key, message, fatal=fatal)
-    if lora.lora_type == "lycoris" and lora.lycoris_config is None:
-        yield Problem("lycoris_config", "is required by lora_type lycoris.")
     if lora.lora_plus_ratio is not None and optimizer in ONE_RATE:
         yield Problem("lora_plus_ratio", f"does not work with optimizer {optimizer}: {ONE_RATE[optimizer]}.")

@@ -16,6 +16,7 @@ KNOWN_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.")
 KOHYA_PREFIX = "lora_unet_"
 MAGNITUDE = ".lora_magnitude_vector"
 COMFYUI_MAGNITUDE = ".dora_scale"
+OTHER_KINDS = (".lokr_", ".hada_")  # in keys of LoKr and LoHa
 ROLES = {
     ".lora_A.": "A",
     ".lora_down.": "A",
@@ -68,6 +69,10 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
         shapes = tensor_shapes(path)
     except WeightsError as error:
         yield Problem(key, f"{str(path)!r} {error}.")
+        return
+    if any(marker in name for name in shapes for marker in OTHER_KINDS):
+        message = f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the LoRA beside it."
+        yield Problem(key, message)
         return
     wanted = set(matching_modules(modules, targets))
     ranks = {module_of(name, modules): shape[0] for name, shape in shapes.items() if role_of(name) == "A" and shape}

@@ -53,6 +53,11 @@ def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:
     ]
 
 
+def weights_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes of weights of two dimensions or more by their layers, among parameters with these shapes."""
+    return {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) > 1}
+
+
 def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Linear layers by name, with (out, in) features, among parameters with these shapes.
 

@@ -94,6 +94,8 @@ class FamilySpec:
         text_length_cap: longest caption in tokens.
         lora_targets: modules that get a LoRA by default.
         lora_presets: named selections for `peft_lora_target_modules`, as regular expressions.
+        adapter_classes: class names that a LyCORIS file may use, the generic ones first, as regular expressions of the
+            paths of these modules.
         quantised_layers: regular expression for the linear layers that a quantised base model quantises.
         license: of the published weights.
         in_comfyui: ComfyUI supports the model, with diffusers' names for its layers.
@@ -134,6 +136,7 @@ class FamilySpec:
     text_length_cap: int
     lora_targets: Sequence[str]
     lora_presets: Mapping[str, str]
+    adapter_classes: Mapping[str, str]
     quantised_layers: str
     license: str
     check: Callable[[RunConfig, Flavour], list[Problem]]

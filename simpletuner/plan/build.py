@@ -16,13 +16,22 @@ from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal, resolve, with_family
 from simpletuner.config.locate import dataset_file, locate
 from simpletuner.config.precision import check_packages
+from simpletuner.config.schema import PLAIN_PRECISIONS
 from simpletuner.data.build import build_datasets
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sampler import Sampler
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.lora_keys import check_init_lora
-from simpletuner.models.lora_targets import Targets, check_targets, linear_modules, matching_modules, resolve_targets
+from simpletuner.models.lora_targets import (
+    Targets,
+    check_targets,
+    linear_modules,
+    matching_modules,
+    resolve_targets,
+    weights_of,
+)
+from simpletuner.models.lycoris_file import resolve_lycoris
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -287,7 +296,11 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     if config.model.model_type != "lora":
         return targets
     # Only safetensors files list their weights without being loaded; others are checked then.
-    modules = linear_modules(source["transformer"].weight_shapes())
+    shapes = source["transformer"].weight_shapes()
+    if config.lora.lora_type == "lycoris":
+        quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
+        return resolve_lycoris(config.lora.lycoris_config, spec, weights_of(shapes), problems, quantised=quantised)
+    modules = linear_modules(shapes)
     problems.extend(check_init_lora(config.lora, list(modules), targets))
     if modules:
         problems.extend(check_targets(modules, targets))

@@ -35,6 +35,7 @@ FIXED = frozenset(
         "lora_type",
         "lokr_factor",
         "lora_plus_ratio",
+        "lycoris_config",
         "peft_lora_target_modules",
     }
 )
@@ -131,6 +132,7 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
             "lora_type": lora.lora_type,
             "lokr_factor": lora.lokr_factor,
             "lora_plus_ratio": lora.lora_plus_ratio,
+            "lycoris_config": lora.lycoris_config and read_json(Path(lora.lycoris_config).expanduser(), []),
             "peft_lora_target_modules": targets,
         }
     own = config.family.of(spec.options)

@@ -71,11 +71,13 @@ class Result:
         path: relative to the output folder.
         size: in bytes.
         snippet: Python that loads it and samples with it.
+        errors: of a LoRA that was converted from another adapter: relative error of the update and of a prediction.
     """
 
     path: str
     size: int
     snippet: str
+    errors: tuple[str, ...] = ()
 
     @property
     def size_text(self) -> str:

@@ -15,6 +15,7 @@ from simpletuner.caching.fill import prepared_picture
 from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import LedgerEntry, Sample
 from simpletuner.errors import UserError
+from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
@@ -46,7 +47,7 @@ from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
 from simpletuner.reporting.report import REPORT_FILE, LedgerRow, ReportData, Result, State, settings_of, write_report
 from simpletuner.reporting.trackers import build_trackers
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, result_step
+from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, PIPELINE_FOLDER, WEIGHT_ERROR, result_step
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class RunReport:
 
     def _data(self, state: State, message: str) -> ReportData:
         plan, folder = self.plan, self.plan.output_dir
-        kind = "LoRA" if plan.config.model.model_type == "lora" else "full fine-tune"
+        kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
         return ReportData(
             title=redact(plan.config.tracking.tracker_run_name),
             subtitle=f"{kind} on {plan.spec.name} {plan.flavour.name}",
@@ -184,7 +185,9 @@ def find_result(plan: Plan, step: int) -> Result | None:
         return None
     path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return Result(path.name, sum(each.stat().st_size for each in files), snippet_for(plan))
+    notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
+    errors = tuple(notes[key] for key in (WEIGHT_ERROR, FORWARD_ERROR) if key in notes)
+    return Result(path.name, sum(each.stat().st_size for each in files), snippet_for(plan), errors)
 
 
 def snippet_for(plan: Plan) -> str:

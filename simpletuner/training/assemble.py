@@ -89,7 +89,9 @@ def assemble(
 
     transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
     _quantise(transformer, config.precision, adapter.spec, device)
-    trained = _add_adapter(transformer, config, spec, trained_dtype) if is_lora else FullModel(transformer)
+    trained = (
+        _add_adapter(transformer, config, spec, adapter.spec, trained_dtype) if is_lora else FullModel(transformer)
+    )
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_blocks(transformer, layout, fast, config, device)
@@ -168,8 +170,14 @@ def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec,
         quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
 
 
-def _add_adapter(transformer: nn.Module, config: RunConfig, spec: TrainingSpec, dtype: torch.dtype) -> Trained:
+def _add_adapter(
+    transformer: nn.Module, config: RunConfig, spec: TrainingSpec, family: FamilySpec, dtype: torch.dtype
+) -> Trained:
     seed = step_seed(spec.seed, 0, 0, 0, "lora")
+    if config.lora.lora_type == "lycoris":
+        from simpletuner.training.lycoris import add_lycoris  # an extra
+
+        return add_lycoris(transformer, config.lora, family, seed=seed, dtype=dtype)
     if config.lora.lora_type != "standard":
         return add_product(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
     lora = add_lora(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
@@ -182,9 +190,8 @@ def _split_factors(
     parameters: Mapping[str, nn.Parameter], ratio: float | None
 ) -> tuple[list[nn.Parameter], tuple[list[nn.Parameter], float]]:
     """With LoRA+ (Hayou et al., arXiv:2402.12354) the B matrices apart, with the ratio of their learning rate."""
-    fast = {name for name in parameters if ratio is not None and ".lora_B." in name}
-    slower = [each for name, each in parameters.items() if name not in fast]
-    return slower, ([parameters[name] for name in parameters if name in fast], ratio or 1.0)
+    fast = {name: each for name, each in parameters.items() if ratio is not None and ".lora_B." in name}
+    return [each for name, each in parameters.items() if name not in fast], ([*fast.values()], ratio or 1.0)
 
 
 def _use_fast_blocks(
@@ -208,7 +215,7 @@ def _checkpoint_blocks(
         transformer,
         layout,
         config.precision,
-        dropout=config.lora.lora_dropout > 0,
+        dropout=any(isinstance(each, nn.Dropout) and each.p > 0 for each in transformer.modules()),
         block_inputs=BlockInputs(device) if config.offload.offload_block_inputs else None,
         keep=fast.self_attention if fast is not None and keeps_attention(config.speed) else None,
     )

@@ -52,6 +52,7 @@ class ConvertedLora:
 
     @property
     def ranks(self) -> dict[str, int]:
+        """The rank of each layer."""
         return {name: len(down) for name, (down, _) in self.factors.items()}
 
     @contextmanager
@@ -89,7 +90,8 @@ class ConvertedAdapter(AdapterWeights, ABC):
         """Write the weights in the adapter's own form, with additional header entries."""
 
     @abstractmethod
-    def disabled(self) -> AbstractContextManager[None]: ...
+    def disabled(self) -> AbstractContextManager[None]:
+        """See `Trained.disabled`."""
 
     def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
         self.write(folder, note)
@@ -121,17 +123,10 @@ class ConvertedAdapter(AdapterWeights, ABC):
             for name, factors in lora.factors.items()
             for side, each in zip("AB", factors, strict=True)
         }
-        header = {
-            **file_settings(_lora_settings(lora.ranks), self.config.lora_format),
-            **release.note,
-            WEIGHT_ERROR: f"{lora.error:.2e}",
-            FORWARD_ERROR: f"{forward:.2e}",
-        }
-
-        def write(trial: Path) -> Path:
-            return write_weights(trial / LORA_FILE, weights, header)
-
-        release_file(folder, write, weights, self.config.lora_format, release.adapter.load_bare_pipeline())
+        form, errors = self.config.lora_format, {WEIGHT_ERROR: f"{lora.error:.2e}", FORWARD_ERROR: f"{forward:.2e}"}
+        header = {**file_settings(_lora_settings(lora.ranks), form), **release.note, **errors}
+        pipeline = release.adapter.load_bare_pipeline()
+        release_file(folder, lambda trial: write_weights(trial / LORA_FILE, weights, header), weights, form, pipeline)
         return lora, forward
 
     @torch.no_grad()
@@ -171,7 +166,7 @@ class ProductAdapter(ConvertedAdapter):
         prefix, end = PREFIXES["diffusers"], f".{ADAPTER}"
         weights = {f"{prefix}{name.removesuffix(end)}": each.detach().cpu() for name, each in self.parameters().items()}
         settings = {key: sorted(each) if isinstance(each, set) else each for key, each in vars(self.settings).items()}
-        kept = {key: each for key, each in settings.items() if isinstance(each, str | int | float | list)}
+        kept = {key: settings[key] for key in ("r", "alpha", "target_modules", "decompose_factor") if key in settings}
         write_weights(folder / self.native_file, weights, {**file_settings(kept, "diffusers"), **note})
 
     def disabled(self) -> AbstractContextManager[None]:

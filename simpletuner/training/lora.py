@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,7 @@ class LoraAdapter(AdapterWeights):
 
     def _release(self, folder: Path, release: Release, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
         """Write a file, verify it, then move it into place; returns its path and the number of tensors."""
-
-        def write(trial: Path) -> Path:
-            return self.write(trial, weights=weights, note=release.note)
-
+        write = partial(self.write, weights=weights, note=release.note)
         expected, pipeline = self.file_weights(weights), release.adapter.load_bare_pipeline()
         return release_file(folder, write, expected, self.form, pipeline), len(expected)
 

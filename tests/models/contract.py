@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -59,6 +60,13 @@ def layout(spec: FamilySpec) -> None:
         assert any(name.startswith(next(reversed(trial.groups))) for name in matched)
         linear = {name for name, _ in _weighted(trial)}
         assert {*matched} <= linear
+    real = {type(each).__name__ for _, each in trial.model.named_modules()}
+    for word, pattern in spec.adapter_classes.items():
+        meant = {name for name in names if re.fullmatch(pattern, name)}
+        classes = {type(trial.model.get_submodule(name)).__name__ for name in meant}
+        assert len(classes) == 1, word
+        assert word in classes or word not in real, "a generic word never stands for another class of that name"
+        assert meant == {name for name, each in trial.model.named_modules() if type(each).__name__ in classes}
 
 
 def _weighted(trial: Trial) -> list[tuple[str, object]]:

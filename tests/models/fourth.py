@@ -102,6 +102,7 @@ FOURTH = FourthAdapter.spec = FamilySpec(
     text_length_cap=300,
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
     lora_presets={"all-linear": LINEAR},
+    adapter_classes={},
     quantised_layers=LINEAR,
     license="other",
     check=lambda config, flavour: [],

@@ -20,6 +20,16 @@ ALL_LINEAR = (
     r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
 )
 
+ATTENTION, FEED_FORWARD = r".+\.(self|cross)_attention", r".+\.feed_forward"
+ADAPTER_CLASSES = {
+    "Attention": ATTENTION,
+    "FeedForward": FEED_FORWARD,
+    "Kandinsky5Attention": ATTENTION,
+    "Kandinsky5FeedForward": FEED_FORWARD,
+    "Kandinsky5TransformerEncoderBlock": r"text_transformer_blocks\.\d+",
+    "Kandinsky5TransformerDecoderBlock": r"visual_transformer_blocks\.\d+",
+}
+
 IMAGE_VAE_CLASS = "AutoencoderKL"
 
 COMPONENTS = {
@@ -152,6 +162,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     text_length_cap=512,
     lora_targets=("to_query", "to_key", "to_value"),
     lora_presets={"all-linear": ALL_LINEAR},
+    adapter_classes=ADAPTER_CLASSES,
     quantised_layers=ALL_LINEAR,
     license="mit",
     check=check_image,

@@ -149,6 +149,12 @@ SANA_VIDEO = FamilySpec(
     text_length_cap=TEXT_LENGTH,
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
     lora_presets={"all-linear": ALL_LINEAR},
+    adapter_classes={
+        "Attention": r".+\.attn[12]",
+        "FeedForward": r".+\.ff",
+        "GLUMBTempConv": r".+\.ff",
+        "SanaVideoTransformerBlock": r"transformer_blocks\.\d+",
+    },
     quantised_layers=QUANTISED,
     license="other",
     check=check_video,

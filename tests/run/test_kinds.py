@@ -1,0 +1,67 @@
+"""Whole runs of each kind of adapter: stopped and resumed, published, and told in the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers import Kandinsky5T2IPipeline
+
+from simpletuner.models.kandinsky5.loading import load_processor
+from tests.complaints import complaint
+from tests.run.test_resume import assert_same_run
+from tests.workspace import Workspace
+
+SETTINGS = {"max_train_steps": 6, "checkpoint_step_interval": 3, "use_ema": True, "caption_dropout_probability": 0.3}
+KINDS: dict[str, dict[str, Any]] = {
+    "lokr": {"lora_type": "lokr", "lora_rank": 2, "optimizer": "optimi-adamw"},
+    "loha": {"lora_type": "loha", "lora_rank": 2},
+    "lycoris": {"lora_type": "lycoris", "lycoris_config": "../lycoris.json"},
+    "lora+": {"lora_plus_ratio": 16, "optimizer": "optimi-adamw"},
+}
+FILE = {
+    "algo": "lokr",
+    "multiplier": 1.0,
+    "full_matrix": True,
+    "factor": 4,
+    "apply_preset": {"target_module": ["Attention"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_and_go_equals_going_on(
+    tmp_path: Path, t2i_checkpoint: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lycoris.json").write_text(json.dumps(FILE))
+    straight, broken = (
+        Workspace.create(tmp_path / name, t2i_checkpoint, **SETTINGS, **KINDS[kind]) for name in ("straight", "broken")
+    )
+    assert straight.train() == 0
+    told = capsys.readouterr().out
+    assert broken.train("max_train_steps=3") == 0
+    assert broken.train("resume_from_checkpoint=latest") == 0
+    assert_same_run(straight, broken)
+    pipeline = Kandinsky5T2IPipeline.from_pretrained(t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint))
+    pipeline.load_lora_weights(straight.path("output"))
+    pipeline.load_lora_weights(straight.path("output/ema"), adapter_name="average")
+    if kind != "lora+":
+        assert "of a prediction" in told
+        assert f"{kind}_weights.safetensors" in told
+        assert straight.path(f"output/checkpoint-3/ema/{kind}_weights.safetensors").is_file()
+        assert "Converted from another kind" in straight.path("output/training_report.html").read_text(encoding="utf-8")
+        assert broken.train("max_train_steps=9", "lora_type=standard", "lora_rank=4") == 2, "another kind"
+
+
+def test_a_lokr_is_no_lora_to_start_from(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert workspace.train("--lora_type=lokr", "--lora_rank=2", "--max_train_steps=1") == 0
+    told = complaint(workspace, capsys, "plan", "--init_lora=output/lokr_weights.safetensors", "--output_dir=other")
+    assert "take the LoRA beside it" in told
+
+
+def test_lycoris_needs_its_file(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is required" in complaint(workspace, capsys, "plan", "--lora_type=lycoris")
+    assert "nowhere.json" in complaint(
+        workspace, capsys, "plan", "--lora_type=lycoris", "--lycoris_config=nowhere.json"
+    )
