@@ -57,13 +57,18 @@ class TechniqueSpec:
     cost: Callable[[TransformerCost, BatchShape], TechniqueCost] = no_cost
 
 
-def chosen_techniques(config: RunConfig, regularised: Mapping[str, float]) -> tuple[TechniqueSpec, ...]:
+def chosen_techniques(
+    config: RunConfig, regularised: Mapping[str, float], strengths: Mapping[str, float] | None = None
+) -> tuple[TechniqueSpec, ...]:
     """The techniques that a configuration switches on, in the order in which they are called.
 
     Args:
         regularised: datasets with regularisation data: their share of the micro-batches, by id.
+        strengths: datasets of a slider: their `slider_strength`, by id.
     """
     specs = []
+    if strengths:
+        specs.append(TechniqueSpec(lambda: _load("slider:Slider")(strengths)))
     if regularised:
         forwards = TechniqueCost(forwards=sum(regularised.values()))
         ids = frozenset(regularised)
