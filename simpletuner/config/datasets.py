@@ -174,6 +174,9 @@ class DatasetConfig(Group):
         0.0, "Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner."
     )
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
+    slider_strength: Number | None = option(
+        None, "The LoRA's strength is multiplied by this while the dataset is trained; 0 or unset is neutral."
+    )
     disable_validation: Flag = option(False, "Use none of its samples in validation.")
     hash_filenames: Json | None = option(None, "Accepted for old files; ignored.")
     ignore_epochs: Json | None = option(None, "Accepted for old files; ignored with a warning.")

@@ -11,7 +11,9 @@ from simpletuner.errors import Problem
 # Keys that some kinds do not have, with the kinds that do.
 KEYS_OF_KINDS = {
     **dict.fromkeys(("lora_dropout", "lora_init_type", "use_dora", "lora_plus_ratio", "init_lora"), ("standard",)),
-    **dict.fromkeys(("lora_rank", "lora_alpha", "peft_lora_target_modules"), ("standard", "lokr", "loha")),
+    **dict.fromkeys(
+        ("lora_rank", "lora_alpha", "peft_lora_target_modules", "slider_lora_target"), ("standard", "lokr", "loha")
+    ),
     **dict.fromkeys(("export_energy", "export_rank"), ("lokr", "loha", "lycoris")),
     "lokr_factor": ("lokr",),
     "lycoris_config": ("lycoris",),
@@ -64,6 +66,9 @@ class LoraConfig(Group):
         None,
         "Which layers get a LoRA: a JSON list of names, a file with one, or `all-linear`.",
         default_note="the family's attention projections",
+    )
+    slider_lora_target: Flag = option(
+        False, "For sliders: self-attention of the visual blocks gets the LoRA, which leaves the text paths alone."
     )
     use_dora: Flag = option(False, "Decompose weights into magnitude and direction (DoRA).")
     lora_format: Literal["diffusers", "comfyui"] = option(

@@ -18,6 +18,9 @@ from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
 from simpletuner.world import World
 
+# The sides of a slider, in the order in which their batches take turns; without sliders every dataset is neutral.
+POSITIVE, NEGATIVE, NEUTRAL = range(3)
+
 Sampling = Literal["auto-weighting", "uniform"]
 
 
@@ -105,12 +108,15 @@ class Sampler:
         before = sum(self.batches_per_epoch(earlier) for earlier in range(1, epoch)) if windows else 0
         random = generator(self.seed, epoch, "datasets")
         batches: list[PlannedBatch] = []
+        side = NEUTRAL
         while True:
             step = (before + len(batches)) // self.accumulation + 1
             ready = [queue for queue in queues if queue.groups and queue.takes_part(step)]
             if not ready:  # also while a dataset waits for its start_step: an epoch never stalls
                 break
+            ready = next_side(ready, side)
             queue = ready[0] if len(ready) == 1 else random.choices(ready, self._weights(ready))[0]
+            side = queue.side
             batches.append(self._batch(queue.dataset.id, queue.groups.pop(), epoch, len(batches)))
         return batches
 
@@ -168,10 +174,22 @@ class _Queue:
         """Number of remaining samples."""
         return len(self.groups) * len(self.groups[0])
 
+    @property
+    def side(self) -> int:
+        """The dataset's side of a slider."""
+        strength = self.dataset.config.slider_strength or 0
+        return POSITIVE if strength > 0 else NEGATIVE if strength < 0 else NEUTRAL
+
     def takes_part(self, step: int) -> bool:
         """Whether the dataset is drawn from in an optimizer step, counted from 1."""
         config = self.dataset.config
         return config.start_step <= step <= (config.end_step or step)
+
+
+def next_side(ready: Sequence[_Queue], last: int) -> list[_Queue]:
+    """The queues of the side after `last`; a side without queues is skipped."""
+    turns = [(queue.side - last - 1) % (NEUTRAL + 1) for queue in ready]
+    return [queue for queue, turn in zip(ready, turns, strict=True) if turn == min(turns)]
 
 
 def _has_step_window(dataset: Dataset) -> bool:

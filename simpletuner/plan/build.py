@@ -133,7 +133,8 @@ class Plan:
         batches = {each.id: len(each.samples) * (each.repeats + 1) / each.batch_size for each in self.trained}
         regularised = [each.id for each in self.trained if each.config.is_regularisation_data]
         shares = {name: batches[name] / sum(batches.values()) for name in regularised}
-        return chosen_techniques(self.config, shares, self.length.total_steps)
+        strengths = {each.id: each.config.slider_strength for each in self.trained if each.config.slider_strength}
+        return chosen_techniques(self.config, shares, self.length.total_steps, strengths)
 
     def sampler(self, world: World | None = None) -> Sampler:
         """The sample order from the beginning, for one process (default: the first)."""
@@ -292,7 +293,8 @@ def find_flavour(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -
 
 
 def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, problems: list[Problem]) -> Targets:
-    targets = resolve_targets(config.lora.peft_lora_target_modules, spec, problems)
+    value = "slider" if config.lora.slider_lora_target else config.lora.peft_lora_target_modules
+    targets = resolve_targets(value, spec, problems)
     if config.model.model_type != "lora":
         return targets
     # Only safetensors files list their weights without being loaded; others are checked then.

@@ -165,6 +165,8 @@ def check_lora(config: RunConfig) -> Iterator[Problem]:
     if lora.use_dora and lora.lora_init_type in ("olora", "pissa"):
         message = f"and lora_init_type {lora.lora_init_type} exclude each other: the saved difference has no DoRA form."
         yield Problem("use_dora", message)
+    if lora.slider_lora_target and lora.peft_lora_target_modules is not None:
+        yield Problem("slider_lora_target", "and peft_lora_target_modules both choose layers; remove one of them.")
     if config.model.model_type == "full":
         for key in filter(config.is_explicit, type(lora).model_fields):
             # Dropping the weights to start from would change the result; the other keys only describe a LoRA.
@@ -379,6 +381,8 @@ def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[P
     if regularised and config.model.model_type == "full":
         message = "needs model_type lora: the base model's prediction is the one without the LoRA."
         yield Problem(f"{regularised[0]}.is_regularisation_data", message)
+    for each in (each for each in datasets if each.config.slider_strength):
+        yield from _check_slider(config, each)
     chosen = config.validation.eval_dataset_id or []
     for name in chosen:
         if name not in ids:
@@ -401,6 +405,23 @@ def _check_teacher(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
     if later and config.crepa.crepa_drop_vae_encoder:
         message = f"with {later} {dataset.id} is encoded during training, which needs that half; remove one of them."
         yield Problem("crepa_drop_vae_encoder", message)
+
+
+def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+    """What a strength can be multiplied with."""
+    lora, key = config.lora, f"{dataset.id}.slider_strength"
+    if not dataset.config.is_trained:
+        yield Problem(key, "has no effect: the dataset is not trained.", fatal=False)
+    elif config.model.model_type == "full":
+        yield Problem(key, "needs model_type lora: it is the strength of the LoRA.")
+    elif lora.lora_type == "lycoris":
+        yield Problem(key, "needs lora_type standard, lokr or loha, not lycoris.")
+    elif dataset.config.is_regularisation_data:
+        message = "and is_regularisation_data exclude each other: that target is the model at strength 0."
+        yield Problem(key, message)
+    elif lora.use_dora or lora.lora_init_type in ("olora", "pissa"):
+        with_it = "use_dora" if lora.use_dora else f"lora_init_type {lora.lora_init_type}"
+        yield Problem(key, f"and {with_it} exclude each other: not all that it changes scales with the strength.")
 
 
 def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Iterator[Problem]:

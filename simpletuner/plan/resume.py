@@ -155,6 +155,7 @@ def sample_order(trained: Sequence[Dataset], seed: int) -> dict[str, Any]:
         sizes = Counter(f"{'x'.join(map(str, each.geometry.size))}@{each.frames}" for each in dataset.samples)
         order[f"{dataset.id}.resolution"] = [f"{count} of {size}" for size, count in sorted(sizes.items())]
         config = dataset.config
+        order[f"{dataset.id}.slider_strength"] = config.slider_strength or 0
         order[f"{dataset.id}.crop"] = [config.crop, config.crop_aspect, config.crop_style] if config.crop else False
     return order
 

@@ -69,17 +69,23 @@ class TechniqueSpec:
 
 
 def chosen_techniques(
-    config: RunConfig, regularised: Mapping[str, float], total_steps: int
+    config: RunConfig,
+    regularised: Mapping[str, float],
+    total_steps: int,
+    strengths: Mapping[str, float] | None = None,
 ) -> tuple[TechniqueSpec, ...]:
     """The techniques that a configuration switches on, in the order in which they are called.
 
     Args:
         regularised: datasets with regularisation data: their share of the micro-batches, by id.
         total_steps: optimizer steps of the run.
+        strengths: datasets of a slider: their `slider_strength`, by id.
     """
     ids, others = frozenset(regularised), 1 - sum(regularised.values())
     specs = []
-    # First: whatever else happens to a sampled input happens to the new one.
+    # First: all forward passes have the strength, and whatever happens to a sampled input happens to a rolled-out one.
+    if strengths:
+        specs.append(TechniqueSpec(lambda: _load("slider:Slider")(strengths)))
     if config.scheduled_sampling.is_on:
         forwards = TechniqueCost(forwards=others * config.scheduled_sampling.mean_forwards(total_steps))
         specs.append(TechniqueSpec(lambda: _load("scheduled_sampling:build")(config, ids), cost=constantly(forwards)))

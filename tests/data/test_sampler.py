@@ -120,6 +120,26 @@ def test_auto_weighting_mixes_datasets_by_size() -> None:
     assert 6 <= first_half <= 19
 
 
+@pytest.mark.parametrize(
+    ("strengths", "sides"),
+    [((1, -1, None), "+-0"), ((2.5, None), "+0"), ((-1, -0.5, 3), "+-"), ((0, None), "0")],
+    ids=["all sides", "no negative side", "no neutral side", "no slider"],
+)
+def test_the_sides_of_a_slider_take_turns(strengths: tuple[float | None, ...], sides: str) -> None:
+    datasets = [
+        make_dataset({"1.0": 40}, id=f"set {number}", slider_strength=strength)
+        for number, strength in enumerate(strengths)
+    ]
+    batches = Sampler(datasets, seed=1).batches(1)
+    signs = {f"set {number}": "+" if (each or 0) > 0 else "-" if each else "0" for number, each in enumerate(strengths)}
+    turns = "".join(signs[batch.dataset_id] for batch in batches)
+    assert turns.startswith(sides * 10), "until a side is used up"
+    assert Counter(batch.dataset_id for batch in batches) == dict.fromkeys(signs, 10)
+    if sides == "0":
+        plain = [make_dataset({"1.0": 40}, id=each.id) for each in datasets]
+        assert Sampler(plain, seed=1).batches(1) == batches, "the order of any run"
+
+
 def test_uniform_draws_by_probability_alone() -> None:
     datasets = [make_dataset({"1.0": 800}, id="large"), make_dataset({"1.0": 100}, id="small", probability=3.0)]
     order = [batch.dataset_id for batch in Sampler(datasets, seed=0, sampling="uniform").batches(1)]

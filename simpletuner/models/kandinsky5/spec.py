@@ -19,6 +19,8 @@ ALL_LINEAR = (
     r"(text|visual)_transformer_blocks\.\d+\."
     r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
 )
+# Only the visual blocks, and only attention among their own tokens.
+SLIDER = r"visual_transformer_blocks\.\d+\.self_attention\.(to_query|to_key|to_value|out_layer)"
 
 ATTENTION, FEED_FORWARD = r".+\.(self|cross)_attention", r".+\.feed_forward"
 ADAPTER_CLASSES = {
@@ -161,7 +163,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     native_sizes={1024: IMAGE_SIZES},
     text_length_cap=512,
     lora_targets=("to_query", "to_key", "to_value"),
-    lora_presets={"all-linear": ALL_LINEAR},
+    lora_presets={"all-linear": ALL_LINEAR, "slider": SLIDER},
     adapter_classes=ADAPTER_CLASSES,
     quantised_layers=ALL_LINEAR,
     license="mit",

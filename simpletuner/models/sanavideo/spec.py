@@ -25,6 +25,7 @@ POSITIONS = 1024  # tokens per side in the position table
 
 # The feed-forward has no linear layers, but its two pointwise convolutions are linear in each position.
 ALL_LINEAR = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
+SLIDER = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
 QUANTISED = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 
 # The pipeline's own 480p sizes, width x height, rounded to multiples of 32 pixels, which the pipeline requires.
@@ -148,7 +149,7 @@ SANA_VIDEO = FamilySpec(
     native_sizes={480: SIZES_480},
     text_length_cap=TEXT_LENGTH,
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
-    lora_presets={"all-linear": ALL_LINEAR},
+    lora_presets={"all-linear": ALL_LINEAR, "slider": SLIDER},
     adapter_classes={
         "Attention": r".+\.attn[12]",
         "FeedForward": r".+\.ff",
