@@ -209,7 +209,8 @@ class Lab:
 
 def neutral(shipped: Mapping[str, Any]) -> dict[str, Any]:
     """What a demo itself uses of the techniques, switched off."""
-    return {key: None for row in ROWS.values() for key in row.settings if key in shipped}
+    keys = {key for row in ROWS.values() for key in row.settings}
+    return {key: None for key in shipped if key in keys or key.startswith("preservation_")}
 
 
 def run_cell(lab: Lab, cell: Cell) -> None:
@@ -290,7 +291,7 @@ def line_of(lab: Lab, name: str, row: str, cells: Sequence[Cell]) -> Line:
 
 
 def table(lines: Sequence[Line], steps: int | None) -> str:
-    """The rows as Markdown: the mean over the seeds, with the smallest and the largest."""
+    """The rows as Markdown: the mean over the seeds, with the smallest and the largest; then their settings."""
     parts = []
     for name, demo in DEMOS.items():
         rows = [line for line in lines if line.demo == name]
@@ -305,7 +306,9 @@ def table(lines: Sequence[Line], steps: int | None) -> str:
             columns = (spread(row.loss, 4), spread(row.score, 2), spread(row.change, 2), spread(row.time, 2))
             parts.append(f"| {row.row} | {' | '.join(columns)} |")
         parts.append("")
-    return "\n".join(parts)
+    parts += [f"- {name}: `{json.dumps(ROWS[name].settings)}`" for name in dict.fromkeys(line.row for line in lines)
+              if ROWS[name].settings]  # fmt: skip
+    return "\n".join(parts) + "\n"
 
 
 def spread(values: Sequence[float], digits: int) -> str:
