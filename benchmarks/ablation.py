@@ -253,11 +253,12 @@ def in_its_own_process(lab: Lab, cell: Cell) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table; a number per seed in each column."""
+    """One row of the table; a number per seed in each column. `worse` is the loss less that of the plain run."""
 
     demo: str
     row: str
     loss: Sequence[float]
+    worse: Sequence[float]
     score: Sequence[float]
     change: Sequence[float]
     time: Sequence[float]
@@ -286,8 +287,10 @@ def line_of(lab: Lab, name: str, row: str, cells: Sequence[Cell]) -> Line:
         statistics.fmean(demo.change(lab.preview(cell, each), lab.base(cell, each)) for each in demo.kept)
         for cell in cells
     ]
-    times = [mine["seconds"] / other["seconds"] for mine, other in zip(own, plain, strict=True)]
-    return Line(name, row, [each["loss"] for each in own], scores, changes, times)
+    pairs = list(zip(own, plain, strict=True))
+    worse = [mine["loss"] - other["loss"] for mine, other in pairs]
+    times = [mine["seconds"] / other["seconds"] for mine, other in pairs]
+    return Line(name, row, [each["loss"] for each in own], worse, scores, changes, times)
 
 
 def table(lines: Sequence[Line], steps: int | None) -> str:
@@ -298,12 +301,11 @@ def table(lines: Sequence[Line], steps: int | None) -> str:
         if not rows:
             continue
         parts.append(f"{demo.example}, {steps or demo.steps} steps, {max(len(row.loss) for row in rows)} seeds\n")
-        parts.append(
-            f"| | held-out loss | {demo.units[0]} | change of old concepts, {demo.units[1]} | time of a step |"
-        )
-        parts.append("|---|---|---|---|---|")
+        heads = ("", "held-out loss", "less plain", demo.units[0], f"change, {demo.units[1]}", "time of a step")
+        parts += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for row in rows:
-            columns = (spread(row.loss, 4), spread(row.score, 2), spread(row.change, 2), spread(row.time, 2))
+            less = "" if row.row == PLAIN else spread(row.worse, 3, "+")
+            columns = (spread(row.loss, 3), less, spread(row.score, 2), spread(row.change, 2), spread(row.time, 2))
             parts.append(f"| {row.row} | {' | '.join(columns)} |")
         parts.append("")
     parts += [f"- {name}: `{json.dumps(ROWS[name].settings)}`" for name in dict.fromkeys(line.row for line in lines)
@@ -311,10 +313,10 @@ def table(lines: Sequence[Line], steps: int | None) -> str:
     return "\n".join(parts) + "\n"
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def spread(values: Sequence[float], digits: int, sign: str = "") -> str:
     """Mean (smallest to largest)."""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) < 2 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    mean, *ends = (f"{each:{sign}.{digits}f}" for each in (statistics.fmean(values), min(values), max(values)))
+    return mean if len(values) < 2 else f"{mean} ({' to '.join(ends)})"
 
 
 def main() -> None:

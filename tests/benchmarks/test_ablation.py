@@ -79,6 +79,6 @@ def test_scores_are_those_of_the_demos(tmp_path: Path) -> None:
 
 
 def test_one_seed_has_no_spread() -> None:
-    line = Line("image", "plain", [0.5], [0.25], [1.0], [1.0])
-    assert "| plain | 0.5000 | 0.25 | 1.00 | 1.00 |" in ablation.table([line], 7)
-    assert ablation.spread([1.0, 3.0], 1) == "2.0 (1.0 to 3.0)"
+    line = Line("image", "tread", [0.5], [0.125], [0.25], [1.0], [1.0])
+    assert "| tread | 0.500 | +0.125 | 0.25 | 1.00 | 1.00 |" in ablation.table([line], 7)
+    assert ablation.spread([-1.0, 3.0], 1, "+") == "+1.0 (-1.0 to +3.0)"
