@@ -109,6 +109,11 @@ STUDENT, TEACHER = 1, 4
 ROWS = {
     PLAIN: Row(),
     "regularisation": Row(demos=("video",), regularised=True),
+    "preservation": Row({"preservation_weight": 1.0}),
+    "crepa": Row({
+        "crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": STUDENT,
+        "crepa_teacher_block_index": TEACHER,
+    }, demos=("video",)),
     "tread": Row({"tread_config": {"routes": [
         {"selection_ratio": 0.5, "start_layer_idx": STUDENT, "end_layer_idx": TEACHER}
     ]}}),

@@ -12,6 +12,7 @@ from PIL import Image
 
 from benchmarks import ablation
 from benchmarks.ablation import Cell, Line
+from simpletuner.cli.app import main
 
 
 @pytest.fixture
@@ -63,6 +64,14 @@ def test_a_cell_is_its_demo_without_regularisation_and_with_two_samples_apart(tm
         trained, apart = ({path.name for path in Path(each["instance_data_dir"]).iterdir()} for each in datasets[:2])
         assert (len(trained), len(apart)) == (12, 4)
         assert not trained & apart
+
+
+@pytest.mark.parametrize("row", ablation.ROWS)
+def test_the_plan_accepts_every_row(row: str, tmp_path: Path) -> None:
+    lab = ablation.Lab(tmp_path)
+    for demo in ablation.ROWS[row].demos:
+        config = lab.write_config(Cell(demo, row, 0, 9))
+        assert main(["plan", "--config", str(config)]) == 0
 
 
 def test_scores_are_those_of_the_demos(tmp_path: Path) -> None:
