@@ -314,7 +314,7 @@ def check_datasets(
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
     yield from _check_choices(config, datasets)
     previewed = config.validation.eval_dataset_id or []
-    evaluation, uniform = config.evaluation, config.flow.flow_use_uniform_schedule
+    evaluation = config.evaluation
     if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
         key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
         message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
@@ -324,10 +324,7 @@ def check_datasets(
     yield from config.preservation.check_captions(captions)
     for dataset in datasets:
         yield from _check_resolution(config, dataset)
-        if dataset.config.timestep_sampling_offset and (uniform or config.flow.flow_use_beta_schedule):
-            law = "flow_use_uniform_schedule" if uniform else "flow_use_beta_schedule"
-            message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
-            yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
+        yield from _check_training_of(config, dataset)
         for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
             if key in dataset.config.model_fields_set:
                 yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)
@@ -341,6 +338,18 @@ def check_datasets(
                 "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
             )
             yield Problem(dataset.id, message, fatal=False)
+
+
+def _check_training_of(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+    """A dataset's own noise levels need their law, and latents that training encodes the VAE's encoder."""
+    flow, own = config.flow, dataset.config
+    if own.timestep_sampling_offset and (flow.flow_use_uniform_schedule or flow.flow_use_beta_schedule):
+        law = "flow_use_uniform_schedule" if flow.flow_use_uniform_schedule else "flow_use_beta_schedule"
+        message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
+        yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
+    if config.crepa.crepa_drop_vae_encoder and (own.vae_cache_disable or config.caching.vae_cache_ondemand):
+        key = "vae_cache_disable" if own.vae_cache_disable else "vae_cache_ondemand"
+        yield Problem("crepa_drop_vae_encoder", f"and {key} exclude each other: {dataset.id} is encoded in training.")
 
 
 def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
