@@ -191,7 +191,7 @@ class Lab:
         config |= {"checkpoint_step_interval": cell.steps, "checkpoints_total_limit": 1}
         config |= {"validation_step_interval": cell.steps, "validation_num_inference_steps": PREVIEW_STEPS}
         config |= {"eval_steps_interval": cell.steps, "eval_timesteps": EVAL_TIMESTEPS, "num_eval_images": HELD_OUT}
-        config |= {"disable_benchmark": cell.row != PLAIN, **row.settings}
+        config |= {"disable_benchmark": cell.row != PLAIN, "validation_disable_unconditional": True, **row.settings}
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         datasets = list(self.datasets(cell.demo, trained_on, regularised=row.regularised))
         (folder / "datasets.json").write_text(json.dumps(datasets, indent=2), encoding="utf-8")
