@@ -109,6 +109,11 @@ STUDENT, TEACHER = 1, 4
 ROWS = {
     PLAIN: Row(),
     "regularisation": Row(demos=("video",), regularised=True),
+    "preservation": Row({"preservation_weight": 1.0}),
+    "crepa": Row({
+        "crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": STUDENT,
+        "crepa_teacher_block_index": TEACHER,
+    }, demos=("video",)),
     "tread": Row({"tread_config": {"routes": [
         {"selection_ratio": 0.5, "start_layer_idx": STUDENT, "end_layer_idx": TEACHER}
     ]}}),
@@ -186,7 +191,7 @@ class Lab:
         config |= {"checkpoint_step_interval": cell.steps, "checkpoints_total_limit": 1}
         config |= {"validation_step_interval": cell.steps, "validation_num_inference_steps": PREVIEW_STEPS}
         config |= {"eval_steps_interval": cell.steps, "eval_timesteps": EVAL_TIMESTEPS, "num_eval_images": HELD_OUT}
-        config |= {"disable_benchmark": cell.row != PLAIN, **row.settings}
+        config |= {"disable_benchmark": cell.row != PLAIN, "validation_disable_unconditional": True, **row.settings}
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         datasets = list(self.datasets(cell.demo, trained_on, regularised=row.regularised))
         (folder / "datasets.json").write_text(json.dumps(datasets, indent=2), encoding="utf-8")
@@ -209,7 +214,8 @@ class Lab:
 
 def neutral(shipped: Mapping[str, Any]) -> dict[str, Any]:
     """What a demo itself uses of the techniques, switched off."""
-    return {key: None for row in ROWS.values() for key in row.settings if key in shipped}
+    keys = {key for row in ROWS.values() for key in row.settings}
+    return {key: None for key in shipped if key in keys or key.startswith("preservation_")}
 
 
 def run_cell(lab: Lab, cell: Cell) -> None:
@@ -252,11 +258,12 @@ def in_its_own_process(lab: Lab, cell: Cell) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table; a number per seed in each column."""
+    """One row of the table; a number per seed in each column. `worse` is the loss less that of the plain run."""
 
     demo: str
     row: str
     loss: Sequence[float]
+    worse: Sequence[float]
     score: Sequence[float]
     change: Sequence[float]
     time: Sequence[float]
@@ -285,33 +292,36 @@ def line_of(lab: Lab, name: str, row: str, cells: Sequence[Cell]) -> Line:
         statistics.fmean(demo.change(lab.preview(cell, each), lab.base(cell, each)) for each in demo.kept)
         for cell in cells
     ]
-    times = [mine["seconds"] / other["seconds"] for mine, other in zip(own, plain, strict=True)]
-    return Line(name, row, [each["loss"] for each in own], scores, changes, times)
+    pairs = list(zip(own, plain, strict=True))
+    worse = [mine["loss"] - other["loss"] for mine, other in pairs]
+    times = [mine["seconds"] / other["seconds"] for mine, other in pairs]
+    return Line(name, row, [each["loss"] for each in own], worse, scores, changes, times)
 
 
 def table(lines: Sequence[Line], steps: int | None) -> str:
-    """The rows as Markdown: the mean over the seeds, with the smallest and the largest."""
+    """The rows as Markdown: the mean over the seeds, with the smallest and the largest; then their settings."""
     parts = []
     for name, demo in DEMOS.items():
         rows = [line for line in lines if line.demo == name]
         if not rows:
             continue
         parts.append(f"{demo.example}, {steps or demo.steps} steps, {max(len(row.loss) for row in rows)} seeds\n")
-        parts.append(
-            f"| | held-out loss | {demo.units[0]} | change of old concepts, {demo.units[1]} | time of a step |"
-        )
-        parts.append("|---|---|---|---|---|")
+        heads = ("", "held-out loss", "less plain", demo.units[0], f"change, {demo.units[1]}", "time of a step")
+        parts += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for row in rows:
-            columns = (spread(row.loss, 4), spread(row.score, 2), spread(row.change, 2), spread(row.time, 2))
+            less = "" if row.row == PLAIN else spread(row.worse, 3, "+")
+            columns = (spread(row.loss, 3), less, spread(row.score, 2), spread(row.change, 2), spread(row.time, 2))
             parts.append(f"| {row.row} | {' | '.join(columns)} |")
         parts.append("")
-    return "\n".join(parts)
+    parts += [f"- {name}: `{json.dumps(ROWS[name].settings)}`" for name in dict.fromkeys(line.row for line in lines)
+              if ROWS[name].settings]  # fmt: skip
+    return "\n".join(parts) + "\n"
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def spread(values: Sequence[float], digits: int, sign: str = "") -> str:
     """Mean (smallest to largest)."""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) < 2 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    mean, *ends = (f"{each:{sign}.{digits}f}" for each in (statistics.fmean(values), min(values), max(values)))
+    return mean if len(values) < 2 else f"{mean} ({' to '.join(ends)})"
 
 
 def main() -> None:

@@ -140,6 +140,9 @@ def _lossless_changes(budget: Budget) -> Iterator[Change]:
     """Changes that leave results equal, except for tiling the VAE."""
     config = budget.config
     precision, caching = config.precision, config.caching
+    if budget.workload.encoded_in_training:
+        words = "latents encoded before training, without vae_cache_ondemand and vae_cache_disable"
+        yield Change({}, words, Workload.encoded_ahead)
     if keeps_attention(config.speed):
         yield Change({"speed_keep_attention": False})
     if not precision.checkpoints_all:

@@ -73,6 +73,10 @@ class Workload:
 
         return replace(self, buckets=[shrink(bucket) for bucket in self.buckets])
 
+    def encoded_ahead(self) -> Workload:
+        """The workload with all samples encoded before training."""
+        return replace(self, encoded=[*self.encoded, *self.encoded_in_training], encoded_in_training=())
+
     def with_batch(self, batch: int) -> Workload:
         """The workload with micro-batches of at most `batch` samples."""
         return replace(self, buckets=[replace(each, batch=min(each.batch, batch)) for each in self.buckets])

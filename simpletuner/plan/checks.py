@@ -14,7 +14,7 @@ from simpletuner.config.lora import check_kind
 from simpletuner.config.optimizers import check_optimizer, learning_rate, optimizer_name
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
-from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
+from simpletuner.config.schema import PLAIN_PRECISIONS, FlowConfig, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
 from simpletuner.data.captions import control_token
@@ -343,7 +343,7 @@ def check_datasets(
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
     yield from _check_choices(config, datasets)
     previewed = config.validation.eval_dataset_id or []
-    evaluation, uniform = config.evaluation, config.flow.flow_use_uniform_schedule
+    evaluation = config.evaluation
     if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
         key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
         message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
@@ -353,10 +353,7 @@ def check_datasets(
     yield from config.preservation.check_captions(captions)
     for dataset in datasets:
         yield from _check_resolution(config, dataset)
-        if dataset.config.timestep_sampling_offset and (uniform or config.flow.flow_use_beta_schedule):
-            law = "flow_use_uniform_schedule" if uniform else "flow_use_beta_schedule"
-            message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
-            yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
+        yield from _check_noise_levels(config.flow, dataset)
         if config.crepa.needs_encoder and dataset.config.is_trained:
             yield from _check_teacher(config, dataset)
         for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
@@ -372,6 +369,14 @@ def check_datasets(
                 "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
             )
             yield Problem(dataset.id, message, fatal=False)
+
+
+def _check_noise_levels(flow: FlowConfig, dataset: Dataset) -> Iterator[Problem]:
+    """A dataset's own noise levels need a law that they shift."""
+    if dataset.config.timestep_sampling_offset and (flow.flow_use_uniform_schedule or flow.flow_use_beta_schedule):
+        law = "flow_use_uniform_schedule" if flow.flow_use_uniform_schedule else "flow_use_beta_schedule"
+        message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
+        yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
 
 
 def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:

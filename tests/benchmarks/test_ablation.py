@@ -12,6 +12,7 @@ from PIL import Image
 
 from benchmarks import ablation
 from benchmarks.ablation import Cell, Line
+from simpletuner.cli.app import main
 
 
 @pytest.fixture
@@ -65,6 +66,14 @@ def test_a_cell_is_its_demo_without_regularisation_and_with_two_samples_apart(tm
         assert not trained & apart
 
 
+@pytest.mark.parametrize("row", ablation.ROWS)
+def test_the_plan_accepts_every_row(row: str, tmp_path: Path) -> None:
+    lab = ablation.Lab(tmp_path)
+    for demo in ablation.ROWS[row].demos:
+        config = lab.write_config(Cell(demo, row, 0, 9))
+        assert main(["plan", "--config", str(config)]) == 0
+
+
 def test_scores_are_those_of_the_demos(tmp_path: Path) -> None:
     star = np.full((40, 40, 3), 255, np.uint8)
     star[10:20, 10:30], star[20:25, 10:30] = ablation.PURPLE, ablation.YELLOW
@@ -79,6 +88,6 @@ def test_scores_are_those_of_the_demos(tmp_path: Path) -> None:
 
 
 def test_one_seed_has_no_spread() -> None:
-    line = Line("image", "plain", [0.5], [0.25], [1.0], [1.0])
-    assert "| plain | 0.5000 | 0.25 | 1.00 | 1.00 |" in ablation.table([line], 7)
-    assert ablation.spread([1.0, 3.0], 1) == "2.0 (1.0 to 3.0)"
+    line = Line("image", "tread", [0.5], [0.125], [0.25], [1.0], [1.0])
+    assert "| tread | 0.500 | +0.125 | 0.25 | 1.00 | 1.00 |" in ablation.table([line], 7)
+    assert ablation.spread([-1.0, 3.0], 1, "+") == "+1.0 (-1.0 to +3.0)"

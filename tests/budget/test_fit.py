@@ -276,6 +276,20 @@ def test_the_vae_is_given_less_at_a_time() -> None:
     assert fits(encoding(gpu(18), pictures, "t2i-lite-sft").phases, before.device)
 
 
+def test_latents_are_encoded_before_training_where_both_do_not_fit() -> None:
+    before = budget(gpu(80))
+    later = replace(before.workload, encoded_in_training=[VaeLoad(1, 61, 768, 512)])
+    peak, apart = (
+        max(each.device for each in before.phases),
+        estimate(before.config, before.parts, later, gpu(80), None),
+    )
+    beside = max(each.device for each in apart.phases) - peak
+    assert beside > 5e9
+    tight = estimate(before.config, before.parts, later, gpu((peak + beside / 2) / 0.9e9), None)
+    (change,) = smallest_change(tight)
+    assert str(change).startswith("latents encoded before training, without vae_cache_ondemand")
+
+
 @pytest.mark.parametrize(("gigabytes", "change"), [(10, "vae_enable_patch_conv true"), (7, "vae_enable_tiling true")])
 def test_the_vae_works_in_slices_or_tiles_before_anything_is_made_smaller(gigabytes: float, change: str) -> None:
     before = encoding(gpu(gigabytes), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
