@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.atomic import write_atomically
-from simpletuner.caching.entry import (
-    entry_path,
-    find_entry,
-    list_keys,
-    pack_entry,
-    read_entry,
-    read_provenance,
-    seal,
-)
+from simpletuner.caching.entry import entry_path, find_entry, list_keys, pack_entry, read_entry, read_provenance, seal
 
 
 class CacheStore:

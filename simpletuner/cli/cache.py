@@ -39,8 +39,7 @@ def verify(context: typer.Context) -> None:
 
 @app.command(context_settings=PASS_THROUGH)
 def gc(
-    context: typer.Context,
-    remove: Annotated[bool, typer.Option("--remove", help="Delete what is listed.")] = False,
+    context: typer.Context, remove: Annotated[bool, typer.Option("--remove", help="Delete what is listed.")] = False
 ) -> None:
     """List entries that this configuration does not refer to; delete them only with --remove.
 

@@ -102,8 +102,7 @@ def prepare_output(plan: Plan) -> None:
 def plan(
     context: typer.Context,
     device_memory: Annotated[
-        str | None,
-        typer.Option("--device-memory", metavar="GB", help="Plan for a GPU with this much memory."),
+        str | None, typer.Option("--device-memory", metavar="GB", help="Plan for a GPU with this much memory.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
 ) -> None:

@@ -315,7 +315,7 @@ def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> It
 def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
     """Every block that its config.json counts, all with the same weights, and every weight outside the blocks.
 
-    Shapes are checked when the weights are loaded.
+    Shapes are compared with the class when the run starts (`models.loading.check_shapes`).
     """
     part, config = source["transformer"], source.read_config("transformer")
     found = part.weight_shapes()

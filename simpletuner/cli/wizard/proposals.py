@@ -5,21 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from huggingface_hub import get_token
-
 from simpletuner.cli.examples import TASKS
 from simpletuner.config.optimizers import optimizer_name
-from simpletuner.config.schema import DEFAULT_LEARNING_RATES
 from simpletuner.models.spec import Flavour
 from simpletuner.plan.draft import Draft
 from simpletuner.reporting.trackers import KNOWN, check_trackers
 
 # The schema's default, one epoch, is too short for most datasets.
 STEPS = 1000
-
-
-def first_flavour(draft: Draft) -> str:
-    return draft.spec.flavours[0].name
 
 
 # What the parts of a flavour's name mean.
@@ -47,10 +40,6 @@ def _about(flavour: Flavour) -> str:
     return ", ".join([task, *parts, *needs])
 
 
-def rank(draft: Draft) -> float:
-    return float(draft.config.lora.lora_rank)
-
-
 def run_length(draft: Draft) -> int:
     """Steps to propose; none if the file counts epochs."""
     return 0 if draft.values.get("num_train_epochs") else STEPS
@@ -58,14 +47,6 @@ def run_length(draft: Draft) -> int:
 
 def default_optimizer(draft: Draft) -> str:
     return optimizer_name(draft.config.optimizer, draft.config.precision.mixed_precision)
-
-
-def default_rate(draft: Draft) -> float:
-    return DEFAULT_LEARNING_RATES[draft.config.model.model_type]
-
-
-def proposed_dataset_file(draft: Draft) -> str:
-    return draft.dataset_file
 
 
 def prompt_library(draft: Draft) -> str | None:
@@ -79,11 +60,6 @@ def usable_trackers(draft: Draft) -> Mapping[str, str]:
     remarks = {"none": "nowhere; the HTML report is always written", "wandb": "wandb.ai"}
     names = [name for name in ("none", *KNOWN) if name not in ("all", "simpletuner") and not check_trackers(name)]
     return {name: remarks.get(name, "") for name in names}
-
-
-def hub_login(draft: Draft) -> bool:
-    """Whether this machine is logged in to the hub."""
-    return get_token() is not None
 
 
 def nearest_sizes(value: str, draft: Draft) -> list[str]:

@@ -6,22 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from huggingface_hub import get_token
+
 from simpletuner.cli.wizard.proposals import (
     default_optimizer,
-    default_rate,
-    first_flavour,
     flavours,
-    hub_login,
     nearest_lengths,
     nearest_sizes,
     prompt_library,
-    proposed_dataset_file,
-    rank,
     run_length,
     usable_trackers,
 )
 from simpletuner.config.option import Option
-from simpletuner.config.schema import all_options
+from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
 from simpletuner.errors import Problem, did_you_mean, nearest
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.draft import Draft
@@ -177,10 +174,21 @@ STEPS = (
         "Model",
         (
             Question("model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}),
-            Question("model_flavour", "Version of the model", propose=first_flavour, names=flavours),
+            Question(
+                "model_flavour",
+                "Version of the model",
+                propose=lambda draft: draft.spec.flavours[0].name,
+                names=flavours,
+            ),
             Question("model_type", "What to train", remarks=MODEL_TYPES, implied=_without_lora),
             Question("lora_rank", "LoRA rank (higher learns more and takes more memory)", when=_is_lora),
-            Question("lora_alpha", "LoRA alpha (strength of the LoRA)", when=_is_lora, propose=rank, follows=True),
+            Question(
+                "lora_alpha",
+                "LoRA alpha (strength of the LoRA)",
+                when=_is_lora,
+                propose=lambda draft: float(draft.config.lora.lora_rank),
+                follows=True,
+            ),
         ),
     ),
     Step(
@@ -226,7 +234,11 @@ STEPS = (
         "Learning",
         (
             Question("optimizer", "Optimizer", propose=default_optimizer),
-            Question("learning_rate", "Learning rate", propose=default_rate),
+            Question(
+                "learning_rate",
+                "Learning rate",
+                propose=lambda draft: DEFAULT_LEARNING_RATES[draft.config.model.model_type],
+            ),
             Question("lr_scheduler", "Schedule of the learning rate"),
             Question("lr_warmup_steps", "Warm-up steps"),
         ),
@@ -287,7 +299,9 @@ STEPS = (
     Step(
         "Publishing",
         (
-            Question("push_to_hub", "Upload the result to the Hugging Face hub?", when=hub_login),
+            Question(
+                "push_to_hub", "Upload the result to the Hugging Face hub?", when=lambda draft: get_token() is not None
+            ),
             Question("hub_model_id", "Name on the hub", when=_is_published),
             Question("model_card_private", "Private?", when=_is_published),
         ),
@@ -296,7 +310,7 @@ STEPS = (
         "Data",
         (
             Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
-            Question("data_backend_config", "Dataset file", propose=proposed_dataset_file),
+            Question("data_backend_config", "Dataset file", propose=lambda draft: draft.dataset_file),
         ),
     ),
 )

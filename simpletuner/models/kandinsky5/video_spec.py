@@ -9,12 +9,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.option import Size
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
-from simpletuner.models.kandinsky5.geometry import (
-    TILE_SIDE,
-    is_sparse,
-    is_sparse_flavour,
-    rope_scale_of_size,
-)
+from simpletuner.models.kandinsky5.geometry import TILE_SIDE, is_sparse, is_sparse_flavour, rope_scale_of_size
 from simpletuner.models.kandinsky5.options import KandinskyOptions, write_rope_scale
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, check_condition, check_parts
 from simpletuner.models.source import ModelSource

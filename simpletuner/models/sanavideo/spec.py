@@ -8,12 +8,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.sanavideo.cost import COST, TEXT_LENGTH, TRANSFORMER_CLASS
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.sanavideo.prompts import (
-    bare_fingerprint,
-    clean_caption,
-    dataset_caption,
-    text_fingerprint,
-)
+from simpletuner.models.sanavideo.prompts import bare_fingerprint, clean_caption, dataset_caption, text_fingerprint
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Component, FamilySpec, Flavour
 
