@@ -152,7 +152,7 @@ VARIABLES = (
     Variable(("WORLD_SIZE",), "Set by launchers of several processes; more than 1 is refused.", "1"),
     Variable(("TRAINING_DYNAMO_BACKEND",), "Sets `dynamo_backend` in the same way."),
     Variable(("CC", "CXX"), "The C compiler that compiled blocks need.", "`cc`, `gcc`, `clang`, `g++`", "torch"),
-    Variable(("TORCH_HOME", "XDG_CACHE_HOME"), "Where torch hub's weights for `crepa_encoder` are.", "`~/.cache/torch`"),
+    Variable(("TORCH_HOME", "XDG_CACHE_HOME"), "Where torch hub has weights of `crepa_encoder`.", "`~/.cache/torch`"),
     Variable(("ACCELERATE_EXTRA_ARGS",), "Has no effect yet, and a warning says so.", ""),
     Variable(("SIMPLETUNER_LOG_LEVEL",), "DEBUG, INFO, WARNING or ERROR on the terminal.", "INFO"),
     Variable(("OMP_NUM_THREADS",), "Compute threads on a CPU, if `torch_num_threads` is larger.", "all cores"),
