@@ -122,10 +122,10 @@ def _crepa(config: RunConfig, regularised: frozenset[str]) -> TechniqueSpec:
 
     def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
         inner, outer = transformer.hidden, planned or transformer.hidden
-        side = int(crepa.irepa_projector_kernel_size) if crepa.irepa_enabled else 1
+        side, norm = (int(crepa.irepa_projector_kernel_size), 0) if crepa.irepa_enabled else (1, 2 * inner)
         tokens, weights = load.samples * load.tokens, inner * outer * side**2
         numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit, and the teacher's
-        return TechniqueCost(weights + outer, 4.0 * tokens * numbers, 6.0 * tokens * weights)
+        return TechniqueCost(weights + outer + norm, 4.0 * tokens * numbers, 6.0 * tokens * weights)
 
     kinds = (_teacher(crepa, encoder, regularised),) if crepa.needs_encoder else ()
     return TechniqueSpec(lambda: _load("crepa:Crepa")(crepa, width(), regularised, kinds), features=kinds, cost=cost)

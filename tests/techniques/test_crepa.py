@@ -18,12 +18,15 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import TextRequest
+from simpletuner.models.cost import BatchShape
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of
+from simpletuner.techniques.spec import chosen_techniques
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.state import Assembly
 from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance, limit
-from tests.fidelity.family import CPU
+from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tiny import WIDTH, make_checkpoint
 from tests.training.assembly import make_assembly, make_batch, make_site, no_forward
@@ -260,6 +263,19 @@ def test_the_threshold(deep: Path, batch: Batch, mode: str) -> None:
     crepa.load_state_dict({"average": None, "off": False})
     crepa.load_state_dict(saved)
     assert crepa.state_dict() == saved
+
+
+@pytest.mark.parametrize("settings", [BACKBONE, {**BACKBONE, "irepa_enabled": True, "irepa_projector_kernel_size": 5}])
+def test_the_plan_counts_the_projector(deep: Path, settings: dict[str, Any]) -> None:
+    given = {"crepa_enabled": True, "crepa_block_index": BLOCK, **settings}
+    (spec,) = chosen_techniques(make_config(deep, **given), {})
+    shapes = {
+        name: tuple(each.shape) for name, each in make_adapter(deep).load_transformer(torch.float32).named_parameters()
+    }
+    cost = KANDINSKY5_IMAGE.cost.transformer({"axes_dims": [4, 6, 6], "model_dim": WIDTH}, shapes)
+    assembly = make_assembly(deep, crepa_of(**settings))
+    found = spec.cost(cost, BatchShape(1, 1, 8, 8, 10))
+    assert found.parameters == sum(each.numel() for each in assembly.module_parameters.values())
 
 
 def test_batches_need_their_place(batch: Batch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,16 @@ def test_an_encoder_that_cannot_be_had(
     (tmp_path / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
     told = complaint(clips, capsys, "plan", f"crepa_encoder={tmp_path}")
     assert told.endswith("is a 'clip' with patches of 32 px, not a DINOv2 with 14.")
+
+
+def test_auto_needs_room(clips: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simpletuner.budget.ready.FEATURE_SHARE", 0.0)
+    capsys.readouterr()
+    assert clips.run("plan") == 0
+    told = capsys.readouterr().out
+    assert re.search(r"crepa_cache +off +\(chosen by crepa_cache auto\)", told)
+    assert "Cache of features" not in told
+    assert "encoding features" not in told
 
 
 def test_details_without_the_switch_are_told(clips: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
