@@ -27,7 +27,7 @@ def of_layersync(routes: tuple[Route, ...] = (), blocks: int | None = 8, **setti
     [
         ({"layersync_student_block": None}, "layersync_student_block: is required by layersync_enabled"),
         ({"layersync_teacher_block": 8}, "layersync_teacher_block: 8 is out of range: the model has 8 blocks, 0 to 7."),
-        ({"layersync_teacher_block": 2}, "layersync_teacher_block: is the student block, too (2)"),
+        ({"layersync_teacher_block": 2}, "layersync_teacher_block: is the student block, too"),
         ({"layersync_enabled": False, "layersync_teacher_block": None}, "student_block: has no effect: layersync_ena"),
         ({"routes": (Route(0.5, 1, 3), Route(0.5, 4, -1))}, "are in two routes of tread_config"),
     ],
