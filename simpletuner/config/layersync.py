@@ -10,19 +10,15 @@ from simpletuner.errors import Problem
 
 # The authors' weights: for training from scratch, and in their LoRA for Wan, both in github.com/vita-epfl/LayerSync.
 DEFAULT_WEIGHTS = {"full": 0.2, "lora": 0.002}
-SWITCH = "layersync_enabled"
+SWITCH, BLOCKS = "layersync_enabled", ("layersync_student_block", "layersync_teacher_block")
 
 
 class LayerSyncConfig(Group):
     """LayerSync"""
 
-    layersync_enabled: Flag = option(
-        False, "Align the tokens of one block with those of a deeper one, see docs/experimental/LAYERSYNC.md."
-    )
-    layersync_student_block: Integer | None = option(None, "The block that is aligned, counted from 0; required.", ge=0)
-    layersync_teacher_block: Integer | None = option(
-        None, "The block it is aligned with, usually a deeper one; required.", ge=0
-    )
+    layersync_enabled: Flag = option(False, "Align a block with a deeper one; see docs/experimental/LAYERSYNC.md.")
+    layersync_student_block: Integer | None = option(None, "The block that is aligned, counted from 0.", ge=0)
+    layersync_teacher_block: Integer | None = option(None, "The block it is aligned with.", ge=0)
     layersync_lambda: Number | None = option(
         None, "Weight of the loss.", ge=0, default_note="0.002 for a LoRA, 0.2 for full"
     )
@@ -35,8 +31,7 @@ class LayerSyncConfig(Group):
     @property
     def blocks(self) -> dict[str, int]:
         """The student and the teacher, as far as they are set, by their keys."""
-        found = {key: getattr(self, key) for key in ("layersync_student_block", "layersync_teacher_block")}
-        return {key: block for key, block in found.items() if block is not None}
+        return {key: block for key in BLOCKS if (block := getattr(self, key)) is not None}
 
 
 def check_layersync(
@@ -48,28 +43,18 @@ def check_layersync(
         blocks: number of blocks; None if the checkpoint is not on this machine.
     """
     if not config.layersync_enabled:
-        for key in filter(is_explicit, set(LayerSyncConfig.model_fields) - {SWITCH}):
+        for key in filter(is_explicit, (*BLOCKS, "layersync_lambda")):
             yield Problem(key, f"has no effect: {SWITCH} is off.", fatal=False)
         return
     given = config.blocks
-    for key in LayerSyncConfig.model_fields:
-        if key.endswith("_block") and key not in given:
-            yield Problem(key, f"is required by {SWITCH}: a block of the transformer, counted from 0.")
+    for key in (key for key in BLOCKS if key not in given):
+        yield Problem(key, f"is required by {SWITCH}: a block of the transformer, counted from 0.")
     for key, block in given.items():
         if blocks is not None and block >= blocks:
             yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
-    if len(given) == 2 and len(set(given.values())) == 1:
-        message = f"is the student block, too ({block}): a block is always equal to itself; choose a deeper one."
-        yield Problem("layersync_teacher_block", message)
-    yield from _check_routes(config, routes, blocks)
-
-
-def _check_routes(config: LayerSyncConfig, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-    """Each route draws its own tokens, so two of them have few in common."""
-    if blocks is None:
-        return
-    ranges = [route.among(blocks) for route in routes]
-    inside = {route for route in ranges for block in config.blocks.values() if route.first <= block <= route.last}
-    if len(inside) > 1:
+    if len(given) > len(set(given.values())):
+        yield Problem(BLOCKS[1], "is the student block, too; a block always equals itself, so choose a deeper one.")
+    ranges = [] if blocks is None else [route.among(blocks) for route in routes]
+    if sum(any(route.first <= block <= route.last for block in given.values()) for route in ranges) > 1:
         message = "and the student block are in two routes of tread_config, which keep different tokens; use one route."
-        yield Problem("layersync_teacher_block", message)
+        yield Problem(BLOCKS[1], message)

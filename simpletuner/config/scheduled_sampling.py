@@ -11,8 +11,8 @@ from simpletuner.config.option import Flag, Group, Integer, Number, option
 from simpletuner.errors import Problem
 
 PREFIX = "scheduled_sampling_"
-OFFSET, PROBABILITY = f"{PREFIX}max_step_offset", f"{PREFIX}probability"
-RAMP = tuple(f"{PREFIX}{name}" for name in ("prob_start", "prob_end", "ramp_shape"))
+OFFSET, PROBABILITY, RAMP = (f"{PREFIX}{name}" for name in ("max_step_offset", "probability", "ramp_steps"))
+SHAPE = tuple(f"{PREFIX}{name}" for name in ("prob_start", "prob_end", "ramp_shape"))
 REFLEXFLOW = tuple(f"{PREFIX}reflexflow_{name}" for name in ("alpha", "beta1", "beta2"))
 
 # (a uniform number in [0, 1), the largest offset) -> an offset.
@@ -28,54 +28,36 @@ class ScheduledSamplingConfig(Group):
     """Scheduled sampling"""
 
     scheduled_sampling_max_step_offset: Integer = option(
-        0,
-        "Train on inputs that the model itself has sampled, up to this many sampling steps; 0 is off. "
-        "See docs/experimental/SCHEDULED_SAMPLING.md.",
+        0, "Most sampling steps by which the model itself makes an input; see docs/experimental/SCHEDULED_SAMPLING.md.",
         ge=0,
-    )
+    )  # fmt: skip
     scheduled_sampling_probability: Number = option(0.0, "Probability per sample, without a ramp.", ge=0, le=1)
     scheduled_sampling_prob_start: Number = option(0.0, "Probability before and at the start of a ramp.", ge=0, le=1)
     scheduled_sampling_prob_end: Number = option(0.5, "Probability at the end of a ramp and after it.", ge=0, le=1)
     scheduled_sampling_ramp_steps: Integer = option(0, "Length of the ramp; 0 is none.", ge=0)
-    scheduled_sampling_start_step: Integer = option(
-        0, "Where the ramp starts; without one, the first step with scheduled sampling.", ge=0
-    )
+    scheduled_sampling_start_step: Integer = option(0, "Start of the ramp, or of a fixed probability.", ge=0)
     scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = option("linear", "Shape of the ramp.")
     scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option(
-        "uniform", "How many steps: all equally often, mostly few, or mostly many."
+        "uniform", "How many steps: all numbers equally often, mostly few, or mostly many."
     )
     scheduled_sampling_sampler: Literal["unipc", "euler", "dpm"] = option("unipc", "The solver of these steps.")
     scheduled_sampling_order: Integer = option(2, "Order of unipc and dpm.", ge=1, le=3)
-    scheduled_sampling_reflexflow: Flag | None = option(
-        None, "Correct the drift of these samples in the loss (ReflexFlow).", default_note="on with an offset"
-    )
-    scheduled_sampling_reflexflow_alpha: Number = option(
-        1.0, "How much more the loss counts where sampling lost content.", ge=0
-    )
-    scheduled_sampling_reflexflow_beta1: Number = option(
-        10.0, "Weight of the direction back to the data, logged as reflexflow_adr.", ge=0
-    )
+    scheduled_sampling_reflexflow: Flag = option(True, "Correct the drift of these samples in the loss (ReflexFlow).")
+    scheduled_sampling_reflexflow_alpha: Number = option(1.0, "Extra weight where sampling lost content.", ge=0)
+    scheduled_sampling_reflexflow_beta1: Number = option(10.0, "Weight of the direction (reflexflow_adr).", ge=0)
     scheduled_sampling_reflexflow_beta2: Number = option(1.0, "Factor of the loss of these samples.", ge=0)
 
     @property
     def is_on(self) -> bool:
         """Whether any sample can have an offset."""
-        return self.scheduled_sampling_max_step_offset > 0 and any(self._probabilities)
-
-    @property
-    def has_reflexflow(self) -> bool:
-        return self.scheduled_sampling_reflexflow is not False
+        fixed, ramp = self.scheduled_sampling_probability, self.scheduled_sampling_ramp_steps
+        highest = max(self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end) if ramp else fixed
+        return self.scheduled_sampling_max_step_offset > 0 and highest > 0
 
     @property
     def compares_clean(self) -> bool:
         """Whether the loss needs the prediction from the plain input, too."""
-        return self.has_reflexflow and self.scheduled_sampling_reflexflow_alpha > 0
-
-    @property
-    def _probabilities(self) -> tuple[float, ...]:
-        if self.scheduled_sampling_ramp_steps:
-            return self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end
-        return (self.scheduled_sampling_probability,)
+        return self.scheduled_sampling_reflexflow and self.scheduled_sampling_reflexflow_alpha > 0
 
     def probability_at(self, step: int) -> float:
         """Probability per sample after `step` optimizer steps."""
@@ -96,38 +78,25 @@ class ScheduledSamplingConfig(Group):
         """Mean number of extra forward passes of a sample, over a run of that length."""
         steps = range(0, max(total_steps, 1), total_steps // FINENESS + 1)
         offsets = [self.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
-        clean = fmean(offset > 0 for offset in offsets) if self.compares_clean else 0.0
-        return fmean(map(self.probability_at, steps)) * (fmean(offsets) + clean)
+        passes = fmean(offset + (self.compares_clean and offset > 0) for offset in offsets)
+        return fmean(map(self.probability_at, steps)) * passes
 
 
 def check_scheduled_sampling(
     config: ScheduledSamplingConfig, is_explicit: Callable[[str], bool], sampling_steps: int | None
 ) -> Iterator[Problem]:
     """Offsets that the sampler of previews can have, and keys without effect."""
-    for key, reason in _without_effect(config).items():
-        if is_explicit(key):
+    offset, ramp = config.scheduled_sampling_max_step_offset, config.scheduled_sampling_ramp_steps
+    for keys, has_none, reason in (
+        ([key for key in ScheduledSamplingConfig.model_fields if key != OFFSET], not offset, f"{OFFSET} is 0"),
+        ([PROBABILITY], offset and ramp, f"{RAMP} is set, so the probability follows prob_start and prob_end"),
+        (SHAPE, offset and not ramp, f"{RAMP} is 0"),
+        ([f"{PREFIX}order"], offset and config.scheduled_sampling_sampler == "euler", "euler has order 1"),
+        (REFLEXFLOW, offset and not config.scheduled_sampling_reflexflow, f"{PREFIX}reflexflow is off"),
+        ([OFFSET], offset and not config.is_on, "probabilities are 0" if ramp else f"{PROBABILITY} is 0"),
+    ):
+        for key in filter(is_explicit, keys if has_none else ()):
             yield Problem(key, f"has no effect: {reason}.", fatal=False)
-    offset = config.scheduled_sampling_max_step_offset
-    if offset > 0 and not config.is_on:
-        which = "probabilities are" if config.scheduled_sampling_ramp_steps else f"{PROBABILITY} is"
-        yield Problem(OFFSET, f"has no effect: {which} 0.", fatal=False)
     if sampling_steps is not None and offset > sampling_steps:
         message = f"{offset} is more than the {sampling_steps} steps of the sampler (validation_num_inference_steps)."
         yield Problem(OFFSET, message)
-
-
-def _without_effect(config: ScheduledSamplingConfig) -> dict[str, str]:
-    """Keys that cannot change anything, and why."""
-    if not config.scheduled_sampling_max_step_offset:
-        others = (key for key in ScheduledSamplingConfig.model_fields if key != OFFSET)
-        return dict.fromkeys(others, f"{OFFSET} is 0")
-    found = {}
-    if config.scheduled_sampling_ramp_steps:
-        found[PROBABILITY] = f"{PREFIX}ramp_steps is set, so the probability follows prob_start and prob_end"
-    else:
-        found |= dict.fromkeys(RAMP, f"{PREFIX}ramp_steps is 0")
-    if config.scheduled_sampling_sampler == "euler":
-        found[f"{PREFIX}order"] = "euler has order 1"
-    if not config.has_reflexflow:
-        found |= dict.fromkeys(REFLEXFLOW, f"{PREFIX}reflexflow is off")
-    return found

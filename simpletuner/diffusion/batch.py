@@ -94,27 +94,17 @@ class NoisyBatch:
 
     def of(self, rows: Sequence[int]) -> NoisyBatch:
         """Some of the samples, for a forward pass alone: without what only the loss needs."""
-        batch = self.batch
-        condition = None if batch.condition is None else _rows(batch.condition, rows)
-        return replace(
-            self,
-            batch=Batch(
-                _rows(batch.latents, rows), [batch.embeds[row] for row in rows], [batch.names[row] for row in rows],
-                batch.dataset_id, condition,
-            ),
-            noise=_rows(self.noise, rows),
-            sigmas=_rows(self.sigmas, rows),
-            noisy_latents=_rows(self.noisy_latents, rows),
-            timesteps=_rows(self.timesteps, rows),
-            target=_rows(self.target, rows),
-            protected=None,
-            host_sigmas=(),
-        )  # fmt: skip
 
-    @property
-    def given_frames(self) -> int:
-        """How many latent frames at the start are a clean condition: 1 in i2v clips, else 0."""
-        return int(self.batch.condition is not None and self.noisy_latents.shape[2] > 1)
+        def pick(tensor: Tensor) -> Tensor:
+            return torch.stack([tensor[row] for row in rows])  # an index would have to be copied to the device
+
+        batch, condition = self.batch, self.batch.condition
+        embeds, names = [batch.embeds[row] for row in rows], [batch.names[row] for row in rows]
+        condition = None if condition is None else pick(condition)
+        return NoisyBatch(
+            Batch(pick(batch.latents), embeds, names, batch.dataset_id, condition),
+            *map(pick, (self.noise, self.sigmas, self.noisy_latents, self.timesteps, self.target)),
+        )
 
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
         """The same batch, noise and target at other noise levels; a conditioning first frame is kept.
@@ -127,11 +117,6 @@ class NoisyBatch:
         if given:
             latents = torch.cat([self.noisy_latents[:, :, :given], latents[:, :, given:]], dim=2)
         return replace(self, sigmas=sigmas, timesteps=1000 * sigmas, noisy_latents=latents)
-
-
-def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Rows of a tensor; indexing with a list would copy it to the device."""
-    return torch.stack([tensor[row] for row in rows])
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

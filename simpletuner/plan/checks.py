@@ -115,15 +115,15 @@ def _check_mixflow(config: RunConfig) -> Iterator[Problem]:
         if config.is_explicit("mixflow_gamma"):
             yield Problem("mixflow_gamma", "has no effect: mixflow_enabled is off.", fatal=False)
         return
-    for key in ("flow_use_uniform_schedule", "flow_use_beta_schedule"):
-        if getattr(flow, key):
-            message = f"and {key} exclude each other: MixFlow draws sigmas from a distribution of its own."
-            yield Problem("mixflow_enabled", message)
+    for key, is_on, reason in (
+        ("flow_use_uniform_schedule", flow.flow_use_uniform_schedule, "MixFlow has a distribution of its own."),
+        ("flow_use_beta_schedule", flow.flow_use_beta_schedule, "MixFlow has a distribution of its own."),
+        ("scheduled_sampling_max_step_offset", config.scheduled_sampling.is_on, "both make inputs for the same end."),
+    ):
+        if is_on:
+            yield Problem("mixflow_enabled", f"and {key} exclude each other: {reason}")
     if config.is_explicit("flow_sigmoid_scale"):
         yield Problem("flow_sigmoid_scale", "has no effect: mixflow_enabled replaces the logit-normal.", fatal=False)
-    if config.scheduled_sampling.is_on:
-        message = "and scheduled_sampling_max_step_offset exclude each other: both replace the input for the same end."
-        yield Problem("mixflow_enabled", message)
 
 
 def check_memory(config: RunConfig) -> Iterator[Problem]:

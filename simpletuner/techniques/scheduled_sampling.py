@@ -34,6 +34,8 @@ from simpletuner.techniques.base import Predict, Site, Technique
 logger = logging.getLogger(__name__)
 
 SOLVERS = {"unipc": "UniPCMultistepScheduler", "dpm": "DPMSolverMultistepScheduler"}
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+UNFINISHED = {"lower_order_final": False, "final_sigmas_type": "sigma_min"}
 # Below 1, where the logarithms of these solvers end.
 LARGEST_SIGMA = 1 - 1e-6
 # A run in which the direction outweighs the loss itself this much, for so many steps, learns little else.
@@ -50,11 +52,7 @@ class ScheduledSampling(Technique):
     """
 
     def __init__(
-        self,
-        config: ScheduledSamplingConfig,
-        steps: int,
-        shift: float | None,
-        skipped: frozenset[str] = frozenset(),
+        self, config: ScheduledSamplingConfig, steps: int, shift: float | None, skipped: frozenset[str] = frozenset()
     ) -> None:
         self._config, self._steps, self._shift, self._skipped = config, steps, shift, skipped
         self._sampled: _Sampled | None = None
@@ -76,18 +74,16 @@ class ScheduledSampling(Technique):
         paths = [[]] if noisy.batch.dataset_id in self._skipped else self._paths(noisy, noisy.place)
         if not any(paths):
             return noisy
-        rows = [row for row, path in enumerate(paths) if path]
         states = self._sample(noisy, paths, predict)
-        clean = _scattered(predict(noisy.of(rows)), rows, noisy) if self._config.compares_clean else None
-        finite = states.isfinite() if clean is None else states.isfinite() & clean.isfinite()
+        clean = self._clean(noisy, paths, predict) if self._config.compares_clean else noisy.target
         drawn = upload(torch.tensor([bool(path) for path in paths]), states.device)
-        usable = finite.flatten(1).all(1) & drawn
+        usable = (states.isfinite() & clean.isfinite()).flatten(1).all(1) & drawn
         self._sampled = _Sampled(usable, (drawn & ~usable).sum(), clean)
         return noisy.at(noisy.sigmas, torch.where(_spread(usable), states, noisy.noisy_latents))
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
         """The anti-drift rectification, in [0, 4 beta1]."""
-        if self._sampled is None or not self._config.has_reflexflow:
+        if self._sampled is None or not self._config.scheduled_sampling_reflexflow:
             return {}
         misdirection = misdirections(noisy, prediction) * self._config.scheduled_sampling_reflexflow_beta1
         self._sampled.rectification = misdirection * self._sampled.usable
@@ -99,12 +95,11 @@ class ScheduledSampling(Technique):
         if sampled is None:
             return loss
         self._watch.add(sampled, per_sample(loss.detach()))
-        if not config.has_reflexflow:
+        if not config.scheduled_sampling_reflexflow:
             return loss
-        weighed = loss * config.scheduled_sampling_reflexflow_beta2
-        if sampled.clean is not None:
-            lost = (sampled.clean - prediction.detach()).abs()
-            weighed = weighed * content_weights(lost, noisy.batch.loss_mask, config.scheduled_sampling_reflexflow_alpha)
+        lost = (sampled.clean - prediction.detach()).abs()
+        weights = content_weights(lost, noisy.batch.loss_mask, config.scheduled_sampling_reflexflow_alpha)
+        weighed = config.scheduled_sampling_reflexflow_beta2 * weights * loss
         return torch.where(_spread(sampled.usable), weighed, loss)
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,20 +124,23 @@ class ScheduledSampling(Technique):
 
         All samples arrive at the same time, so that there are no more forward passes than the longest path has steps.
         """
-        clean, states = noisy.batch.latents.float(), list(noisy.noisy_latents)
-        solvers = {}
-        for row, path in enumerate(paths):
-            if path:
-                solvers[row] = self._solver(path)
-                states[row] = (1 - path[0]) * clean[row] + path[0] * noisy.noise[row]
+        states, solvers = list(noisy.noisy_latents), {row: self._solver(path) for row, path in enumerate(paths) if path}
+        for row in solvers:
+            states[row] = (1 - paths[row][0]) * noisy.batch.latents[row].float() + paths[row][0] * noisy.noise[row]
         for left in range(max(map(len, paths)) - 1, 0, -1):
             rows = [row for row in solvers if len(paths[row]) > left]
-            sigmas = upload(torch.tensor([paths[row][-left - 1] for row in rows]), clean.device)
+            sigmas = upload(torch.tensor([paths[row][-left - 1] for row in rows]), noisy.sigmas.device)
             velocities = predict(noisy.of(rows).at(sigmas, torch.stack([states[row] for row in rows])))
             for row, velocity in zip(rows, velocities, strict=True):
                 solver = solvers[row]
                 states[row] = solver.step(velocity, solver.timesteps[0], states[row], return_dict=False)[0]
         return torch.stack(states)
+
+    def _clean(self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict) -> Tensor:
+        """Predictions from the plain inputs of samples with a path; of the others the target, which is not used."""
+        rows = [row for row, path in enumerate(paths) if path]
+        found = dict(zip(rows, predict(noisy.of(rows)), strict=True))
+        return torch.stack([found.get(row, target) for row, target in enumerate(noisy.target)])
 
     def _solver(self, path: Sequence[float]) -> Any:
         """A scheduler of diffusers that takes one sample down a path."""
@@ -150,13 +148,9 @@ class ScheduledSampling(Technique):
         if name == "euler":
             solver: Any = diffusers.FlowMatchEulerDiscreteScheduler()
         else:
-            solver = getattr(diffusers, SOLVERS[name])(
-                solver_order=self._config.scheduled_sampling_order,
-                prediction_type="flow_prediction",
-                use_flow_sigmas=True,
-                lower_order_final=False,  # the path ends where training starts, not at the data
-                final_sigmas_type="sigma_min",
-            )
+            # The path ends where training starts, not at the data, so its last step needs no lower order.
+            order = self._config.scheduled_sampling_order
+            solver = getattr(diffusers, SOLVERS[name])(**FLOW, solver_order=order, **UNFINISHED)
         solver.sigmas = torch.tensor(path, dtype=torch.float64)
         solver.timesteps, solver.num_inference_steps = 1000 * solver.sigmas[:-1], len(path) - 1
         solver.set_begin_index(0)
@@ -165,9 +159,7 @@ class ScheduledSampling(Technique):
 
 def build(config: RunConfig, skipped: frozenset[str]) -> ScheduledSampling:
     """Scheduled sampling for a run."""
-    steps = config.validation.validation_num_inference_steps
-    if steps is None:
-        raise ValueError("scheduled sampling needs validation_num_inference_steps, which every family sets")
+    steps: Any = config.validation.validation_num_inference_steps  # every family sets it
     return ScheduledSampling(config.scheduled_sampling, steps, sampling_shift(config), skipped)
 
 
@@ -178,13 +170,13 @@ class _Sampled:
     Attributes:
         usable: samples with a sampled input, bool, `B`.
         lost: number of samples whose sampled input was not finite.
-        clean: predictions from the plain inputs, `B C F H W`; None if they are not needed.
+        clean: predictions from the plain inputs, if they are needed, `B C F H W`.
         rectification: of each sample, weighed, `B`.
     """
 
     usable: Tensor
     lost: Tensor
-    clean: Tensor | None
+    clean: Tensor
     rectification: Tensor | None = None
 
 
@@ -272,14 +264,6 @@ def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
         covered = noisy.batch.loss_mask > 0
         prediction, away = prediction * covered, away * covered
     return 2 - 2 * cosine_similarity(prediction.flatten(1), away.flatten(1), dim=1)
-
-
-def _scattered(rows: Tensor, numbers: Sequence[int], noisy: NoisyBatch) -> Tensor:
-    """Some rows of a batch in their places, with zeros in the others."""
-    whole = torch.zeros_like(noisy.noisy_latents)
-    for number, row in zip(numbers, rows, strict=True):
-        whole[number] = row
-    return whole
 
 
 def _spread(values: Tensor) -> Tensor:

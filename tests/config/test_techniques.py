@@ -1,0 +1,120 @@
+"""LayerSync, MixFlow and scheduled sampling in a config: what is refused, what has no effect, and what follows."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from simpletuner.config.layersync import LayerSyncConfig, check_layersync
+from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
+from simpletuner.config.tread import Route
+from tests.plan.test_checks import problems
+
+GOOD = {"layersync_enabled": True, "layersync_student_block": 2, "layersync_teacher_block": 5}
+SAMPLED = {"scheduled_sampling_max_step_offset": 3, "scheduled_sampling_probability": 0.5}
+
+
+def of_layersync(routes: tuple[Route, ...] = (), blocks: int | None = 8, **settings: Any) -> list[str]:
+    values = {key: value for key, value in {**GOOD, **settings}.items() if value is not None}
+    config = LayerSyncConfig.model_validate(values)
+    return [str(each) for each in check_layersync(config, values.__contains__, routes, blocks)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"layersync_student_block": None}, "layersync_student_block: is required by layersync_enabled"),
+        ({"layersync_teacher_block": 8}, "layersync_teacher_block: 8 is out of range: the model has 8 blocks, 0 to 7."),
+        ({"layersync_teacher_block": 2}, "layersync_teacher_block: is the student block, too"),
+        ({"layersync_enabled": False, "layersync_teacher_block": None}, "student_block: has no effect: layersync_ena"),
+        ({"routes": (Route(0.5, 1, 3), Route(0.5, 4, -1))}, "are in two routes of tread_config"),
+    ],
+)
+def test_layersync_needs_two_blocks_of_the_model(settings: dict[str, Any], words: str) -> None:
+    (only,) = of_layersync(**settings)
+    assert words in only
+
+
+def test_layersync_that_is_right() -> None:
+    assert of_layersync() == of_layersync(blocks=None) == []
+    assert of_layersync(routes=(Route(0.5, 1, 3),)) == of_layersync(routes=(Route(0.5, 1, -1),)) == []
+    assert LayerSyncConfig.model_validate(GOOD).weight("lora") == 0.002
+    assert LayerSyncConfig.model_validate(GOOD).weight("full") == 0.2
+    assert LayerSyncConfig.model_validate({**GOOD, "layersync_lambda": 0}).weight("full") == 0.0
+    assert LayerSyncConfig().weight("lora") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mixflow_enabled": True, "flow_use_uniform_schedule": True}, "mixflow_enabled: and flow_use_uniform_sch"),
+        ({"mixflow_enabled": True, "flow_use_beta_schedule": True}, "mixflow_enabled: and flow_use_beta_schedule"),
+        ({"mixflow_enabled": True, **SAMPLED}, "mixflow_enabled: and scheduled_sampling_max_step_offset exclude"),
+        (
+            {"scheduled_sampling_max_step_offset": 9, "scheduled_sampling_probability": 1,
+             "validation_num_inference_steps": 8},
+            "scheduled_sampling_max_step_offset: 9 is more than the 8 steps of the sampler",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused(settings: dict[str, Any], words: str) -> None:
+    (error,), _ = problems(**settings)
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mixflow_gamma": 0.5}, "mixflow_gamma: has no effect: mixflow_enabled is off."),
+        ({"mixflow_enabled": True, "flow_sigmoid_scale": 2}, "flow_sigmoid_scale: has no effect"),
+        ({"scheduled_sampling_max_step_offset": 3}, "offset: has no effect: scheduled_sampling_probability is 0."),
+        (
+            {"scheduled_sampling_max_step_offset": 3, "scheduled_sampling_ramp_steps": 5,
+             "scheduled_sampling_prob_end": 0},
+            "scheduled_sampling_max_step_offset: has no effect: probabilities are 0.",
+        ),
+        ({"scheduled_sampling_probability": 0.5}, "has no effect: scheduled_sampling_max_step_offset is 0."),
+        ({**SAMPLED, "scheduled_sampling_prob_end": 0.5}, "prob_end: has no effect: scheduled_sampling_ramp_steps is"),
+        ({**SAMPLED, "scheduled_sampling_ramp_steps": 5}, "scheduled_sampling_probability: has no effect"),
+        ({**SAMPLED, "scheduled_sampling_sampler": "euler", "scheduled_sampling_order": 3}, "euler has order 1"),
+        ({**SAMPLED, "scheduled_sampling_reflexflow": False, "scheduled_sampling_reflexflow_beta1": 1}, "beta1: has"),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect(settings: dict[str, Any], words: str) -> None:
+    errors, (warning,) = problems(**settings)
+    assert errors == []
+    assert words in warning
+
+
+def sampled(**settings: Any) -> ScheduledSamplingConfig:
+    values = {"max_step_offset": 4, "probability": 0.5, **settings}
+    return ScheduledSamplingConfig.model_validate({f"scheduled_sampling_{key}": each for key, each in values.items()})
+
+
+def test_probabilities() -> None:
+    fixed = sampled(start_step=10)
+    assert [fixed.probability_at(step) for step in (0, 9, 10, 99)] == [0, 0, 0.5, 0.5]
+    ramp = sampled(start_step=10, ramp_steps=20, prob_start=0.0, prob_end=0.4)
+    assert [ramp.probability_at(step) for step in (0, 10, 15, 20, 30, 99)] == pytest.approx([0, 0, 0.1, 0.2, 0.4, 0.4])
+    cosine = sampled(ramp_steps=20, prob_start=0.2, prob_end=0.0, ramp_shape="cosine")
+    assert [cosine.probability_at(step) for step in (0, 5, 10, 20)] == pytest.approx([0.2, 0.17071, 0.1, 0], abs=1e-4)
+    assert not sampled(ramp_steps=20, prob_start=0.0, prob_end=0.0).is_on, "0 is 0, whatever the probability is"
+
+
+def test_offsets() -> None:
+    shares = [(index + 0.5) / 1000 for index in range(1000)]
+    uniform = [sampled().offset_at(share) for share in shares]
+    assert {offset: uniform.count(offset) for offset in set(uniform)} == dict.fromkeys(range(5), 200)
+    early, late = (fmean(sampled(strategy=f"biased_{each}").offset_at(s) for s in shares) for each in ("early", "late"))
+    assert early == pytest.approx(4 / 3, abs=0.1)
+    assert late == pytest.approx(8 / 3, abs=0.1)
+
+
+def test_extra_forward_passes() -> None:
+    assert sampled(reflexflow=False).mean_forwards(100) == pytest.approx(0.5 * 4 / 2)
+    assert sampled().mean_forwards(100) == pytest.approx(0.5 * (2 + 0.8)), "one of the plain input, if there is a way"
+    assert sampled(reflexflow_alpha=0).mean_forwards(100) == pytest.approx(1)
+    ramp = sampled(ramp_steps=100, prob_start=0, prob_end=1, reflexflow=False)
+    assert ramp.mean_forwards(100) == pytest.approx(1, abs=0.02)

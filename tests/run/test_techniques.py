@@ -1,0 +1,41 @@
+"""Whole runs with LayerSync, MixFlow and scheduled sampling: they continue bit for bit, and the plan counts passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.test_resume import assert_same_run
+from tests.workspace import Workspace
+
+STEADY: dict[str, Any] = {"max_train_steps": 6, "checkpoint_step_interval": 3, "lr_scheduler": "constant"}
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "mixflow": {"mixflow_enabled": True},
+    "both": {
+        "layersync_enabled": True, "layersync_student_block": 0, "layersync_teacher_block": 1,
+        "scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probability": 0.5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_stop_and_go_equals_going_on(
+    tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    straight, broken, plain = (
+        Workspace.create(tmp_path / each, t2i_checkpoint, pictures=4, use_ema=True, **STEADY, **settings)
+        for each, settings in (("straight", TECHNIQUES[name]), ("broken", TECHNIQUES[name]), ("plain", {}))
+    )
+    for run in (straight, plain):
+        assert run.train() == 0
+    assert broken.train("max_train_steps=3") == 0
+    assert broken.train() == 0
+    assert_same_run(straight, broken)
+    assert straight.metrics() != plain.metrics()
+    logged = {key for line in straight.metrics() for key in line}
+    assert ({"layersync_loss", "reflexflow_adr"} <= logged) == (name == "both")
+    capsys.readouterr()
+    assert straight.run("plan", "max_train_steps=9") == 0
+    assert ("with 0.83 extra forward passes a micro-step" in capsys.readouterr().out) == (name == "both")
