@@ -163,15 +163,14 @@ def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: 
     for own in (each for key in MAPS for each in preset.get(key, {}).values()):
         yield from _unknown(own, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map")
         yield from _check_settings({**content, **own}, quantised)
-    named = [*preset.get("target_module", []), *preset.get("module_algo_map", {})]
-    for word in dict.fromkeys(named):
-        if word not in file.classes:
-            hint = did_you_mean(word, file.classes) or f" There are: {', '.join(file.classes)}."
-            yield Problem(KEY, f"{word!r} is not a class with linear layers in {file.spec.title}.{hint}")
-            return
-    if shapes and not file.layers(shapes):
-        known = ", ".join(file.classes)
-        yield Problem(KEY, f"apply_preset matches no linear layer of {file.spec.title}; classes are: {known}.")
+    known = f"The classes are: {', '.join(file.classes)}."
+    named = dict.fromkeys((*preset.get("target_module", []), *preset.get("module_algo_map", {})))
+    strange = [word for word in named if word not in file.classes]
+    for word in strange:
+        hint = did_you_mean(word, file.classes)
+        yield Problem(KEY, f"{word!r} is not a class with linear layers in {file.spec.title}.{hint} {known}")
+    if shapes and not strange and not file.layers(shapes):
+        yield Problem(KEY, f"apply_preset matches no linear layer of {file.spec.title}. {known}")
 
 
 def _check_settings(settings: Mapping[str, Any], quantised: bool) -> Iterator[Problem]:
@@ -187,10 +186,12 @@ def _check_settings(settings: Mapping[str, Any], quantised: bool) -> Iterator[Pr
         yield Problem(
             KEY, f"{key} has no effect: only linear layers and pointwise convolutions are adapted.", fatal=False
         )
-    for key in ("multiplier", "linear_dim", "linear_alpha", "dim", "alpha", "factor", "dropout"):
+    for key, usual in {**DEFAULTS, "multiplier": 1.0, "dim": 4, "alpha": 1, "bypass_mode": True}.items():
         value = settings.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            yield Problem(KEY, f"{key} {value!r} is not a number.")
+        if (value is not None and (type(value) is bool) != (type(usual) is bool)) or isinstance(
+            value, str | list | dict
+        ):
+            yield Problem(KEY, f"{key} {value!r} is not {'true or false' if type(usual) is bool else 'a number'}.")
     bypass, dora = settings.get("bypass_mode"), settings.get("dora_wd", False)
     if bypass and dora:
         yield Problem(KEY, "dora_wd and bypass_mode exclude each other: bypassing skips the decomposition.")
