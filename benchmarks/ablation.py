@@ -114,6 +114,14 @@ ROWS = {
         "crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": STUDENT,
         "crepa_teacher_block_index": TEACHER,
     }, demos=("video",)),
+    "layersync": Row({
+        "layersync_enabled": True, "layersync_student_block": STUDENT, "layersync_teacher_block": TEACHER
+    }),
+    "mixflow": Row({"mixflow_enabled": True}),
+    "rollout": Row({
+        "scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probability": 0.5,
+        "scheduled_sampling_sampler": "euler",
+    }),
     "tread": Row({"tread_config": {"routes": [
         {"selection_ratio": 0.5, "start_layer_idx": STUDENT, "end_layer_idx": TEACHER}
     ]}}),
