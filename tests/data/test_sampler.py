@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,6 +101,12 @@ def test_a_restart_anywhere_goes_on_exactly() -> None:
     assert {batch.epoch for batch in seen} == {1, 2, 3, 4, 5}
     whole.close()
     loader.close()
+
+
+def test_batches_of_all_buckets_are_mixed() -> None:
+    """Otherwise an epoch would train one aspect ratio after the other."""
+    drawn = [batch.bucket for batch in Sampler([make_dataset({"1.0": 40, "1.5": 40})], seed=0).batches(1)]
+    assert sum(before != after for before, after in pairwise(drawn)) > 3
 
 
 def test_captions_are_drawn_per_use() -> None:

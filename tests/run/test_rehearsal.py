@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from simpletuner.errors import UserError
 from simpletuner.reporting.events import EventStream, Notice
 from simpletuner.run import rehearsal
 from simpletuner.run.train import run_plan
+from simpletuner.techniques.base import Technique
 from simpletuner.training import step as steps
+from tests.training.assembly import make_assembly
 from tests.workspace import DATASETS, Workspace
 
 LORA = "output/pytorch_lora_weights.safetensors"
@@ -61,6 +63,26 @@ def test_it_changes_no_result(pair: list[Workspace], monkeypatch: pytest.MonkeyP
     assert pair[0].path(LORA).read_bytes() == pair[1].path(LORA).read_bytes()
     previews = [sorted(each.path("output").rglob("*.png")) for each in pair]
     assert [path.read_bytes() for path in previews[0]] == [path.read_bytes() for path in previews[1]]
+
+
+class Counting(Technique):
+    """Has something to remember."""
+
+    seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_techniques_forget_it(t2i_checkpoint: Path) -> None:
+    assembly = make_assembly(t2i_checkpoint, Counting())
+    (technique,) = assembly.techniques
+    with rehearsal._unchanged(assembly):
+        technique.seen = 1  # type: ignore[attr-defined]
+    assert technique.state_dict() == {"seen": 0}
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,13 @@ def test_a_longer_run_continues(workspace: Workspace) -> None:
     assert [line["step"] for line in workspace.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
+def test_rolling_checkpoints_have_a_limit_of_their_own(workspace: Workspace) -> None:
+    limits = ("checkpoints_total_limit=1", "checkpointing_rolling_steps=1", "checkpoints_rolling_total_limit=2")
+    assert workspace.train("max_train_steps=5", "checkpoint_step_interval=2", *limits) == 0
+    names = {path.name for path in workspace.path("output").glob("checkpoint-*")}
+    assert names == {"checkpoint-3-rolling", "checkpoint-4", "checkpoint-5-rolling"}
+
+
 def test_incomplete_and_damaged_checkpoints(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     assert workspace.train() == 0
     workspace.path("output/checkpoint-4/manifest.json").unlink()

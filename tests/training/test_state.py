@@ -1,13 +1,17 @@
-"""The states of random generators, and machines that have more of them."""
+"""The states of random generators on machines that have more of them, and weights of another model."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from simpletuner.errors import UserError
 from simpletuner.training.state import random_states, restore_random_states
+from simpletuner.training.trained import load_parameters
 
 
 def test_a_machine_with_fewer_gpus_takes_what_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +31,12 @@ def test_a_machine_with_fewer_gpus_takes_what_it_has_room_for(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     restore_random_states(saved)
     assert restored == [0]
+
+
+@pytest.mark.parametrize("layers", [["a"], ["a", "b", "c"]])
+def test_weights_of_other_layers_are_refused(tmp_path: Path, layers: list[str]) -> None:
+    save_file({name: torch.ones(2) for name in layers}, tmp_path / "weights.safetensors")
+    own = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("a", "b")}
+    with pytest.raises(UserError, match="was made with other trained layers; check lora_rank"):
+        load_parameters(own, [tmp_path / "weights.safetensors"], tmp_path, "lora_rank")
+    assert not own["a"].any(), "nothing is loaded"
