@@ -103,8 +103,17 @@ class NoisyBatch:
         condition = None if condition is None else pick(condition)
         return NoisyBatch(
             Batch(pick(batch.latents), embeds, names, batch.dataset_id, condition),
-            *map(pick, (self.noise, self.sigmas, self.noisy_latents, self.timesteps, self.target)),
+            noise=pick(self.noise),
+            sigmas=pick(self.sigmas),
+            noisy_latents=pick(self.noisy_latents),
+            timesteps=pick(self.timesteps),
+            target=pick(self.target),
         )
+
+    @property
+    def given_frames(self) -> int:
+        """How many latent frames at the start are a clean condition: 1 in i2v clips, else 0."""
+        return int(self.batch.condition is not None and self.noisy_latents.shape[2] > 1)
 
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
         """The same batch, noise and target at other noise levels; a conditioning first frame is kept.
