@@ -92,11 +92,6 @@ class NoisyBatch:
     place: Place | None = None
     host_sigmas: tuple[float, ...] = ()
 
-    @property
-    def given_frames(self) -> int:
-        """How many latent frames at the start are a clean condition: 1 in i2v clips, else 0."""
-        return int(self.batch.condition is not None and self.noisy_latents.shape[2] > 1)
-
     def of(self, rows: Sequence[int]) -> NoisyBatch:
         """Some of the samples, for a forward pass alone: without what only the loss needs."""
 
@@ -106,9 +101,19 @@ class NoisyBatch:
         batch, condition = self.batch, self.batch.condition
         embeds, names = [batch.embeds[row] for row in rows], [batch.names[row] for row in rows]
         condition = None if condition is None else pick(condition)
-        picked = Batch(pick(batch.latents), embeds, names, batch.dataset_id, condition)
-        noisy_latents, timesteps = pick(self.noisy_latents), pick(self.timesteps)
-        return NoisyBatch(picked, pick(self.noise), pick(self.sigmas), noisy_latents, timesteps, pick(self.target))
+        return NoisyBatch(
+            Batch(pick(batch.latents), embeds, names, batch.dataset_id, condition),
+            noise=pick(self.noise),
+            sigmas=pick(self.sigmas),
+            noisy_latents=pick(self.noisy_latents),
+            timesteps=pick(self.timesteps),
+            target=pick(self.target),
+        )
+
+    @property
+    def given_frames(self) -> int:
+        """How many latent frames at the start are a clean condition: 1 in i2v clips, else 0."""
+        return int(self.batch.condition is not None and self.noisy_latents.shape[2] > 1)
 
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
         """The same batch, noise and target at other noise levels; a conditioning first frame is kept.

@@ -111,7 +111,7 @@ class ScheduledSampling(Technique):
     def _paths(self, noisy: NoisyBatch, place: Place) -> list[list[float]]:
         """The noise levels that each sample passes; empty if it is trained plainly."""
         chance = self._config.probability_at(place.global_step)
-        from_picture = noisy.batch.condition is not None and noisy.noisy_latents.shape[2] > 1
+        from_picture = noisy.given_frames > 0
         paths = []
         for sigma, generator in zip(noisy.host_sigmas, place.generators("scheduled sampling"), strict=True):
             gate, share = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
