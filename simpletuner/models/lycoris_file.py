@@ -120,7 +120,7 @@ def read_lycoris(path: str | None, spec: FamilySpec, problems: list[Problem]) ->
         return None
     content = read_json(Path(path).expanduser(), problems)
     wrong = _malformed(content)
-    if wrong:
+    if wrong and content is not None:  # otherwise read_json has said why
         problems.append(Problem(KEY, f"{path!r}: {wrong}."))
     return None if wrong else LycorisFile(content, spec)
 

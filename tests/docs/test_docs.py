@@ -18,6 +18,7 @@ from simpletuner.config.load import Layer, RunConfig, read_json_layer, resolve
 from simpletuner.config.schema import all_options
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem
+from simpletuner.models.lycoris_file import check_lycoris, read_lycoris
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.checks import check_config, check_family, check_flavour
 from simpletuner.validation.prompts import read_library
@@ -68,6 +69,10 @@ def test_json_block_loads(text: str, tmp_path: Path) -> None:
         assert layer is not None
         config = resolve([Layer("required", list(REQUIRED.items())), layer], problems)
         problems += [*check_config(config), *check_settings(config)]
+    elif "algo" in content:
+        file = read_lycoris(str(path), FAMILIES["kandinsky5-image"], problems)
+        assert file is not None
+        problems += check_lycoris(file, {}, quantised=False)
     else:
         assert [name for name, _ in read_library(path, problems)] == list(content)
     assert problems == []
