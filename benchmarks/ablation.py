@@ -31,6 +31,7 @@ EXAMPLES = ROOT / "simpletuner" / "examples"
 PLAIN = "plain"
 HELD_OUT = 2  # samples of a demo
 PREVIEW_STEPS, EVAL_TIMESTEPS = 25, 28
+TIMED, UNTIMED = 10, 2  # steps of a run for its time alone: those that count, after those that do not
 MARKS = re.compile(r"(?<=<!-- ablation -->\n).*(?=<!-- end -->)", re.DOTALL)
 
 
@@ -157,6 +158,15 @@ class Lab:
         path = self.file(cell)
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
+    def times(self, demo: str) -> Path:
+        """Where the times of a demo's rows are."""
+        return self.folder / f"times-{demo}.json"
+
+    def read_times(self, demo: str, row: str) -> list[float]:
+        """The time of a step in every round, in units of the plain one; empty if it is not measured yet."""
+        path = self.times(demo)
+        return json.loads(path.read_text(encoding="utf-8")).get(row, []) if path.is_file() else []
+
     def preview(self, cell: Cell, name: str) -> Path:
         """The last preview of a prompt."""
         suffix = DEMOS[cell.demo].suffix
@@ -229,44 +239,73 @@ def neutral(shipped: Mapping[str, Any]) -> dict[str, Any]:
 def run_cell(lab: Lab, cell: Cell) -> None:
     """Train one cell in this process and write what it measured; an interrupted one continues."""
     from simpletuner.cli.app import main as simpletuner
+
+    config = lab.write_config(cell)
+    code = simpletuner(["train", "--config", str(config)])
+    if code:
+        raise SystemExit(code)
+    lines = (config.parent / "training_metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    loss = [record["loss/val/held-out"] for record in map(json.loads, lines) if "loss/val/held-out" in record][-1]
+    lab.file(cell).write_text(json.dumps({"loss": loss}), encoding="utf-8")
+
+
+def measure_times(lab: Lab, name: str, rounds: int) -> None:
+    """Write the time of a step of every row, in units of the plain one of the same round.
+
+    Short runs without previews take turns, since the long ones are hours apart, on a machine that others use, too.
+    """
+    rows = [row for row in ROWS if name in ROWS[row].demos]
+    seconds: dict[str, list[float]] = {row: [] for row in rows}
+    for _ in range(rounds):
+        for row in rows:
+            seconds[row].append(step_seconds(lab, Cell(name, row, 0, UNTIMED + TIMED)))
+    times = {row: [mine / plain for mine, plain in zip(seconds[row], seconds[PLAIN], strict=True)] for row in rows}
+    lab.times(name).write_text(json.dumps(times), encoding="utf-8")
+
+
+def step_seconds(lab: Lab, cell: Cell) -> float:
+    """Mean CPU time of a step; one thread does the work, and neighbours disturb CPU time least."""
+    from simpletuner.cli.app import main as simpletuner
     from simpletuner.training import loop
 
     seconds: list[float] = []
     step = loop.optimizer_step
 
     def timed(*inputs: Any) -> Any:
-        started = time.process_time()  # one thread does the work, and neighbours disturb CPU time least
+        started = time.process_time()
         report = step(*inputs)
         seconds.append(time.process_time() - started)
         return report
 
-    config = lab.write_config(cell)
+    alone = Lab(lab.folder / "timed")
+    config = alone.write_config(cell)
     loop.optimizer_step = timed
     try:
-        code = simpletuner(["train", "--config", str(config)])
+        words = ["resume_from_checkpoint=none", "validation_disable=true", "eval_loss_disable=true"]
+        code = simpletuner(["train", "--config", str(config), *words])
     finally:
         loop.optimizer_step = step
+        shutil.rmtree(config.parent)
     if code:
         raise SystemExit(code)
-    lines = (config.parent / "training_metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    loss = [record["loss/val/held-out"] for record in map(json.loads, lines) if "loss/val/held-out" in record][-1]
-    measured = {"loss": loss, "seconds": statistics.median(seconds or [0.0])}
-    lab.file(cell).write_text(json.dumps(measured), encoding="utf-8")
+    return statistics.fmean(seconds[UNTIMED:])
 
 
-def in_its_own_process(lab: Lab, cell: Cell) -> None:
-    """Run a cell; its output goes to a file beside it."""
-    (lab.folder / cell.name).mkdir(parents=True, exist_ok=True)
-    words = [cell.demo, cell.row, str(cell.seed), str(cell.steps)]
-    with (lab.folder / cell.name / "output.txt").open("w", encoding="utf-8") as output:
-        command = [sys.executable, "-m", "benchmarks.ablation", "--folder", str(lab.folder), "--cell", *words]
+def in_its_own_process(lab: Lab, name: str, words: Sequence[str]) -> None:
+    """Start this script with further words; the output goes to a folder of that name."""
+    (lab.folder / name).mkdir(parents=True, exist_ok=True)
+    with (lab.folder / name / "output.txt").open("w", encoding="utf-8") as output:
+        command = [sys.executable, "-m", "benchmarks.ablation", "--folder", str(lab.folder), *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, cwd=lab.folder / cell.name, check=True, stdout=output, stderr=output, env=environment)
+        subprocess.run(command, cwd=lab.folder / name, check=True, stdout=output, stderr=output, env=environment)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table; a number per seed in each column. `worse` is the loss less that of the plain run."""
+    """One row of the table; a number per seed in each column, and the times of all rounds.
+
+    `worse` is the loss less that of the plain run.
+    """
 
     demo: str
     row: str
@@ -278,7 +317,7 @@ class Line:
 
 
 def lines_of(lab: Lab, cells: Sequence[Cell]) -> list[Line]:
-    """The rows of the finished cells. Times are relative to the plain run of the same seed."""
+    """The rows of the finished cells."""
     found: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         if lab.read(cell) and lab.read(plain_of(cell)):
@@ -302,8 +341,7 @@ def line_of(lab: Lab, name: str, row: str, cells: Sequence[Cell]) -> Line:
     ]
     pairs = list(zip(own, plain, strict=True))
     worse = [mine["loss"] - other["loss"] for mine, other in pairs]
-    times = [mine["seconds"] / other["seconds"] for mine, other in pairs]
-    return Line(name, row, [each["loss"] for each in own], worse, scores, changes, times)
+    return Line(name, row, [each["loss"] for each in own], worse, scores, changes, lab.read_times(name, row))
 
 
 def table(lines: Sequence[Line], steps: int | None) -> str:
@@ -328,12 +366,14 @@ def table(lines: Sequence[Line], steps: int | None) -> str:
 
 def spread(values: Sequence[float], digits: int, sign: str = "") -> str:
     """Mean (smallest to largest)."""
+    if not values:
+        return ""
     mean, *ends = (f"{each:{sign}.{digits}f}" for each in (statistics.fmean(values), min(values), max(values)))
     return mean if len(values) < 2 else f"{mean} ({' to '.join(ends)})"
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, rounds=3)
     parser.add_argument("--folder", type=Path, default=ROOT / "output" / "ablation", help="where the runs are kept")
     parser.add_argument("--demos", nargs="+", choices=DEMOS, default=list(DEMOS))
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows to run besides the plain one")
@@ -341,11 +381,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of a run, instead of the demo's own number")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="also put the table between the marks of this page")
     parser.add_argument("--cell", nargs=4, metavar=("DEMO", "ROW", "SEED", "STEPS"), help="run one cell here")
+    parser.add_argument("--time", choices=DEMOS, help="measure the times of a demo's rows here")
     options = parser.parse_args()
     lab = Lab(options.folder.resolve())
     if options.cell:
         demo, row, seed, steps = options.cell
         return run_cell(lab, Cell(demo, row, int(seed), int(steps)))
+    if options.time:
+        return measure_times(lab, options.time, options.rounds)
     chosen = [
         Cell(demo, row, seed, options.steps or DEMOS[demo].steps)
         for seed in options.seeds  # seed by seed, so that an unfinished table has every row
@@ -353,7 +396,7 @@ def main() -> None:
         for row in dict.fromkeys((PLAIN, *options.only))
         if demo in ROWS[row].demos
     ]
-    failed = run_all(lab, chosen)
+    failed = run_all(lab, chosen, options.rounds)
     every = [
         Cell(name, row, seed, options.steps or demo.steps)
         for name, demo in DEMOS.items()
@@ -379,16 +422,20 @@ def seeds_of(lab: Lab) -> list[int]:
     return sorted({int(path.parent.name.split("-")[-2]) for path in lab.folder.glob("*/cell.json")})
 
 
-def run_all(lab: Lab, cells: Sequence[Cell]) -> list[str]:
-    """Run the cells that are not finished; returns the names of those that failed."""
+def run_all(lab: Lab, cells: Sequence[Cell], rounds: int) -> list[str]:
+    """Run the cells that are not finished and measure missing times; returns the names of what failed."""
+    waiting = {cell.name: ["--cell", cell.demo, cell.row, str(cell.seed), str(cell.steps)]
+               for cell in cells if lab.read(cell) is None}  # fmt: skip
+    for cell in cells:
+        if not lab.read_times(cell.demo, cell.row):
+            waiting[f"times-{cell.demo}"] = ["--time", cell.demo, "--rounds", str(rounds)]
     failed = []
-    for number, cell in enumerate(cells, 1):
-        if lab.read(cell) is None:
-            print(f"{number}/{len(cells)} {cell.name}", flush=True)
-            try:
-                in_its_own_process(lab, cell)
-            except subprocess.CalledProcessError:
-                failed.append(cell.name)
+    for number, (name, words) in enumerate(waiting.items(), 1):
+        print(f"{number}/{len(waiting)} {name}", flush=True)
+        try:
+            in_its_own_process(lab, name, words)
+        except subprocess.CalledProcessError:
+            failed.append(name)
     return failed
 
 

@@ -20,10 +20,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Cells run in this process, with short previews; their names."""
     names: list[str] = []
 
-    def here(lab: ablation.Lab, cell: Cell) -> None:
-        names.append(cell.name)
-        ablation.run_cell(lab, cell)
+    def here(lab: ablation.Lab, name: str, words: list[str]) -> None:
+        names.append(name)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["ablation", "--folder", str(lab.folder), *words])
+            ablation.main()
 
+    two = {name: ablation.ROWS[name] for name in ("plain", "tread")}
+    monkeypatch.setattr(ablation, "ROWS", two)
+    monkeypatch.setattr(ablation, "TIMED", 1)
+    monkeypatch.setattr(ablation, "UNTIMED", 0)
     monkeypatch.setattr(ablation, "PREVIEW_STEPS", 2)
     monkeypatch.setattr(ablation, "EVAL_TIMESTEPS", 1)
     monkeypatch.setattr(ablation, "in_its_own_process", here)
@@ -36,17 +42,18 @@ def test_what_is_finished_is_kept_and_stands_in_the_table(
 ) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- ablation -->\nold\n<!-- end -->\nafter\n")
-    words = ["ablation", "--demos", "image", "--only", "tread", "--seeds", "3", "--steps", "1"]
+    words = ["ablation", "--demos", "image", "--only", "tread", "--seeds", "3", "--steps", "1", "--rounds", "1"]
     words += ["--folder", str(tmp_path / "runs"), "--json", str(tmp_path / "rows.json"), "--docs", str(page)]
     monkeypatch.setattr(sys, "argv", words)
     ablation.main()
-    assert run == ["image-plain-3-1", "image-tread-3-1"]
+    assert run == ["image-plain-3-1", "image-tread-3-1", "times-image"]
     ablation.main()
-    assert len(run) == 2
+    assert len(run) == 3
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["row"] for row in rows] == ["plain", "tread"]
     assert rows[0]["time"] == [1.0]
     assert all(row["loss"][0] > 0 for row in rows)
+    assert rows[1]["time"][0] > 0
     text = page.read_text()
     assert text.startswith("before\n<!-- ablation -->\ndemo, 1 steps, 1 seeds\n")
     assert text.endswith("<!-- end -->\nafter\n")
