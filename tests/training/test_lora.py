@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,22 @@ def trained(checkpoint: Path, **settings: object) -> LoraAdapter:
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
     return lora_of(assembly)
+
+
+def test_the_base_takes_half_the_bytes_of_what_is_trained(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(t2i_checkpoint, tmp_path / "model"))
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    weights = {
+        name: each.bfloat16().float() if "modulation" in name else each for name, each in load_file(file).items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+    settings = {"mixed_precision": "bf16", "optimizer": "adamw", "speed_bf16_modulation": True}
+    assembly = make_assembly(folder, **settings)
+    assert {each.dtype for each in assembly.parameters.values()} == {torch.float32}
+    base = {name: each.dtype for name, each in assembly.transformer.named_parameters() if not each.requires_grad}
+    linear = [name for name in base if "feed_forward" in name or "modulation.out_layer.weight" in name]
+    assert linear
+    assert {base[name] for name in linear} == {torch.bfloat16}
 
 
 def test_file_form(t2i_checkpoint: Path, tmp_path: Path) -> None:
