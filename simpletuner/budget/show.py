@@ -52,6 +52,8 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     for dataset in plan.datasets:
         yield ""
         yield from _ledger_lines(dataset.id, dataset.ledger(), dataset.changes_each_epoch)
+        if white := dataset.white.values():
+            yield f"  masks: {sum(white) / len(white):.1%} is learned on average"
     yield ""
     yield from _cache_lines(plan, budget)
     yield from _preview_lines(plan)

@@ -14,9 +14,12 @@ from simpletuner.caching.entry import DamagedEntryError
 from simpletuner.caching.fill import FEATURES
 from simpletuner.caching.store import CacheStore
 from simpletuner.data.chance import fraction
+from simpletuner.data.files import MediaError
+from simpletuner.data.masks import latent_mask
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch, TextEmbeds
+from simpletuner.errors import UserError
 
 
 class BatchReader:
@@ -62,14 +65,17 @@ class BatchReader:
         return self._batch([sample], [self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))])
 
     def _batch(self, samples: Sequence[Sample], embeds: list[TextEmbeds]) -> Batch:
-        # Either all samples of a dataset have a condition or none has.
+        # Either all samples of a dataset have a condition or none has; so with masks.
         found = [entry for sample in samples if (entry := self.catalogue.condition(sample)) is not None]
+        latents = torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples])
+        masks = [mask_weights(sample.mask, latents) for sample in samples if sample.mask]
         return Batch(
-            latents=torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples]),
+            latents=latents,
             embeds=embeds,
             names=[sample.full_name for sample in samples],
             dataset_id=samples[0].dataset_id,
             condition=torch.stack([self._latents(entry) for entry in found]) if found else None,
+            loss_mask=torch.stack(masks) if masks else None,
         )
 
     def read_text(self, entry: TextEntry) -> TextEmbeds:
@@ -101,3 +107,16 @@ class BatchReader:
             store.remove(key)
             self.restore(entry)
             return store.read(key)
+
+
+def mask_weights(mask: Sample, latents: Tensor) -> Tensor:
+    """A mask in the positions of a batch of latents, `1 F H W`; read from its file, since it is small.
+
+    Raises:
+        UserError: the file can no longer be read.
+    """
+    frames, height, width = latents.shape[-3:]
+    try:
+        return torch.from_numpy(latent_mask(mask, (frames, height, width)))
+    except MediaError as error:
+        raise UserError(f"{mask.path} {error}. It was readable when the run was planned; start again.") from error

@@ -38,6 +38,7 @@ from simpletuner.redaction import hide_secrets
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
 ConditioningType = Literal["mask", "segmentation", "reference_strict", "reference_loose", "controlnet"]
+MASKS: tuple[ConditioningType, ...] = ("mask", "segmentation")
 
 
 class ParquetConfig(Group):

@@ -20,6 +20,7 @@ from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.json_files import json_kind, read_json, same_value
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
+from simpletuner.config.masked_loss import MaskedLossConfig
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
 from simpletuner.config.option import Group
 from simpletuner.config.preservation import PreservationConfig
@@ -81,6 +82,7 @@ class RunConfig:
     flow: schema.FlowConfig
     text: schema.TextConfig
     loss: schema.LossConfig
+    masked_loss: MaskedLossConfig
     preservation: PreservationConfig
     tread: schema.TreadConfig
     crepa: CrepaConfig

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator
 from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
+from simpletuner.config.masked_loss import MaskedLossConfig
 from simpletuner.config.option import (
     Flag,
     Gigabytes,
@@ -509,7 +510,6 @@ class LossConfig(Group):
     )
     noise_offset: Number = option(0.0, "Offset of the noise mean per sample and channel.", ge=0)
     noise_offset_probability: Number = option(1.0, "Share of samples with noise_offset.", ge=0, le=1)
-    masked_loss_probability: Number = option(1.0, "Share of batches that use masks.", ge=0, le=1, planned="detail")
 
     def input_perturbation_at(self, step: int) -> float:
         """The strength of `input_perturbation` after `step` optimizer steps."""
@@ -660,6 +660,7 @@ GROUPS: dict[str, type[Group]] = {
     "flow": FlowConfig,
     "text": TextConfig,
     "loss": LossConfig,
+    "masked_loss": MaskedLossConfig,
     "preservation": PreservationConfig,
     "tread": TreadConfig,
     "crepa": CrepaConfig,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data.buckets import OutsideLimitsError
 from simpletuner.data.captions import (
     CaptionError,
@@ -27,7 +27,9 @@ from simpletuner.data.checks import (
     check_caches,
     check_default_text_cache,
     check_entry,
+    check_fit,
     check_folders,
+    check_masks,
     check_output_folder,
     check_start,
     link_partners,
@@ -36,8 +38,9 @@ from simpletuner.data.checks import (
 )
 from simpletuner.data.clip_rules import ClipLengthError, build_clip_rules, check_frame_rate
 from simpletuner.data.context import DataContext, latent_dir_of, text_entry_of
-from simpletuner.data.dataset import Dataset, Partners, names_by_key, stretched
+from simpletuner.data.dataset import Dataset, Partners, is_stretched, names_by_key
 from simpletuner.data.discovery import FileFacts, Folder, read_folder
+from simpletuner.data.masks import measure_masks
 from simpletuner.data.rules import build_rules
 from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, shorten
@@ -84,7 +87,7 @@ def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, capti
     clip = clips.read(facts.clip) if clips and facts.clip else None
     frames = clips.frames_of(clip) if clips and clip else 1
     geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
-    return Sample(
+    sample = Sample(
         dataset_id=dataset.id,
         name=name,
         path=folder.root / name,
@@ -98,6 +101,7 @@ def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, capti
         clip=clip,
         is_i2v=clips is not None and clips.is_i2v,
     )
+    return replace(sample, mask=dataset.masks.mask_of(sample)) if dataset.masks else sample
 
 
 def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> list[Dataset]:
@@ -185,7 +189,7 @@ class _Builder:
             partners=tuple(partner for partner in partners if partner is not None),
             clips=clips,
         )
-        dataset = self._choose(self._fill(dataset, folder, captions))
+        dataset = self._read_masks(self._choose(self._fill(dataset, folder, captions)))
         summarise_rejected(dataset, self.problems)
         warn_of_enlarged(dataset, self.problems)
         self._check_speed(dataset)
@@ -221,18 +225,34 @@ class _Builder:
                 )
                 self.problems.append(Problem(dataset.id, message))
             self._check_stretch(dataset, folder, partners)
+            if partners.conditioning_type in MASKS:
+                check_fit(dataset, partners, self.problems)
 
     def _check_stretch(self, dataset: Dataset, folder: Folder, partners: Partners) -> None:
         if partners.conditioning_type != "reference_strict":
             return
         found = [(facts, partners.facts_of(name)) for name, facts in folder.facts.items()]
-        count = stretched([(own.picture_size, other.picture_size) for own, other in found if other and other.width])
+        count = sum(is_stretched(own.picture_size, other.picture_size) for own, other in found if other and other.width)
         if count:
             message = (
                 f"{count} pictures of {partners.dataset_id} have another ratio than their partners and are stretched "
                 "to the same size; crop them alike, or use conditioning_type reference_loose."
             )
             self.problems.append(Problem(dataset.id, message, fatal=False))
+
+    def _read_masks(self, dataset: Dataset) -> Dataset:
+        """Look at every mask as it is trained, unless the index has the result; damaged ones leave their pair out."""
+        masks = dataset.masks
+        if masks is None:
+            return dataset
+        found = measure_masks(dataset, masks, self.context)
+        read = replace(masks, facts={**masks.facts, **found})
+        self.partners[masks.dataset_id] = read
+        dataset = replace(dataset, partners=tuple(read if each is masks else each for each in dataset.partners))
+        check_masks(dataset, self.problems)
+        names = {sample.name: sample.mask.name for sample in dataset.samples if sample.mask}
+        damaged = {own: f"its mask {name} {why}" for own, name in names.items() if (why := found[name].problem)}
+        return dataset.without(damaged, "partner unusable")
 
     def _choose(self, dataset: Dataset) -> Dataset:
         """The fixed subset of `max_num_samples`, ranked by hash so that added files change it as little as possible."""
@@ -273,7 +293,7 @@ class _Builder:
     def _read_partners(self, entry: DatasetConfig) -> Partners | None:
         rules = build_rules(entry, self.context.spec, self.problems)
         kind = entry.conditioning_type
-        if rules is None or (kind != "reference_strict" and kind != "reference_loose"):
+        if rules is None or kind is None:
             return None
         folder = self.folder(entry)
         facts = {**folder.facts, **folder.damaged}
@@ -281,13 +301,19 @@ class _Builder:
 
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
         """A dataset of the partners in use for each conditioning entry, so that its files are listed too."""
-        used = [sample.partner for dataset in datasets for sample in dataset.samples if sample.partner]
+        samples = [sample for dataset in datasets for sample in dataset.samples]
+        used = [sample.partner for sample in samples if sample.partner]
+        used += [sample.mask for sample in samples if sample.mask]
         known = [(entry, self.partners.get(entry.id)) for entry in self.entries]
-        return [
+        built = [
             _conditioning_dataset(entry, self.folder(entry), partners, used, self.context)
             for entry, partners in known
             if partners is not None
         ]
+        for dataset in built:
+            if dataset.config.conditioning_type in MASKS:
+                summarise_rejected(dataset, self.problems)
+        return built
 
 
 def _unused_captions(entry: DatasetConfig, folder: Folder) -> list[Rejected]:
@@ -306,8 +332,9 @@ def _conditioning_dataset(
     idle = [
         Rejected(entry.id, name, "no source picture", "is not the partner of any trained picture")
         for name in folder.facts
-        if name not in names
+        if name not in names and partners.facts[name].problem is None
     ]
+    idle += [Rejected(entry.id, name, "damaged", why) for name in folder.facts if (why := partners.facts[name].problem)]
     return Dataset(
         config=entry.model_copy(update={"vae_cache_clear_each_epoch": False}),
         samples=tuple(sorted(own.values(), key=lambda sample: sample.name)),

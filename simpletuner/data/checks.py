@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.datasets import MASKS, DatasetConfig
+from simpletuner.data.clip_rules import ClipRules
 from simpletuner.data.context import DataContext
-from simpletuner.data.dataset import Dataset
-from simpletuner.data.discovery import is_readable, load_index
+from simpletuner.data.dataset import Dataset, Partners, is_stretched
+from simpletuner.data.discovery import FileFacts, is_readable, load_index
 from simpletuner.data.sample import NOTEWORTHY
 from simpletuner.errors import Problem, did_you_mean, shorten
 
@@ -20,6 +21,8 @@ SKIPPABLE = ("vae", "aspect", "metadata", "text")
 # Enlarged by more than this, a picture looks blurred at the training size.
 NOTICEABLE_ENLARGEMENT = 1.5
 REFERENCES = ("reference_strict", "reference_loose")
+# A mask of which less than this is white teaches almost nothing.
+TINY_MASK = 0.01
 
 
 def holds_files(config: DatasetConfig) -> bool:
@@ -183,6 +186,10 @@ def link_partners(
         linked.update(names)
         entries = [conditioning[name] for name in names if name in conditioning]
         links[config.id] = [entry for entry in entries if _is_usable(entry, config, context, problems)]
+        masks = [entry.id for entry in links[config.id] if entry.conditioning_type in MASKS]
+        if len(masks) > 1:
+            message = f"names several datasets of masks ({', '.join(masks)}); a picture has one."
+            problems.append(Problem(f"{config.id}.conditioning_data", message))
         if config.is_trained:
             _check_references(config, links[config.id], context, problems)
     for name in conditioning.keys() - linked:
@@ -194,11 +201,11 @@ def link_partners(
 def _is_usable(entry: DatasetConfig, source: DatasetConfig, context: DataContext, problems: list[Problem]) -> bool:
     kind = entry.conditioning_type
     if kind is None:
-        message = f"is required; for source pictures, one of: {', '.join(REFERENCES)}."
+        message = f"is required: {' or '.join(REFERENCES)} for source pictures, {' or '.join(MASKS)} for masks."
         problems.append(Problem(f"{entry.id}.conditioning_type", message))
-    elif kind == "mask":
-        problems.append(Problem(f"{entry.id}.conditioning_type", "'mask' is not available yet."))
-    elif context.task != "i2i" or kind not in REFERENCES:
+    if kind is None or kind in MASKS:
+        return kind is not None
+    if context.task != "i2i" or kind not in REFERENCES:
         message = f"this flavour cannot use {kind} pictures: those of {entry.id} are neither cached nor used."
         problems.append(Problem(f"{source.id}.conditioning_data", message, fatal=False))
     return context.task == "i2i" and kind in REFERENCES
@@ -208,6 +215,7 @@ def _check_references(
     config: DatasetConfig, entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
 ) -> None:
     where = f"{config.id}.conditioning_data"
+    entries = [entry for entry in entries if entry.conditioning_type in REFERENCES]
     if context.task == "i2i" and not entries:
         message = (
             "is required: this flavour edits pictures, so it needs a conditioning dataset with the source pictures "
@@ -217,6 +225,42 @@ def _check_references(
     if len(entries) > 1 and context.defaults.conditioning_multidataset_sampling == "combined":
         message = f"{context.spec.name} takes one source picture at a time; use random instead of combined."
         problems.append(Problem("conditioning_multidataset_sampling", message))
+
+
+def check_fit(dataset: Dataset, masks: Partners, problems: list[Problem]) -> None:
+    """One error with the masks that cannot be those of their picture or clip."""
+    pairs = [(name, facts, masks.facts_of(name)) for name, facts in dataset.facts.items() if facts.width]
+    found = [(name, _misfit(name, facts, mask, dataset.clips)) for name, facts, mask in pairs if mask and mask.width]
+    wrong = [f"{masks.name_of(name)} {why}" for name, why in found if why]
+    if wrong:
+        message = f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}."
+        problems.append(Problem(masks.dataset_id, message))
+
+
+def _misfit(name: str, own: FileFacts, mask: FileFacts, rules: ClipRules | None) -> str | None:
+    if is_stretched(own.picture_size, mask.picture_size):
+        return f"is {mask.width}x{mask.height} and {name} {own.width}x{own.height}, another ratio"
+    if mask.clip is None:
+        return None
+    rate = rules.rate if rules else mask.clip.source_rate
+    given, needed = mask.clip.frames_at(rate), own.clip.frames_at(rate) if own.clip else 1
+    return None if given == needed else f"has {given} frames at {rate:g} a second and {name} {needed}"
+
+
+def check_masks(dataset: Dataset, problems: list[Problem]) -> None:
+    """Masks must leave something to learn."""
+    white, masks = dataset.white, dataset.masks
+    if masks is None or not white:
+        return
+    black = [name for name, share in white.items() if not share]
+    if black:
+        besides = ", frame 0 aside," if dataset.clips and dataset.clips.is_i2v else ""
+        message = f"{len(black)} masks are black{besides} where they are trained, so nothing is learned: "
+        problems.append(Problem(masks.dataset_id, f"{message}{shorten(black)}."))
+    mean = sum(white.values()) / len(white)
+    if mean < TINY_MASK:
+        message = f"only {mean:.2%} of the masks is white on average; masked_loss_normalise makes up for small masks."
+        problems.append(Problem(masks.dataset_id, message, fatal=False))
 
 
 def summarise_rejected(dataset: Dataset, problems: list[Problem]) -> None:

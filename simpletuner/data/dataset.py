@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
-from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.datasets import MASKS, ConditioningType, DatasetConfig
 from simpletuner.config.option import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
@@ -29,8 +28,8 @@ class Partners:
 
     Attributes:
         dataset_id: its id.
-        conditioning_type: reference_strict takes over size and crop; reference_loose is cropped to the same size by
-            its own rules.
+        conditioning_type: masks and reference_strict take over size and crop; reference_loose is cropped to the same
+            size by its own rules.
         root: its folder.
         facts: facts of its pictures, by name.
         rules: its own crop rules.
@@ -38,7 +37,7 @@ class Partners:
     """
 
     dataset_id: str
-    conditioning_type: Literal["reference_strict", "reference_loose"]
+    conditioning_type: ConditioningType
     root: Path
     facts: Mapping[str, FileFacts]
     rules: BucketRules
@@ -66,6 +65,18 @@ class Partners:
             own = self.rules.follow(facts.picture_size, geometry, *token)
         return Sample(self.dataset_id, name, self.root / name, facts.content, facts.picture_size, own)
 
+    def mask_of(self, sample: Sample) -> Sample:
+        """The mask of a sample; if it is a clip, the same frames of it.
+
+        Raises:
+            KeyError: it has none.
+        """
+        mask = self.partner(sample.name, sample.geometry)
+        clip = self.facts[mask.name].clip
+        if clip is not None:
+            mask = replace(mask, frames=sample.frames, frame_rate=sample.frame_rate, clip=clip)
+        return replace(mask, is_segmentation=self.conditioning_type == "segmentation")
+
 
 def names_by_key(names: Iterable[str]) -> dict[str, str]:
     """Picture names by `pair_key`; of several file types with the same stem the first counts."""
@@ -75,9 +86,9 @@ def names_by_key(names: Iterable[str]) -> dict[str, str]:
     return keyed
 
 
-def stretched(pairs: Sequence[tuple[Size, Size]]) -> int:
-    """Number of pairs whose ratios differ, so that a partner that takes over the source's crop is stretched."""
-    return sum(abs(own[0] * other[1] / (own[1] * other[0]) - 1) > STRETCH_TOLERANCE for own, other in pairs)
+def is_stretched(own: Size, other: Size) -> bool:
+    """Whether two ratios differ, so that a partner that takes over the source's crop is stretched."""
+    return abs(own[0] * other[1] / (own[1] * other[0]) - 1) > STRETCH_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,23 @@ class Dataset:
         return Path(self.config.instance_data_dir or "")
 
     @property
+    def references(self) -> list[Partners]:
+        """The datasets of source pictures; each sample has a partner in one of them."""
+        return [each for each in self.partners if each.conditioning_type not in MASKS]
+
+    @property
+    def masks(self) -> Partners | None:
+        """The dataset of its masks, or None."""
+        return next((each for each in self.partners if each.conditioning_type in MASKS), None)
+
+    @property
+    def white(self) -> dict[str, float]:
+        """The share of each mask that is white where it is trained, by the name of the mask."""
+        names = [sample.mask.name for sample in self.samples if sample.mask]
+        facts = self.masks.facts if self.masks else {}
+        return {name: found[1] for name in names if (found := facts[name].white)}
+
+    @property
     def batch_size(self) -> int:
         """Samples of one micro-batch on one device."""
         return self.config.train_batch_size or 1
@@ -137,7 +165,8 @@ class Dataset:
 
     def _moved(self, sample: Sample, epoch: int) -> Sample:
         geometry, partner = self.place(sample.name, sample.original_size, epoch, sample.frames)
-        return replace(sample, geometry=geometry, partner=partner)
+        mask = sample.mask and replace(sample.mask, geometry=geometry)
+        return replace(sample, geometry=geometry, partner=partner, mask=mask)
 
     def place(self, name: str, size: Size, epoch: int, frames: int = 1) -> tuple[Geometry, Sample | None]:
         """The geometry of a picture or clip in an epoch, and its partner cropped to match.
@@ -155,10 +184,11 @@ class Dataset:
         geometry = self.rules.place(size, *token)
         if self.clips is not None:
             geometry = self.clips.label(geometry, frames)
-        if not self.partners:
+        references = self.references
+        if not references:
             return geometry, None
         # Without the epoch: a picture keeps its partner.
-        choice = self.partners[int(fraction(*token[:3], "partner") * len(self.partners))]
+        choice = references[int(fraction(*token[:3], "partner") * len(references))]
         return geometry, choice.partner(name, geometry, *token)
 
     def buckets(self) -> dict[str, list[Sample]]:

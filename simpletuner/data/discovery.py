@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_atomically
-from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.option import Size
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
 from simpletuner.data.context import DataContext
@@ -64,19 +64,18 @@ def is_readable(folder: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
 
 
-def scan(root: Path, *, clips: bool = False) -> Scan:
+def scan(root: Path, wanted: frozenset[str] = PICTURE_SUFFIXES) -> Scan:
     """List a folder with its sub-folders, in the same order on every machine.
 
     Links are followed, each folder is visited once. A folder that cannot be listed is reported as ignored.
 
     Args:
-        clips: look for clips instead of pictures.
+        wanted: extensions of the files to look for.
 
     Raises:
         OSError: `root` itself cannot be listed.
     """
     files, texts = [], []
-    wanted = CLIP_SUFFIXES if clips else PICTURE_SUFFIXES
     ignored: dict[str, tuple[Reason, str]] = {}
     for name, problem in sorted(_walk(root)):
         if problem is not None:
@@ -86,13 +85,13 @@ def scan(root: Path, *, clips: bool = False) -> Scan:
         elif _suffix(name) == CAPTION_SUFFIX:
             texts.append(name)
         else:
-            ignored[name] = _foreign(name, clips)
+            ignored[name] = _foreign(name, wanted)
     captions = _captions(files, texts, ignored)
     return Scan(tuple(files), captions, ignored)
 
 
-def _foreign(name: str, clips: bool) -> tuple[Reason, str]:
-    if not clips:
+def _foreign(name: str, wanted: frozenset[str]) -> tuple[Reason, str]:
+    if wanted >= PICTURE_SUFFIXES:
         return "not a picture", "does not have the extension of a picture"
     if _suffix(name) in PICTURE_SUFFIXES:
         return "not a clip", "is a picture; pictures need a separate dataset (dataset_type image)"
@@ -173,6 +172,7 @@ class FileFacts:
         problem: why it cannot be used, or None.
         captions: the captions it was last used with, in case the files themselves are gone.
         clip: length and rate; None for pictures.
+        white: how it was last read as a mask, and the share of it that is white then.
     """
 
     size: int
@@ -183,6 +183,7 @@ class FileFacts:
     problem: str | None = None
     captions: tuple[str, ...] = ()
     clip: ClipFacts | None = None
+    white: tuple[str, float] | None = None
 
     @property
     def picture_size(self) -> Size:
@@ -288,7 +289,7 @@ def read_folder(config: DatasetConfig, context: DataContext) -> Folder:
     """Inspect every file of an entry; one that has not changed since the last run is not read again."""
     root = Path(config.instance_data_dir or "")
     known = load_index(Path(config.cache_dir_vae or ""), root)
-    listing = scan(root, clips=config.holds_clips and context.spec.media == "video") if is_readable(root) else Scan()
+    listing = scan(root, _suffixes(config, context)) if is_readable(root) else Scan()
     rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
     names = list(listing.files)
     if known and _keeps_list(config):
@@ -313,6 +314,13 @@ def read_folder(config: DatasetConfig, context: DataContext) -> Folder:
         gone={name: fact.captions for name, fact in lost.items() if name in facts},
         rejected=tuple(rejected),
     )
+
+
+def _suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:
+    """The mask of a clip may be a picture."""
+    if context.spec.media == "video" and config.conditioning_type in MASKS:
+        return PICTURE_SUFFIXES | CLIP_SUFFIXES
+    return CLIP_SUFFIXES if context.spec.media == "video" and config.holds_clips else PICTURE_SUFFIXES
 
 
 def _keeps_list(config: DatasetConfig) -> bool:

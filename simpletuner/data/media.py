@@ -213,11 +213,12 @@ def probe(source: Path | bytes) -> tuple[int, int]:
         return (height, width) if _orientation(picture) in SIDEWAYS else (width, height)
 
 
-def decode(source: Path | bytes) -> Image.Image:
-    """The first frame of a picture, upright, as 8-bit RGB; transparent areas become white.
+def decode(source: Path | bytes, background: str = "white") -> Image.Image:
+    """The first frame of a picture, upright, as 8-bit RGB.
 
     Args:
         source: a file, or its content.
+        background: colour of transparent areas.
 
     Raises:
         MediaError: it cannot be decoded completely.
@@ -229,17 +230,17 @@ def decode(source: Path | bytes) -> Image.Image:
         picture.load()
         # Pillow itself rotates a TIFF by its orientation tag when it decodes it.
         turn = None if kind == "TIFF" else UPRIGHT.get(_orientation(picture))
-        rgb = _to_rgb(picture)
+        rgb = _to_rgb(picture, background)
         return rgb if turn is None else rgb.transpose(turn)
 
 
-def fit(picture: Image.Image, geometry: Geometry) -> NDArray[np.uint8]:
+def fit(picture: Image.Image, geometry: Geometry, resampling: int = Image.Resampling.LANCZOS) -> NDArray[np.uint8]:
     """Resize with an antialiasing filter to `geometry.resized`, and crop.
 
     Only the crop is computed, so a very long picture needs no more memory than a square one.
 
     Returns:
-        pixels 0..255, `H W 3`.
+        pixels 0..255, `H W 3`; of a greyscale picture `H W`.
     """
     left, top = geometry.crop
     width, height = geometry.size
@@ -247,7 +248,7 @@ def fit(picture: Image.Image, geometry: Geometry) -> NDArray[np.uint8]:
     box = (left * across, top * down, (left + width) * across, (top + height) * down)
     # Rounding must not move the box beyond the picture: Pillow would refuse it.
     box = (box[0], box[1], min(box[2], picture.width), min(box[3], picture.height))
-    return np.asarray(picture.resize(geometry.size, Image.Resampling.LANCZOS, box=box), dtype=np.uint8)
+    return np.asarray(picture.resize(geometry.size, resampling, box=box), dtype=np.uint8)
 
 
 @contextmanager
@@ -289,13 +290,13 @@ def _orientation(picture: Image.Image) -> int:
         return 1
 
 
-def _to_rgb(picture: Image.Image) -> Image.Image:
+def _to_rgb(picture: Image.Image, background: str) -> Image.Image:
     if picture.mode == "F" or picture.mode.startswith("I"):
         return _from_deep_grey(picture)
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
-        white = Image.new("RGBA", picture.size, "white")
-        return Image.alpha_composite(white, picture).convert("RGB")
+        behind = Image.new("RGBA", picture.size, background)
+        return Image.alpha_composite(behind, picture).convert("RGB")
     return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 

@@ -52,10 +52,12 @@ class Sample:
         geometry: training size and crop.
         captions: one of them is drawn per use; empty for partners.
         partner: the paired picture of a conditioning dataset, or None.
+        mask: which part of it is learned: a picture, or a clip of the same frames, with the same geometry; or None.
         frames: how many are trained, starting with the first.
         frame_rate: frames per second at which they are taken; None for pictures.
         clip: facts of the clip; None for pictures.
         is_i2v: frame 0 is the condition for the others.
+        is_segmentation: as a mask it is white wherever it is not black.
     """
 
     dataset_id: str
@@ -66,10 +68,12 @@ class Sample:
     geometry: Geometry
     captions: tuple[str, ...] = ()
     partner: Sample | None = None
+    mask: Sample | None = None
     frames: int = 1
     frame_rate: float | None = None
     clip: ClipFacts | None = None
     is_i2v: bool = False
+    is_segmentation: bool = False
 
     @property
     def first_frame(self) -> Sample:

@@ -28,7 +28,7 @@ class Batch:
         names: `dataset/relative path` per sample, for messages.
         dataset_id: the dataset of all samples.
         condition: latents of the paired source pictures in the same layout, or None.
-        loss_mask: weight of each latent position in the loss, `B 1 F H W`, or None.
+        loss_mask: weight of each latent position in the loss, float32, `B 1 F H W`, or None.
         other_embeds: for each sample the embeddings of the caption whose prediction is preserved, or None.
         features: features that techniques cached per sample, by kind; of any shape and dtype.
     """
@@ -76,6 +76,7 @@ class NoisyBatch:
         noisy_latents: `(1 - sigma) z + sigma noise` unless a technique changes it, float32, `B C F H W`.
         timesteps: `1000 sigma`, float32, `B`.
         target: `noise - z`, float32, `B C F H W`.
+        frame_weights: weight of each latent frame in the loss, float32, `1 1 F 1 1`, or None.
         protected: positions that techniques must not drop: bool, on any device, of a shape that broadcasts to
             `B 1 F H W`, or None.
         place: position in the run, for techniques that draw random numbers; None outside of a run.
@@ -88,6 +89,7 @@ class NoisyBatch:
     noisy_latents: Tensor
     timesteps: Tensor
     target: Tensor
+    frame_weights: Tensor | None = None
     protected: Tensor | None = None
     place: Place | None = None
     host_sigmas: tuple[float, ...] = ()
@@ -114,6 +116,12 @@ class NoisyBatch:
     def given_frames(self) -> int:
         """How many latent frames at the start are a clean condition: 1 in i2v clips, else 0."""
         return int(self.batch.condition is not None and self.noisy_latents.shape[2] > 1)
+
+    def is_drawn(self, share: float, purpose: str) -> bool:
+        """Whether this micro-batch is in a share of them; drawn once for those of all processes."""
+        if self.place is None:
+            raise ValueError(f"{purpose} draws random numbers, so the batch needs its place in the run")
+        return bool(torch.rand((), generator=self.place.shared_generator(purpose)) < share)
 
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
         """The same batch, noise and target at other noise levels; a conditioning first frame is kept.

@@ -151,8 +151,6 @@ def make_noisy(
         noisy_latents=(1 - share) * latents + share * in_input,
         timesteps=1000 * sigmas,
         target=noise - latents,
-        # What the loss weighs by half or more, techniques must not drop.
-        protected=None if batch.loss_mask is None else batch.loss_mask >= 0.5,
         place=place,
     )
 
@@ -209,27 +207,14 @@ def _continued_fraction(x: float, a: float, b: float, limit: int = 1000, toleran
 def hold_first_frame(noisy: NoisyBatch) -> NoisyBatch:
     """Replace frame 0 by the condition, exclude it from the loss and protect it.
 
-    The loss stays a mean over the other frames: their weight is F / (F - 1), times the batch's own mask. A clip of one
-    frame and a batch without a condition are returned unchanged.
+    The loss stays a mean over the other frames, whose weight is F / (F - 1). A clip of one frame and a batch without a
+    condition are returned unchanged.
     """
     condition, frames = noisy.batch.condition, noisy.noisy_latents.shape[2]
     if condition is None or frames == 1:
         return noisy
     noisy_latents = torch.cat([condition.to(noisy.noisy_latents), noisy.noisy_latents[:, :, 1:]], dim=2)
-    mask = _later_frames(noisy_latents)
-    if noisy.batch.loss_mask is not None:
-        mask = mask * noisy.batch.loss_mask
-    # The other frames continue this one, so techniques that drop tokens must keep all of it.
-    protected = (torch.arange(frames) == 0).view(1, 1, -1, 1, 1)
-    if noisy.protected is not None:
-        protected = protected.to(noisy.protected.device) | noisy.protected
-    batch = replace(noisy.batch, loss_mask=mask)
-    return replace(noisy, noisy_latents=noisy_latents, batch=batch, protected=protected)
-
-
-def _later_frames(latents: Tensor) -> Tensor:
-    """0 on frame 0, F / (F - 1) on the others; `B 1 F H W`."""
-    frames = latents.shape[2]
-    mask = torch.full_like(latents[:, :1], frames / (frames - 1))
-    mask[:, :, 0] = 0
-    return mask
+    first = (torch.arange(frames) == 0).view(1, 1, -1, 1, 1)
+    weights = upload(torch.where(first, 0.0, frames / (frames - 1)), noisy_latents.device)
+    # The other frames continue the first one, so techniques that drop tokens must keep all of it.
+    return replace(noisy, noisy_latents=noisy_latents, frame_weights=weights, protected=first)

@@ -22,8 +22,9 @@ def per_sample(loss: Tensor) -> Tensor:
 def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:
     """The loss of each predicted number.
 
-    If the batch has a mask, the loss of each position is multiplied by its weight, and the mean is still taken over
-    all positions: black contributes nothing, a mask of ones changes nothing, and an all-black mask gives 0, not NaN.
+    If the batch has a mask, or its frames have weights, the loss of each position is multiplied by them, and the mean
+    is still taken over all positions: black contributes nothing, a mask of ones changes nothing, and an all-black mask
+    gives 0, not NaN.
 
     Args:
         prediction: of `noisy.target`, any float dtype, `B C F H W`.
@@ -33,8 +34,10 @@ def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) 
     """
     error = prediction.float() - noisy.target.float()  # B C F H W
     loss = _distance(error, noisy.sigmas, config)
+    if noisy.frame_weights is not None:
+        loss = loss * noisy.frame_weights  # 1 1 F 1 1
     if noisy.batch.loss_mask is not None:
-        loss = loss * noisy.batch.loss_mask.float()  # B 1 F H W
+        loss = loss * noisy.batch.loss_mask  # B 1 F H W
     return loss
 
 

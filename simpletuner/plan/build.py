@@ -131,10 +131,11 @@ class Plan:
     def techniques(self) -> tuple[TechniqueSpec, ...]:
         """The techniques that change the computation of a step."""
         batches = {each.id: len(each.samples) * (each.repeats + 1) / each.batch_size for each in self.trained}
-        regularised = [each.id for each in self.trained if each.config.is_regularisation_data]
-        shares = {name: batches[name] / sum(batches.values()) for name in regularised}
+        shares = {name: count / sum(batches.values()) for name, count in batches.items()}
+        regularised = {each.id: shares[each.id] for each in self.trained if each.config.is_regularisation_data}
+        masked = sum(shares[each.id] for each in self.trained if each.masks)
         strengths = {each.id: each.config.slider_strength for each in self.trained if each.config.slider_strength}
-        return chosen_techniques(self.config, shares, self.length.total_steps, strengths)
+        return chosen_techniques(self.config, regularised, self.length.total_steps, strengths, masked)
 
     def sampler(self, world: World | None = None) -> Sampler:
         """The sample order from the beginning, for one process (default: the first)."""

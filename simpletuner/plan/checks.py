@@ -11,6 +11,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
 from simpletuner.config.lora import check_kind
+from simpletuner.config.masked_loss import check_masked_loss
 from simpletuner.config.optimizers import check_optimizer, learning_rate, optimizer_name
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
@@ -199,6 +200,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
         yield from VisionEncoder(config.crepa.crepa_encoder).problems()
     steps = config.validation.validation_num_inference_steps
     yield from check_scheduled_sampling(config.scheduled_sampling, config.is_explicit, steps)
+    yield from check_masked_loss(config.masked_loss, config.model.model_type)
 
 
 def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
@@ -342,6 +344,9 @@ def check_datasets(
 ) -> Iterator[Problem]:
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
     yield from _check_choices(config, datasets)
+    if not any(dataset.masks for dataset in datasets if dataset.config.is_trained):
+        for key in filter(config.is_explicit, type(config.masked_loss).model_fields):
+            yield Problem(key, "has no effect: no dataset that is trained has masks.", fatal=False)
     previewed = config.validation.eval_dataset_id or []
     evaluation = config.evaluation
     if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
@@ -361,7 +366,7 @@ def check_datasets(
                 yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)
         if dataset.config.dataset_type != "eval":
             continue
-        if evaluation.measures_loss and flavour.task == "i2i" and not dataset.partners:
+        if evaluation.measures_loss and flavour.task == "i2i" and not dataset.references:
             message = "is required: without source pictures this flavour has no loss on the dataset."
             yield Problem(f"{dataset.id}.conditioning_data", message)
         elif not evaluation.measures_loss and dataset.id not in previewed:

@@ -135,8 +135,8 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
             "lycoris_config": lora.lycoris_config and read_json(Path(lora.lycoris_config).expanduser(), []),
             "peft_lora_target_modules": targets,
         }
-    own = config.family.of(spec.options)
-    groups = (config.flow, config.loss, config.text, own, config.tread, config.crepa, config.preservation, config.ema)
+    own = (config.family.of(spec.options), config.masked_loss)
+    groups = (config.flow, config.loss, config.text, *own, config.tread, config.crepa, config.preservation, config.ema)
     # Models are compared by content (`weight_identities`), not by location.
     values = {key: value for group in groups for key, value in group.model_dump().items()}
     changeable = {key: value for key, value in values.items() if not key.endswith(("_name_or_path", "_cache"))}

@@ -30,16 +30,10 @@ class Preservation(Technique):
     def extra_pass(self, noisy: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
         """`preservation_loss`, the mean over all latent positions but a given first frame."""
         others = noisy.batch.other_embeds
-        if others is None or not self._is_chosen(noisy):
+        if others is None or not noisy.is_drawn(self.probability, "preservation"):
             return {}
         other = replace(noisy, batch=replace(noisy.batch, embeds=others))
         with torch.no_grad(), self._disabled():
             base = forward(other)
         change = (forward(other) - base)[:, :, noisy.given_frames :]
         return {"preservation_loss": self.weight * change.square().mean()}
-
-    def _is_chosen(self, noisy: NoisyBatch) -> bool:
-        if noisy.place is None:
-            raise ValueError("preservation draws random numbers, so the batch needs its place in the run")
-        drawn = torch.rand((), generator=noisy.place.shared_generator("preservation"))
-        return bool(drawn < self.probability)

@@ -73,6 +73,7 @@ def chosen_techniques(
     regularised: Mapping[str, float],
     total_steps: int,
     strengths: Mapping[str, float] | None = None,
+    masked: float = 0.0,
 ) -> tuple[TechniqueSpec, ...]:
     """The techniques that a configuration switches on, in the order in which they are called.
 
@@ -80,6 +81,7 @@ def chosen_techniques(
         regularised: datasets with regularisation data: their share of the micro-batches, by id.
         total_steps: optimizer steps of the run.
         strengths: datasets of a slider: their `slider_strength`, by id.
+        masked: the share of the micro-batches that have masks.
     """
     ids, others = frozenset(regularised), 1 - sum(regularised.values())
     specs = []
@@ -94,6 +96,10 @@ def chosen_techniques(
         specs.append(TechniqueSpec(lambda: _load("regularisation:Regularisation")(ids), cost=constantly(forwards)))
     if config.crepa.crepa_enabled:
         specs.append(_crepa(config, ids))
+    if masked:  # after what changes the input, before TREAD, which keeps the tokens that masks show
+        masks = config.masked_loss
+        extra = TechniqueCost(forwards=masked * masks.masked_loss_probability if masks.masked_loss_prior else 0.0)
+        specs.append(TechniqueSpec(lambda: _load("masked_loss:MaskedLoss")(masks), cost=constantly(extra)))
     routes = config.tread.routes
     if routes:
         specs.append(TechniqueSpec(lambda: _load("tread:Tread")(routes), routes=routes))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from simpletuner.config.masked_loss import MaskedLossConfig
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
@@ -21,6 +22,7 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.denoiser import tile_order
 from simpletuner.models.kandinsky5.nabla import sparse_params
 from simpletuner.speed.recomputation import enable_checkpointing
+from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread, draw_kept
 from simpletuner.training import step
 from tests.closeness import ROTATION, distance
@@ -293,20 +295,25 @@ def test_protected_tokens_are_kept() -> None:
     assert kept[1].tolist() == list(range(8))
 
 
-def test_what_the_loss_mask_shows_is_kept(deep: Path, batch: Batch) -> None:
+@pytest.mark.parametrize("share", [1, 0])
+def test_what_the_loss_mask_shows_is_kept(deep: Path, batch: Batch, share: float) -> None:
+    """Unless masks do not count in this batch."""
     mask = torch.zeros(2, 1, 1, SIDE, SIDE)
     mask[0, ..., 3, 5] = 1  # in the token of row 1 and column 2
     mask[1, ..., 6:8, :] = 0.7  # the tokens of row 3
     mask[1, ..., 0, 0] = 0.4
     adapter, tread = make_adapter(deep), Tread([Route(0.75, 0, 1)])
     tread.attach(make_site(adapter, adapter.load_transformer(torch.float32)))
+    masked = MaskedLoss(MaskedLossConfig(masked_loss_probability=share))
+    shown = []
     for number in range(10):
-        tread.before_forward(noisy_of(replace(batch, loss_mask=mask), replace(PLACE, global_step=number)), no_forward)
+        noisy = noisy_of(replace(batch, loss_mask=mask), replace(PLACE, global_step=number))
+        tread.before_forward(masked.before_forward(noisy, no_forward), no_forward)
         kept = tread.kept_tokens(0)
         assert kept is not None
-        assert 1 * 8 + 2 in kept[0]
-        assert set(range(24, 32)) <= set(kept[1].tolist())
         assert kept.shape == (2, 16)
+        shown.append(1 * 8 + 2 in kept[0] and set(range(24, 32)) <= set(kept[1].tolist()))
+    assert shown == [bool(share)] * 10
 
 
 @pytest.mark.parametrize("frames", [1, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,7 +34,7 @@ def parse_instruction(value: object) -> object:
 
 
 def _read_lines(path: Path) -> Any:
-    if not path.is_file():
+    if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for a text that no path can have
         raise ValueError("is neither true nor false nor a file")
     if path.suffix != ".json":
         return path.read_text(encoding="utf-8", errors="replace").splitlines()

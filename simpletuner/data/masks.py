@@ -1,0 +1,87 @@
+"""Masks: which part of a picture or clip is learned, read from a file and averaged to latent positions.
+
+White is learned, black is not; transparent areas count as black. A mask is resized and cropped like its picture, but by
+area: an antialiasing filter would ring at its edges and leave some weight in black areas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from simpletuner.data.clips import frames_of, retry_once
+from simpletuner.data.context import DataContext
+from simpletuner.data.dataset import Dataset, Partners
+from simpletuner.data.discovery import FileFacts
+from simpletuner.data.files import MediaError
+from simpletuner.data.media import decode, fit
+from simpletuner.data.sample import Sample
+
+
+@lru_cache(maxsize=256)
+def latent_mask(mask: Sample, size: tuple[int, int, int]) -> NDArray[np.float32]:
+    """The mean of a mask over the area of each latent position, and over the frames of each latent frame.
+
+    The VAEs encode frame 0 alone and then a fixed number of frames at a time. A picture holds for all frames.
+
+    Args:
+        size: frames, height and width of the latents.
+
+    Returns:
+        weights in [0, 1], `1 F H W`; those of a segmentation are 1 wherever anything is not black.
+
+    Raises:
+        MediaError: the file is damaged or cannot be read.
+    """
+    frames, height, width = size
+    area = retry_once(lambda: np.stack([_averaged(each, mask, height, width) for each in _frames(mask)]))
+    if len(area) == 1:
+        mean = area.repeat(frames, axis=0)
+    else:
+        mean = np.concatenate([area[:1], area[1:].reshape(frames - 1, -1, height, width).mean(axis=1)])
+    weights = mean > 0 if mask.is_segmentation else mean
+    return weights[None].astype(np.float32)
+
+
+def _averaged(frame: Image.Image, mask: Sample, height: int, width: int) -> NDArray[np.float64]:
+    luminance = fit(frame.convert("L"), mask.geometry, Image.Resampling.BOX) / 255
+    return luminance.reshape(height, luminance.shape[0] // height, width, -1).mean(axis=(1, 3))
+
+
+def _frames(mask: Sample) -> Iterable[Image.Image]:
+    if mask.clip is None:
+        return [decode(mask.path, background="black")]
+    frames = frames_of(mask.path, mask.frames, mask.frame_rate or 1, mask.clip)
+    return (Image.fromarray(np.ascontiguousarray(frame)) for frame in frames)
+
+
+def measure_masks(dataset: Dataset, masks: Partners, context: DataContext) -> dict[str, FileFacts]:
+    """Facts of the masks in use, by name: how white each is where it is trained, or why it cannot be read.
+
+    Known results are kept. Where crops change each epoch, the whole picture counts.
+    """
+
+    def measured(sample: Sample, mask: Sample) -> FileFacts:
+        facts = masks.facts[mask.name]
+        if dataset.changes_each_epoch:
+            mask = replace(mask, geometry=replace(mask.geometry, resized=mask.geometry.size, crop=(0, 0)))
+        way = f"{mask.geometry} {sample.frames} {mask.frame_rate} {mask.is_segmentation} {sample.is_i2v}"
+        if facts.white and facts.white[0] == way:
+            return facts
+        try:
+            size = context.spec.latent_size(*sample.geometry.size, sample.frames)
+            learned = latent_mask(mask, size)[:, 1 if sample.is_i2v else 0 :]
+        except MediaError as error:
+            return replace(facts, content="", problem=str(error))  # without content it is not saved but read again
+        return replace(facts, white=(way, float(learned.mean())))
+
+    pairs = [(sample, sample.mask) for sample in dataset.samples if sample.mask]
+    with ThreadPoolExecutor(context.max_workers) as pool:
+        found = pool.map(lambda pair: measured(*pair), pairs)
+        return {mask.name: facts for (_, mask), facts in zip(pairs, found, strict=True)}

@@ -1,0 +1,69 @@
+"""Masked loss: white areas of a mask are learned, black ones are not, grey ones in proportion.
+
+The mask of a batch is in latent positions already (`data.masks`), and `diffusion.loss` multiplies by it. Here it is
+turned into weights: it counts in a share of the batches, black may keep a weight (the floor), and the weights may be
+divided by their mean. The tokens that it shows are protected from being dropped.
+
+The prior adds `w (1 - m) (v - v_base)^2` with the prediction of the base model: what is not learned stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from simpletuner.config.masked_loss import MaskedLossConfig
+from simpletuner.config.schema import LossConfig
+from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.diffusion.loss import elementwise_loss
+from simpletuner.techniques.base import Predict, Site, Technique
+
+# Divided by less, a sample with a tiny mask would have a huge gradient.
+SMALLEST_MEAN = 0.05
+
+
+class MaskedLoss(Technique):
+    """Decides in which batches masks count, and how much."""
+
+    def __init__(self, config: MaskedLossConfig) -> None:
+        self._config = config
+        self._prior: NoisyBatch | None = None
+
+    def attach(self, site: Site) -> None:
+        self._disabled = site.disabled
+
+    def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
+        self._prior = None
+        mask = noisy.batch.loss_mask
+        if mask is None:
+            return noisy
+        if not noisy.is_drawn(self._config.masked_loss_probability, "masked loss"):
+            return _masked(noisy, None)
+        if self._config.masked_loss_prior:
+            with self._disabled():
+                self._prior = replace(_masked(noisy, 1 - mask), target=predict(noisy))
+        protected = mask >= 0.5
+        if noisy.protected is not None:
+            protected = protected | noisy.protected.to(mask.device)
+        return replace(_masked(noisy, self._weights(mask, noisy.frame_weights)), protected=protected)
+
+    def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
+        if self._prior is None:
+            return {}
+        distance = elementwise_loss(prediction, self._prior, LossConfig()).mean()
+        return {"masked_prior_loss": self._config.masked_loss_prior * distance}
+
+    def _weights(self, mask: Tensor, frame_weights: Tensor | None) -> Tensor:
+        """The weight of each position, `B 1 F H W`."""
+        floor = self._config.masked_loss_floor
+        weights = floor + (1 - floor) * mask
+        if not self._config.masked_loss_normalise:
+            return weights
+        counted = weights if frame_weights is None else weights * frame_weights
+        return weights / counted.mean(dim=(1, 2, 3, 4), keepdim=True).clamp(min=SMALLEST_MEAN)
+
+
+def _masked(noisy: NoisyBatch, mask: Tensor | None) -> NoisyBatch:
+    return replace(noisy, batch=replace(noisy.batch, loss_mask=mask))

@@ -1,0 +1,211 @@
+"""Masks: where they are white after crop and bucket, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from av.video.frame import VideoFrame
+from PIL import Image
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.schema import DatasetDefaults
+from simpletuner.data import masks
+from simpletuner.data.build import build_datasets
+from simpletuner.data.context import DataContext
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.masks import latent_mask
+from simpletuner.data.media import decode, fit
+from simpletuner.data.sample import Sample
+from simpletuner.errors import Problem
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.spec import Task
+from tests.clips import write_clip
+from tests.pictures import BROKEN
+
+SIZE = (96, 64)
+SQUARE = (37, 18, 61, 42)  # left, top, right, bottom
+RED = (200, 0, 0)
+CORNER = {"crop": True, "crop_style": "corner"}  # 64x64 of the file's own pixels
+CLIP_RULES = {"num_frames": 5, "min_frames": 5, "frame_rate": 8}
+
+
+def paint(path: Path, box: Sequence[int] = SQUARE, *, size: tuple[int, int] = SIZE, colour: Any = "white") -> None:
+    """A black picture with a coloured box."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = Image.new("RGB", size)
+    picture.paste(colour, tuple(box))
+    picture.save(path)
+
+
+def film(path: Path, shares: Sequence[float], rate: int = 8) -> None:
+    """A clip without loss, each frame white from the left up to a share of its width."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("ffv1", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = *SIZE, "bgr0"
+        for share in shares:
+            pixels = np.zeros((SIZE[1], SIZE[0], 3), dtype=np.uint8)
+            pixels[:, : round(share * SIZE[0])] = 255
+            container.mux(stream.encode(VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="bgr0")))
+        container.mux(stream.encode(None))
+
+
+def build(
+    folder: Path, kind: str = "mask", task: Task = "t2i", *more: dict[str, Any], **own: Any
+) -> tuple[list[Dataset], list[Problem]]:
+    """The dataset below `files` with the masks below `masks`; `own` are further keys of the former."""
+    spec = KANDINSKY5_IMAGE if task == "t2i" else KANDINSKY5_VIDEO
+    caches = folder / "caches"
+    rate = 8 if spec.media == "video" else None
+    context = DataContext(DatasetDefaults(resolution=64), spec, task, caches, caches / "text", frame_rate=rate)
+    entries = [
+        {"id": "files", "instance_data_dir": str(folder / "files"), "caption_strategy": "filename", **own}
+        | ({} if task == "t2i" else {"dataset_type": "video", "video": CLIP_RULES}),
+        {"id": "masks", "instance_data_dir": str(folder / "masks"), "dataset_type": "conditioning"}
+        | {"conditioning_type": kind, "source_dataset_id": "files"},
+        *more,
+    ]
+    problems: list[Problem] = []
+    datasets = build_datasets([DatasetConfig(**entry) for entry in entries], context, problems)
+    return datasets, problems
+
+
+def weights_of(sample: Sample, frames: int = 1) -> np.ndarray:
+    """The mask of a sample in latent positions, `F H W`."""
+    assert sample.mask is not None
+    width, height = sample.geometry.size
+    return latent_mask(sample.mask, (frames, height // 8, width // 8))[0]
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize("style", ["random", "center", "corner"])
+def test_white_positions_cover_exactly_the_square(tmp_path: Path, style: str, scale: int) -> None:
+    """Whatever the crop of the picture, in every epoch; the mask may have another resolution."""
+    paint(tmp_path / "files" / "a.png", colour=RED)
+    paint(tmp_path / "masks" / "a.png", [scale * edge for edge in SQUARE], size=(scale * SIZE[0], scale * SIZE[1]))
+    (files, _), problems = build(tmp_path, crop=True, crop_style=style)
+    assert problems == []
+    seen = set()
+    for epoch in range(1, 6):
+        (sample,) = files.at_epoch(epoch).samples
+        assert sample.geometry.size == (64, 64)
+        red = fit(decode(sample.path), sample.geometry)[..., 0] == RED[0]
+        assert np.array_equal(weights_of(sample)[0], red.reshape(8, 8, 8, 8).mean(axis=(1, 3)))
+        seen.add(sample.geometry.crop)
+    assert (len(seen) > 1) == (style == "random")
+
+
+def test_grey_transparent_and_segmented(tmp_path: Path) -> None:
+    paint(tmp_path / "files" / "a.png")
+    mask = Image.new("RGBA", SIZE, (255, 255, 255, 0))
+    mask.paste((51, 51, 51, 255), (0, 0, 4, 8))
+    (tmp_path / "masks").mkdir()
+    mask.save(tmp_path / "masks" / "a.png")
+    for kind, value in (("mask", 0.1), ("segmentation", 1.0)):
+        (files, _), problems = build(tmp_path, kind, **CORNER)
+        assert [problem.fatal for problem in problems] == [False] * (kind == "mask"), "0.16 % of it is white"
+        weights = weights_of(files.samples[0])
+        assert weights[0, 0, 0] == pytest.approx(value)
+        assert weights.sum() == weights[0, 0, 0]
+
+
+def test_clips_are_averaged_over_the_frames_of_each_latent(tmp_path: Path) -> None:
+    shares = [1.0, 0.0, 0.5, 0.5, 1.0]
+    write_clip(tmp_path / "files" / "a.mp4", seconds=1, rate=8)
+    write_clip(tmp_path / "files" / "b.mp4", seconds=1, rate=8)
+    film(tmp_path / "masks" / "a.mkv", [*shares, 0, 0, 0])
+    paint(tmp_path / "masks" / "b.png")
+    (files, found), problems = build(tmp_path, task="t2v", **CORNER)
+    assert not [problem for problem in problems if problem.fatal]
+    clip, picture = (weights_of(sample, frames=2) for sample in files.samples)
+    assert clip.shape == (2, 8, 8)
+    assert np.array_equal(clip[0], np.ones((8, 8)))
+    assert np.array_equal(clip[1], np.repeat([[0.75] * 6 + [0.25] * 2], 8, axis=0))
+    assert np.array_equal(picture[0], picture[1])
+    assert [(sample.name, sample.frames) for sample in found.samples] == [("a.mkv", 5), ("b.png", 1)]
+
+
+def test_a_picture_may_have_a_source_and_a_mask(tmp_path: Path) -> None:
+    for folder in ("files", "masks", "before"):
+        paint(tmp_path / folder / "a.png")
+    before = {"id": "before", "instance_data_dir": str(tmp_path / "before"), "conditioning_type": "reference_strict"}
+    caches = tmp_path / "caches"
+    context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "i2i", caches, caches / "text")
+    own = {"id": "files", "instance_data_dir": str(tmp_path / "files"), "conditioning_data": ["before", "masks"]}
+    mask = {"id": "masks", "instance_data_dir": str(tmp_path / "masks"), "conditioning_type": "mask"}
+    problems: list[Problem] = []
+    files, *_ = build_datasets([DatasetConfig(**each) for each in (own, before, mask)], context, problems)
+    assert not [problem for problem in problems if problem.fatal]
+    (sample,) = files.samples
+    assert sample.partner is not None
+    assert sample.partner.dataset_id == "before"
+    assert sample.mask is not None
+    assert sample.mask.dataset_id == "masks"
+
+
+def test_all_that_is_wrong_with_masks_is_said_at_once(tmp_path: Path) -> None:
+    for name in ("fine", "lonely", "wide", "dark", "broken"):
+        paint(tmp_path / "files" / f"{name}.png")
+    for name in ("fine", "idle"):
+        paint(tmp_path / "masks" / f"{name}.png")
+    paint(tmp_path / "masks" / "wide.png", size=(96, 48))
+    paint(tmp_path / "masks" / "dark.png", colour="black")
+    BROKEN["damaged.png"](tmp_path / "masks" / "broken.png")
+    _, problems = build(tmp_path)
+    fatal = " ".join(problem.message for problem in problems if problem.fatal)
+    assert "1 of 5 pictures have no partner of the same path and name in masks" in fatal
+    assert "wide.png is 96x48 and wide.png 96x64, another ratio" in fatal
+    assert "1 masks are black where they are trained, so nothing is learned: dark.png" in fatal
+    warned = " ".join(problem.message for problem in problems if not problem.fatal)
+    assert "1 damaged (broken.png); 1 no source picture (idle.png)" in warned
+
+
+def test_masks_of_clips_have_their_length(tmp_path: Path) -> None:
+    for name in ("long", "dark", "fine"):
+        write_clip(tmp_path / "files" / f"{name}.mp4", seconds=1, rate=8)
+    film(tmp_path / "masks" / "long.mkv", [1.0] * 9)
+    film(tmp_path / "masks" / "dark.mkv", [1.0] + [0.0] * 7)
+    film(tmp_path / "masks" / "fine.mkv", [1.0] * 4, rate=4)
+    _, problems = build(tmp_path, task="i2v")
+    black, misfit = sorted(problem.message for problem in problems if problem.fatal)
+    assert "do not fit the files of files: long.mkv has 9 frames at 8 a second and long.mp4 8." in misfit
+    assert "black, frame 0 aside, where they are trained, so nothing is learned: dark.mkv" in black
+
+
+def test_a_picture_is_not_masked_by_a_clip_nor_twice(tmp_path: Path) -> None:
+    write_clip(tmp_path / "files" / "a.mp4", seconds=1, rate=8)
+    paint(tmp_path / "pictures" / "b.png")
+    film(tmp_path / "masks" / "b.mkv", [1.0] * 8)
+    paint(tmp_path / "masks" / "a.png")
+    pictures = {"id": "pictures", "instance_data_dir": str(tmp_path / "pictures"), "conditioning_data": "masks"}
+    _, problems = build(tmp_path, "mask", "t2v", pictures)
+    assert [problem.message for problem in problems if problem.fatal] == [
+        "1 masks do not fit the files of pictures: b.mkv has 8 frames at 8 a second and b.png 1."
+    ]
+    second = {"id": "more", "instance_data_dir": str(tmp_path / "masks"), "conditioning_type": "mask"}
+    _, problems = build(tmp_path, "mask", "t2v", {**second, "source_dataset_id": "files"})
+    assert "names several datasets of masks (masks, more)" in " ".join(problem.message for problem in problems)
+
+
+def test_masks_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paint(tmp_path / "files" / "a.png")
+    paint(tmp_path / "masks" / "a.png", (0, 0, 48, 64))
+    (files, found), _ = build(tmp_path)
+    assert files.white == {"a.png": 0.5}
+    found.save_index()
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("the mask is read again")
+
+    monkeypatch.setattr(masks, "latent_mask", refuse)
+    assert build(tmp_path)[0][0].white == {"a.png": 0.5}
+    with pytest.raises(AssertionError, match="again"):
+        build(tmp_path, crop=True)
+    assert replace(files, samples=()).white == {}

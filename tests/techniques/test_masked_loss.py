@@ -1,0 +1,122 @@
+"""Masked loss: weights by hand, and what it leaves alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from simpletuner.config.masked_loss import MaskedLossConfig
+from simpletuner.config.schema import LossConfig
+from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.flow import hold_first_frame, make_noisy
+from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.seeds import Place
+from simpletuner.techniques.masked_loss import MaskedLoss
+from simpletuner.techniques.tread import Tread
+from simpletuner.training import step
+from tests.training.assembly import make_assembly, make_batch, no_forward
+
+PLACE = Place(seed=3, global_step=4, micro_step=1, slots=range(2), group=2)
+SHAPE = (2, 4, 5, 4, 6)
+
+
+def half(width: int = 6) -> Tensor:
+    """The left half is white, `1 1 1 1 W`."""
+    return (torch.arange(width) < width // 2).float().view(1, 1, 1, 1, -1)
+
+
+def noisy_batch(mask: Tensor | None, *, i2v: bool = False) -> NoisyBatch:
+    """A constant error of 1 if nothing is predicted."""
+    latents = torch.full(SHAPE, -1.0)
+    batch = Batch(latents, [{}] * 2, ["a", "b"], condition=latents[:, :, :1] if i2v else None, loss_mask=mask)
+    noisy = make_noisy(batch, torch.tensor([0.5, 0.5]), torch.zeros(SHAPE), place=PLACE)
+    return hold_first_frame(noisy) if i2v else noisy
+
+
+def loss_of(noisy: NoisyBatch, **settings: float) -> list[float]:
+    changed = MaskedLoss(MaskedLossConfig(**settings)).before_forward(noisy, no_forward)
+    losses: list[float] = diffusion_loss(torch.zeros(SHAPE), changed, LossConfig()).tolist()
+    return losses
+
+
+@pytest.mark.parametrize("i2v", [False, True])
+def test_half_a_mask_gives_half_the_loss_or_the_same(i2v: bool) -> None:
+    mask = half().expand(2, 1, 5, 4, 6)
+    noisy = noisy_batch(mask, i2v=i2v)
+    assert loss_of(noisy) == pytest.approx([0.5, 0.5])
+    assert loss_of(noisy, masked_loss_normalise=True) == pytest.approx([1, 1])
+    assert loss_of(noisy, masked_loss_floor=0.2) == pytest.approx([0.6, 0.6])
+    assert loss_of(noisy, masked_loss_floor=0.2, masked_loss_normalise=True) == pytest.approx([1, 1])
+    assert loss_of(noisy, masked_loss_probability=0) == pytest.approx([1, 1])
+
+
+def test_a_tiny_mask_is_not_enlarged_without_limit() -> None:
+    mask = torch.zeros(2, 1, 5, 4, 6)
+    mask[0, 0, 0, 0, 0] = 1
+    assert loss_of(noisy_batch(mask), masked_loss_normalise=True) == pytest.approx([1 / 120 / 0.05, 0])
+
+
+def test_masks_count_in_a_share_of_the_batches() -> None:
+    noisy = noisy_batch(half().expand(2, 1, 5, 4, 6))
+    places = [replace(PLACE, global_step=number) for number in range(200)]
+    losses = [loss_of(replace(noisy, place=place), masked_loss_probability=0.3) for place in places]
+    assert {tuple(loss) for loss in losses} == {(0.5, 0.5), (1.0, 1.0)}, "all samples of a batch or none"
+    assert 0.2 < sum(loss[0] == 0.5 for loss in losses) / 200 < 0.4
+    assert losses == [loss_of(replace(noisy, place=place), masked_loss_probability=0.3) for place in places]
+
+
+def gradients(checkpoint: Path, batch: Batch, *techniques: MaskedLoss | Tread) -> tuple[float, dict[str, Tensor]]:
+    """The total loss of one micro-step and the gradients of a LoRA that is not 0."""
+    assembly = make_assembly(checkpoint, *techniques)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for each in assembly.parameters.values():
+            each += 0.1 * torch.randn(each.shape, generator=generator)
+    losses = step._Losses()
+    total = step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses)
+    total.backward()
+    return total.item(), {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
+
+
+def test_neutral_masks_equal_plain_training(t2i_checkpoint: Path) -> None:
+    batch = make_batch(t2i_checkpoint, ["a star", "a circle"])
+    plain = gradients(t2i_checkpoint, batch)
+    white = replace(batch, loss_mask=torch.ones(2, 1, 1, 4, 4))
+    settings = {"masked_loss_normalise": True, "masked_loss_floor": 0.3}
+    cases = [
+        (batch, MaskedLossConfig(masked_loss_prior=1.0)),
+        (white, MaskedLossConfig(masked_loss_prior=0.0)),
+        (white, MaskedLossConfig.model_validate(settings)),
+        (replace(batch, loss_mask=torch.zeros(2, 1, 1, 4, 4)), MaskedLossConfig(masked_loss_probability=0)),
+    ]
+    for case, config in cases:
+        loss, found = gradients(t2i_checkpoint, case, MaskedLoss(config))
+        assert loss == plain[0]
+        assert all(torch.equal(gradient, plain[1][name]) for name, gradient in found.items())
+
+
+def test_the_prior_keeps_black_areas_as_the_base_predicts_them(t2i_checkpoint: Path) -> None:
+    """Its gradient is that of the distance to the base's prediction in the black half."""
+    batch = make_batch(t2i_checkpoint, ["a star", "a circle"])
+    mask = half(4).expand(2, 1, 1, 4, 4)
+    totals = {}
+    for weight in (0.0, 1.0, 3.0):
+        config = MaskedLossConfig(masked_loss_prior=weight)
+        totals[weight], _ = gradients(t2i_checkpoint, replace(batch, loss_mask=mask), MaskedLoss(config))
+    prior = totals[1.0] - totals[0.0]
+    assert prior > 0
+    assert totals[3.0] - totals[0.0] == pytest.approx(3 * prior, rel=1e-4)
+
+    assembly = make_assembly(t2i_checkpoint)  # its LoRA is 0: it predicts what the base does
+    noisy = step.noisy_batch(assembly, batch, 0, 0)
+    base = step.predict_now(assembly, noisy)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for each in assembly.parameters.values():
+            each += 0.1 * torch.randn(each.shape, generator=generator)
+    distance = (step.predict_now(assembly, noisy) - base).square() * (1 - mask)
+    assert prior == pytest.approx(distance.mean().item(), rel=1e-4)
