@@ -69,7 +69,7 @@ def test_json_block_loads(text: str, tmp_path: Path) -> None:
         config = resolve([Layer("required", list(REQUIRED.items())), layer], problems)
         problems += [*check_config(config), *check_settings(config)]
     else:
-        assert [name for name, _ in read_library(path, problems)] == list(content)
+        assert [name for name, _, _ in read_library(path, problems)] == list(content)
     assert problems == []
 
 
