@@ -6,28 +6,24 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from simpletuner.cli.train import parse_settings, prepare_output, quick_imports
 
 if TYPE_CHECKING:
-    from simpletuner.config.arguments import Arguments
     from simpletuner.errors import Problem
     from simpletuner.plan.build import Plan
-    from simpletuner.plan.sampling import SampleRequest, Weights
+    from simpletuner.plan.sampling import Weights
     from simpletuner.reporting.events import EventStream
 
 # Short names of the settings that are most often changed here.
 SHORT = {
-    "resolution": "validation_resolution",
-    "frames": "validation_num_video_frames",
-    "steps": "validation_num_inference_steps",
-    "guidance": "validation_guidance",
-    "seed": "validation_seed",
+    "resolution": "validation_resolution", "frames": "validation_num_video_frames", "seed": "validation_seed",
+    "steps": "validation_num_inference_steps", "guidance": "validation_guidance",
     "negative_prompt": "validation_negative_prompt",
-}
+}  # fmt: skip
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to render; may be given several times.")]
 Images = Annotated[list[str] | None, typer.Option("--image", help="A picture to start from (i2i, i2v).")]
 UseEma = Annotated[bool, typer.Option("--ema", help="Take the moving average of the weights.")]
@@ -48,14 +44,9 @@ def sample(
     Everything is as in the run's previews. Settings override that: --resolution, --frames, --steps, --guidance, --seed,
     --negative-prompt, and those of train. Without a source it is the base model of model_family=NAME or example=NAME.
     """
-    from simpletuner.plan.sampling import SampleRequest
-
-    problems: list[Problem] = []
-    source, settings = _arguments(context.args, problems)
     chosen = None if checkpoint is None else [checkpoint]
-    folder = str(output or "samples")
-    request = SampleRequest(source, folder, settings, prompt or (), image or (), [strength], chosen, ema)
-    with _planned(request, problems) as (plan, weights, events):
+    asked = {"prompts": prompt or (), "images": image or (), "strengths": [strength], "checkpoints": chosen}
+    with _planned(context.args, output or Path("samples"), [], ema=ema, **asked) as (_, plan, weights, events):
         from simpletuner.run.sample import render_samples
 
         for path in render_samples(plan, weights[0], strength, events):
@@ -76,16 +67,11 @@ def sweep(
     By default with the run's own prompts, from the same seeds. A sweep that was stopped goes on where it was. Settings
     override those of the run as in sample.
     """
-    from simpletuner.plan.sampling import SampleRequest
-
     problems: list[Problem] = []
-    source, settings = _arguments(context.args, problems)
-    run = Path(source or "")
-    folder = output or Path("samples") / f"sweep-{run.resolve().name}"
     given = parse_strengths(strengths, problems)
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
-    request = SampleRequest(source, str(folder), settings, prompt or (), image or (), given, chosen, ema, sweeps=True)
-    with _planned(request, problems) as (plan, weights, events):
+    asked = {"prompts": prompt or (), "images": image or (), "strengths": given, "checkpoints": chosen, "sweeps": True}
+    with _planned(context.args, output, problems, ema=ema, **asked) as (run, plan, weights, events):
         from simpletuner.run.sample import render_sweep
 
         sheet = render_sweep(plan, weights, given, run, events)
@@ -105,29 +91,27 @@ def parse_strengths(text: str, problems: list[Problem]) -> list[float]:
         return [1.0]
 
 
-def _arguments(tokens: list[str], problems: list[Problem]) -> tuple[str | None, Arguments]:
-    """What to sample from, if it is given, and the settings after it."""
+@contextmanager
+def _planned(
+    tokens: list[str], output: Path | None, problems: list[Problem], **asked: Any
+) -> Iterator[tuple[Path, Plan, list[Weights], EventStream]]:
+    """The source and the checked plan of what is asked for, whose memory fits, with a display of what happens."""
+    from simpletuner.budget.ready import weigh
+    from simpletuner.budget.show import fit_line
+    from simpletuner.config.load import raise_if_fatal
+    from simpletuner.models.registry import load_adapter
+    from simpletuner.plan.sampling import SampleRequest, plan_samples
+    from simpletuner.reporting.events import Notice
+    from simpletuner.reporting.log import setup_logging
+    from simpletuner.reporting.progress import shown_events
+
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
     arguments, found = parse_settings(tokens[source is not None :])
     problems.extend(found)
     names = [(key.removeprefix("--").replace("-", "_"), key, value) for key, value in arguments.settings]
     arguments.settings = [(SHORT.get(name, key), value) for name, key, value in names]
-    return source, arguments
-
-
-@contextmanager
-def _planned(request: SampleRequest, problems: list[Problem]) -> Iterator[tuple[Plan, list[Weights], EventStream]]:
-    """The checked plan of a request whose memory fits, with a display of what happens."""
-    from simpletuner.budget.ready import weigh
-    from simpletuner.budget.show import fit_line
-    from simpletuner.config.load import raise_if_fatal
-    from simpletuner.models.registry import load_adapter
-    from simpletuner.plan.sampling import plan_samples
-    from simpletuner.reporting.events import Notice
-    from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import shown_events
-
-    plan, weights = plan_samples(request, problems)
+    folder = output or Path("samples") / f"sweep-{Path(source or '').resolve().name}"
+    plan, weights = plan_samples(SampleRequest(source, str(folder), arguments, **asked), problems)
     plan, budget = weigh(plan, problems)
     raise_if_fatal(problems)
     prepare_output(plan)
@@ -140,4 +124,4 @@ def _planned(request: SampleRequest, problems: list[Problem]) -> Iterator[tuple[
             events.say(line)
         with events.phase("Loading torch"), quick_imports():
             load_adapter(plan.spec)
-        yield plan, weights, events
+        yield Path(source or ""), plan, weights, events
