@@ -165,7 +165,7 @@ def test_a_run_that_does_not_fit_is_refused_before_torch(trained: Workspace, cap
     ("losses", "verdict", "best"),
     [
         ({}, "No evaluation loss was measured", None),
-        ({100: 0.5, 200: 0.4, 300: 0.45}, "lowest at step 200 (0.4) and rises after it, to 0.45 at step 300", 150),
+        ({100: 0.5, 200: 0.4, 300: 0.55}, "lowest at step 200 (0.4) and rises after it, to 0.55 at step 300", 150),
         ({100: 0.5, 200: 0.4, 300: 0.35}, "lowest at the last step measured (0.35 at step 300)", 290),
     ],
 )
