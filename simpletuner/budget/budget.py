@@ -174,6 +174,7 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
         yield PhasePeak(f"training at {bucket.label}", device + beside, host, trains=True)
     if workload.previews:
         rendering = _preview_peak(config, parts, workload, setup, vae)
+        rendering += parts.lora_bytes
         yield PhasePeak("rendering previews", trained + rendering + there.waiting + beside, waiting + here.waiting)
     copies = there.saving + there.waiting
     host = waiting + saving_bytes(cost, setup) + here.saving + here.waiting

@@ -43,6 +43,7 @@ class TrainingSetup:
         averaged: where a moving average of the trained weights is kept, `device` or `host`; empty without one.
         routes: windows of blocks that some tokens skip, in training only.
         techniques: techniques in use, which may have their own weights and compute.
+        trains: whether anything is trained; a model without adapters is trained as a whole.
     """
 
     dtype: str
@@ -60,10 +61,11 @@ class TrainingSetup:
     averaged: Literal["", "device", "host"] = ""
     routes: tuple[Route, ...] = ()
     techniques: tuple[TechniqueSpec, ...] = ()
+    trains: bool = True
 
     @property
     def is_full(self) -> bool:
-        return not self.adapters.modules
+        return self.trains and not self.adapters.modules
 
 
 @dataclass(frozen=True)

@@ -120,16 +120,17 @@ def possible_changes(budget: Budget) -> Iterator[Change]:
         batch //= 2
         yield Change({"train_batch_size": batch}, apply=partial(Workload.with_batch, batch=batch))
     yield from _smaller_samples(workload, budget.parts.spec)
-    if workload.previews:
+    if workload.previews and workload.buckets:
         yield Change({"validation_disable": True}, apply=lambda before: replace(before, previews=[]))
 
 
 def _smaller_samples(workload: Workload, spec: FamilySpec) -> Iterator[Change]:
-    """Shorter clips, then smaller pictures, described by dataset keys."""
-    longest = max((bucket.frames for bucket in workload.buckets), default=1)
+    """Shorter clips, then smaller pictures, described by dataset keys; of previews if nothing is trained."""
+    longest = max((bucket.frames for bucket in workload.buckets or workload.previews), default=1)
     if longest > 1:
         halve = partial(Workload.scaled, spec=spec, frames=0.5)
-        frames = max(bucket.frames for bucket in halve(workload).buckets)
+        halved = halve(workload)
+        frames = max(bucket.frames for bucket in halved.buckets or halved.previews)
         yield Change({}, f"num_frames {frames} instead of {longest}", halve)
     for share in (0.75, 0.5):
         words = f"a resolution {share:g} times as large"
@@ -255,13 +256,17 @@ def _ladders(budget: Budget) -> Iterator[Iterable[Candidate]]:
     free = {key: not config.is_explicit(key) for key in OWN_KEYS}
     if graph_key(config.launch) is not None:
         free |= {"enable_group_offload": False, "offload_block_inputs": False}
-    if free["gradient_checkpointing"] and free["gradient_checkpointing_interval"]:
+    if free["gradient_checkpointing"] and free["gradient_checkpointing_interval"] and budget.workload.buckets:
         yield _depths()
     kinds: list[tuple[dict[str, Any], str]] = [({}, "")]  # by default every block is checkpointed
     if free["speed_keep_attention"] and keeps_attention(config.speed):
         kinds.append(({"speed_keep_attention": False}, ", attention is recomputed"))
     streams = _may_stream(config) and free["enable_group_offload"] and budget.device.is_gpu
     streamed = {key: value for key, value in STREAMED.items() if free[key]}
+    if not budget.workload.buckets:  # nothing is trained
+        yield [(Change({}), "everything stays on the device")]
+        yield from [_streamed(budget, streamed, free, on_host=False, twice="")] if streams else []
+        return
     for on_host in (False, True) if free["offload_block_inputs"] and budget.device.is_gpu else (False,):
         yield [_resident(values, on_host=on_host, twice=twice) for values, twice in kinds]
         for values, twice in kinds if streams else ():

@@ -35,6 +35,8 @@ class Parts:
         vae_parameters, text_parameters: parameters of the VAE and of all text encoders.
         assumed: parts that are not on this machine, so that the published checkpoint's dimensions are used.
         techniques: those in use, which may add memory and time to a step.
+        trains: whether anything is trained; otherwise previews are all there is.
+        lora_bytes: of the further LoRAs that previews are rendered with.
     """
 
     spec: FamilySpec
@@ -45,6 +47,8 @@ class Parts:
     text_parameters: int
     assumed: tuple[str, ...]
     techniques: tuple[TechniqueSpec, ...] = ()
+    trains: bool = True
+    lora_bytes: int = 0
 
     @property
     def cost(self) -> FamilyCost:
@@ -63,7 +67,9 @@ class Parts:
         name, weights = optimizer_name(config.optimizer, precision.mixed_precision), weights_of(self.transformer.shapes)
         return TrainingSetup(
             dtype=transformer_dtype(precision) if is_lora else trained,
-            adapters=planned_adapters(config.lora, self.spec, self.targets, weights) if is_lora else NO_ADAPTERS,
+            adapters=planned_adapters(config.lora, self.spec, self.targets, weights)
+            if is_lora and self.trains
+            else NO_ADAPTERS,
             trained_bytes=BYTES[trained],
             state_bytes=optimizer_state_bytes(name, BYTES[trained], compensated=trained == "bf16"),
             checkpoint_interval=precision.checkpoint_interval,
@@ -77,6 +83,7 @@ class Parts:
             routes=config.tread.routes,
             techniques=self.techniques,
             averaged=average_place(config.ema),
+            trains=self.trains,
         )
 
 
@@ -106,7 +113,8 @@ def parts_of(plan: Plan) -> Parts:
         assumed.append("text encoders")
     return Parts(
         plan.spec, transformer, plan.lora_targets, vae or {}, vae_parameters,
-        sum(counts) if all(counts) else cost.text_parameters, tuple(assumed), plan.techniques,
+        sum(counts) if all(counts) else cost.text_parameters, tuple(assumed), plan.techniques, bool(plan.trained),
+        plan.lora_bytes,
     )  # fmt: skip
 
 

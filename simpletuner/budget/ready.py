@@ -35,7 +35,11 @@ def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
     Raises:
         ConfigError: other problems prevent a plan.
     """
-    plan = make_plan(arguments, problems)
+    return weigh(make_plan(arguments, problems), problems)
+
+
+def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
+    """The same for a plan that is there already."""
     device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
     budget = make_budget(plan, device)
     features = feature_costs(plan.spec, budget.listing).stored

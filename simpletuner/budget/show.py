@@ -241,10 +241,10 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     after = f" after step {plan.resume.step}" if plan.resume else ""
     shown = f" and {_count(rounds, 'round')} of previews" if rounds else ""
     yield f"  {_count(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
-    yield _fit_line(budget)
+    yield fit_line(budget)
 
 
-def _fit_line(budget: Budget) -> str:
+def fit_line(budget: Budget) -> str:
     """`  fits: up to 16.4 GB of 25.8 GB on a GPU with 24 GiB, while training at 1024x1024`"""
     device = budget.device
     needs = {each.name: each.device + (0.0 if device.is_gpu else each.host) for each in budget.phases}

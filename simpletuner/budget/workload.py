@@ -63,7 +63,10 @@ class Workload:
     encodes_features: bool = False
 
     def scaled(self, *, spec: FamilySpec, sides: float = 1.0, frames: float = 1.0) -> Workload:
-        """The workload with smaller pictures or shorter clips, of sizes that the family supports."""
+        """The workload with smaller pictures or shorter clips, of sizes that the family supports.
+
+        Previews keep their size unless they are all there is.
+        """
         grid, stride = max(64, spec.size_multiple), spec.frame_stride
 
         def shrink(bucket: Bucket) -> Bucket:
@@ -71,6 +74,8 @@ class Workload:
             shorter = round((bucket.frames - 1) * frames / stride) * stride + 1
             return replace(bucket, width=width, height=height, frames=shorter)
 
+        if not self.buckets:
+            return replace(self, previews=[shrink(preview) for preview in self.previews])
         return replace(self, buckets=[shrink(bucket) for bucket in self.buckets])
 
     def encoded_ahead(self) -> Workload:

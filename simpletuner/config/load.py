@@ -89,6 +89,7 @@ class RunConfig:
     layersync: LayerSyncConfig
     scheduled_sampling: ScheduledSamplingConfig
     validation: schema.ValidationConfig
+    validation_adapters: schema.ValidationAdapterConfig
     evaluation: schema.EvaluationConfig
     datasets: schema.DatasetDefaults
     family: FamilyOptions

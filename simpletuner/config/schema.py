@@ -37,6 +37,7 @@ from simpletuner.config.option import (
 from simpletuner.config.preservation import PreservationConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import Route, Routes
+from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
 
 CaptionStrategy = Literal[
     "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
@@ -667,6 +668,7 @@ GROUPS: dict[str, type[Group]] = {
     "layersync": LayerSyncConfig,
     "scheduled_sampling": ScheduledSamplingConfig,
     "validation": ValidationConfig,
+    "validation_adapters": ValidationAdapterConfig,
     "evaluation": EvaluationConfig,
     "datasets": DatasetDefaults,
 }

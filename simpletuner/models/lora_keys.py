@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from simpletuner.config.lora import LoraConfig
-from simpletuner.errors import Problem, shorten
+from simpletuner.errors import Problem, UserError, shorten
+from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_targets import Targets, matching_modules
-from simpletuner.models.source import WeightsError, tensor_shapes
+from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes
 
+STEP_NOTE = "simpletuner.step"  # note in a result: the step it belongs to
 LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
 # Prefixes of keys in LoRA files. diffusers silently loads nothing from keys with a prefix it does not expect.
 KNOWN_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.")
@@ -62,13 +64,10 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
     path = path / LORA_FILE if path.is_dir() else path
     if config.init_lora is None:
         return
-    if not path.is_file():
-        yield Problem(key, f"{str(path)!r} does not exist.")
-        return
-    try:
-        shapes = tensor_shapes(path)
-    except WeightsError as error:
-        yield Problem(key, f"{str(path)!r} {error}.")
+    problems: list[Problem] = []
+    shapes = read_shapes(key, path, problems)
+    yield from problems
+    if problems:
         return
     if any(marker in name for name in shapes for marker in OTHER_KINDS):
         message = f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the LoRA beside it."
@@ -91,3 +90,79 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
     if wanted and (surplus := sorted((ranks.keys() & set(modules)) - wanted)):
         message = f"{len(surplus)} layers of {str(path)!r} are not trained and are dropped ({shorten(surplus)})."
         yield Problem(key, f"{message} Name them in peft_lora_target_modules to keep them.", fatal=False)
+
+
+def read_shapes(key: str, path: Path, problems: list[Problem]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in the LoRA file that a key names; empty with a problem if it cannot be read."""
+    try:
+        if path.is_file():
+            return tensor_shapes(path)
+        problems.append(Problem(key, f"{str(path)!r} does not exist."))
+    except WeightsError as error:
+        problems.append(Problem(key, f"{str(path)!r} {error}."))
+    return {}
+
+
+def find_lora(location: str, *, fetch: bool = False) -> Path | None:
+    """The file of a LoRA: a file, a folder that holds one, or `repo[:file]` on the hub.
+
+    Args:
+        fetch: download it if necessary; without, None stands for a file that is not on this machine yet.
+
+    Raises:
+        UserError: it could not be downloaded.
+    """
+    path, (repo, _, name) = Path(location).expanduser(), location.partition(":")
+    if path.exists() or not HUB_ID.fullmatch(repo):
+        return path / LORA_FILE if path.is_dir() else path
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo, name or LORA_FILE, local_files_only=not fetch))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if fetch:
+            raise UserError(f"{location!r} is no file, and could not be downloaded: {error}") from error
+    return None
+
+
+def check_lora_file(key: str, path: Path, modules: Mapping[str, tuple[int, int]], family: str) -> Iterator[Problem]:
+    """Whether a whole LoRA file can be applied to a model, found from its header.
+
+    Args:
+        modules: (out, in) features of the model's linear layers; empty if it is not on this machine.
+        family: of the model.
+    """
+    problems: list[Problem] = []
+    shapes = read_shapes(key, path, problems)
+    yield from problems
+    if problems:
+        return
+    trained_on = family_in_header(path)
+    if trained_on not in ("", family):
+        yield Problem(key, f"{str(path)!r} was trained on {trained_on}, not on {family}.")
+        return
+    strange = [name for name in shapes if role_of(name) is None]
+    if strange:
+        yield Problem(key, f"{str(path)!r} is not a plain LoRA: it holds {shorten(strange, 3)}.")
+    owners = {name: module_of(name, list(modules)) for name in shapes if name not in strange}
+    foreign = sorted({owner for owner in owners.values() if modules and owner not in modules})
+    if foreign:
+        of = len(set(owners.values()))
+        yield Problem(
+            key, f"{len(foreign)} of {of} layers in {str(path)!r} are not in this model ({shorten(foreign, 3)})."
+        )
+    for name in (name for name, owner in owners.items() if owner in modules and role_of(name) in ("A", "B")):
+        features = shapes[name][1] if role_of(name) == "A" else shapes[name][0]
+        out, into = modules[owners[name]]
+        if features != (into if role_of(name) == "A" else out):
+            yield Problem(
+                key, f"{str(path)!r} is for other layers: {owners[name]} has {out}x{into}, {name} {features}."
+            )
+            return
+
+
+def family_in_header(path: Path) -> str:
+    """The family that a LoRA of this program was trained on according to its header; empty if that says nothing."""
+    notes = read_header(path).get(METADATA, {})
+    return str(notes.get("modelspec.architecture", "")).partition("/")[0] if STEP_NOTE in notes else ""

@@ -20,6 +20,7 @@ from simpletuner.config.schema import PLAIN_PRECISIONS
 from simpletuner.data.build import build_datasets
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.lora_keys import check_init_lora
@@ -50,6 +51,7 @@ from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.techniques.spec import TechniqueSpec, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, result_step
+from simpletuner.validation.adapters import adapter_runs, check_adapters
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
 from simpletuner.world import World
 
@@ -93,6 +95,8 @@ class Plan:
         resume: the checkpoint to continue from, None for a fresh run.
         same_data: the checkpoint has the datasets and batch size of this plan, so the sample order continues too.
         warnings: what the user should know but need not fix.
+        pictures: what previews start from, if not from pictures of the datasets.
+        lora_bytes: of the further LoRAs that previews are rendered with at a time.
     """
 
     config: RunConfig
@@ -110,10 +114,17 @@ class Plan:
     resume: Checkpoint | None
     same_data: bool
     warnings: list[Problem]
+    pictures: tuple[Sample, ...] = ()
+    lora_bytes: int = 0
 
     @property
     def output_dir(self) -> Path:
         return Path(self.config.run.output_dir).expanduser()
+
+    @property
+    def frame_rate(self) -> float | None:
+        """Frames per second of preview clips; None for families of pictures."""
+        return self.spec.frame_rate and (self.config.validation.framerate or self.spec.frame_rate)
 
     @property
     def trained(self) -> list[Dataset]:
@@ -197,11 +208,12 @@ def _plan_family(
     source = ModelSource.from_config(spec, flavour, config)
     spec = spec.for_checkpoint(flavour, source)
     config = _fit_grid(config, spec)
-    problems.extend(_check_model(config, spec, flavour, source))
+    problems.extend(check_model(config, spec, flavour, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
     problems.extend(check_prompts(config, prompts))
-    sizes = _sizes(config, spec, problems)
+    problems.extend(check_adapters(config, spec.name, source, prompts) if not source.problems() else [])
+    sizes = preview_sizes(config, spec, problems)
     resume = check_resume(config, spec, flavour, source, targets, problems)
     seed = decide_seed(config.run.seed, resume)
     context = DataContext.of(config, spec, flavour.task)
@@ -237,10 +249,11 @@ def _plan_family(
         resume=resume,
         same_data=same_data,
         warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)),
+        lora_bytes=max((run.size for run in adapter_runs(config)), default=0) if prompts else 0,
     )
 
 
-def _check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+def check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
     """Whether the settings fit the family and its checkpoint, and the checkpoint is complete."""
     yield from check_family(config, spec)
     yield from check_flavour(config, spec, flavour)
@@ -314,7 +327,7 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     return targets
 
 
-def _sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> list[tuple[int, int]]:
+def preview_sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> list[tuple[int, int]]:
     """Preview sizes. They are needed without previews too: Kandinsky fits its rope scale to them."""
     value = config.validation.validation_resolution
     if value is None:

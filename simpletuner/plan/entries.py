@@ -196,6 +196,8 @@ def preview_sources(plan: Plan) -> list[Sample | None]:
     """
     if plan.flavour.task not in ("i2i", "i2v"):
         return [None]
+    if plan.pictures:
+        return [*plan.pictures]
     chosen = plan.config.validation.eval_dataset_id
     datasets = [each for each in plan.datasets if (each.id in chosen if chosen else each.config.is_trained)]
     samples = [sample for each in datasets for sample in each.samples if not each.config.disable_validation]

@@ -104,6 +104,7 @@ def identify(
         weights=weight_identities(source),
         settings=mathematics(config, spec, targets),
         order=sample_order(trained, seed),
+        origins={key: origin for key, origin in config.origins.items() if origin != "default"},
     )
 
 

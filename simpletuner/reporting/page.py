@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from simpletuner.reporting.curves import charts_of, hours_of, points_of
 from simpletuner.reporting.html import render
+from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.pace import clock, pace_text, shares, shares_text
 from simpletuner.reporting.previews import PreviewGrid, build_grid
 from simpletuner.reporting.report import LedgerRow, ReportData
@@ -21,23 +23,31 @@ OPEN_UP_TO = 24  # files; a longer list starts folded
 
 def render_page(data: ReportData) -> str:
     """The whole document."""
-    grid = build_grid(data.previews, data.output_dir)
-    charts = charts_of(data.metrics, with_mfu=has_accelerator(data))
     return render(
         "report.html.jinja",
         data=data,
         share=min(1.0, data.step / data.total_steps) if data.total_steps else 1.0,
         facts=list(facts(data)),
-        grid=grid,
-        left_out=left_out(grid),
-        charts=charts,
-        chart_data={"charts": [chart.to_json() for chart in charts], "hours": hours_of(data.metrics)},
+        **gallery(data.metrics, data.previews, data.output_dir, with_mfu=has_accelerator(data)),
         datasets=by_dataset(data.ledger),
         ledger_rows=LEDGER_ROWS,
         open_up_to=OPEN_UP_TO,
-        scripts=("curves.js", "page.js"),
         refresh=REFRESH if data.state == "running" else None,
     )
+
+
+def gallery(
+    metrics: Sequence[Mapping[str, Any]], previews: Sequence[MediaRecord], folder: Path, *, with_mfu: bool
+) -> dict[str, Any]:
+    """What templates need for the curves of some metrics and a grid of previews, whose paths are below `folder`."""
+    grid, charts = build_grid(previews, folder), charts_of(metrics, with_mfu=with_mfu)
+    return {
+        "grid": grid,
+        "left_out": left_out(grid),
+        "charts": charts,
+        "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours_of(metrics)},
+        "scripts": ("curves.js", "page.js"),
+    }
 
 
 def facts(data: ReportData) -> Iterator[tuple[str, str]]:

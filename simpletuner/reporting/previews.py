@@ -115,7 +115,7 @@ def build_grid(records: Sequence[MediaRecord], output_dir: Path) -> PreviewGrid:
     by_row: dict[_Key, list[MediaRecord]] = {}
     for record in records:
         by_row.setdefault((record.short_name, record.index, record.width, record.height), []).append(record)
-    ordered = sorted(by_row.values(), key=lambda row: (not row[0].prompt, row[0].short_name != MAIN_PROMPT))
+    ordered = sorted(by_row.values(), key=lambda row: grid_order(row[0]))
     shown = ordered[:ROWS]
     all_steps = sorted({record.step for row in shown for record in row})
     lines = sum(len({record.ema for record in row}) for row in shown)
@@ -123,6 +123,11 @@ def build_grid(records: Sequence[MediaRecord], output_dir: Path) -> PreviewGrid:
     allowance = _allowance(sum(record.step in steps for row in shown for record in row))
     rows = [_build_row(row, steps, output_dir, allowance) for row in shown]
     return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(by_row) - len(shown))
+
+
+def grid_order(record: MediaRecord) -> tuple[bool, bool]:
+    """Sorts `validation_prompt` to the front, at whatever strength, and the empty prompt to the end."""
+    return not record.prompt, record.short_name.partition(" ")[0] != MAIN_PROMPT
 
 
 def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], output_dir: Path, allowance: int) -> Row:

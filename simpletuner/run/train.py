@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -112,6 +113,7 @@ def end_lines(plan: Plan, result: str) -> Iterator[str]:
     """The last lines of a finished run: the result, the report, the next command."""
     yield result
     yield f"Report: {plan.output_dir / REPORT_FILE}"
+    yield f'Look at it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."'
     yield "To train longer, start the same command with a larger max_train_steps."
 
 

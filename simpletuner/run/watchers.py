@@ -31,8 +31,8 @@ from simpletuner.training.ema import Ema, EmaUpdater
 from simpletuner.training.loop import Callback
 from simpletuner.training.recorder import Recorder, RequestHandler
 from simpletuner.training.state import TrainState
+from simpletuner.validation.adapters import fetched_runs
 from simpletuner.validation.eval_loss import EvaluationLoss
-from simpletuner.validation.prompts import ValidationPrompt
 from simpletuner.validation.runner import Subject, ValidationRunner
 
 
@@ -51,10 +51,11 @@ def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> lis
             name = prompt.short_name if len(pictures) == 1 else f"{prompt.short_name}-{index}"
             subjects.append(
                 Subject(
-                    prompt=ValidationPrompt(name, prompt.nickname, prompt.prompt),
+                    prompt=replace(prompt, short_name=name),
                     embeds=partial(embeds, prompt.prompt, picture, False),
                     negative=partial(embeds, negative_text, picture, True),
                     source=None if picture is None else partial(_fitted_picture, picture),
+                    picture="" if picture is None else picture.content,
                 )
             )
     return subjects
@@ -117,7 +118,8 @@ def build_validation(session: Session, state: TrainState) -> ValidationRunner:
         seed=plan.seed,
         ema=session.ema,
         events=session.events,
-        frame_rate=plan.spec.frame_rate and (plan.config.validation.framerate or plan.spec.frame_rate),
+        frame_rate=plan.frame_rate,
+        adapters=fetched_runs(plan.config, plan.spec.name, plan.source) if plan.prompts else [],
         recorded=session.record.previews,
     )
     before = replace(state, epochs_done=epochs_before(session.loader, plan.config.schedule))

@@ -129,6 +129,16 @@ def assemble(
     )
 
 
+def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
+    """Load a transformer for sampling alone: frozen, quantised, sped up, placed and streamed as in training."""
+    transformer = adapter.load_transformer(DTYPES[transformer_dtype(config.precision)]).requires_grad_(False).eval()
+    _quantise(transformer, config.precision, adapter.spec, device)
+    _use_fast_blocks(transformer, config, adapter, device)
+    streamed = _place(transformer, adapter.block_layout(transformer), config.offload, device)
+    _stream(transformer, streamed, config, device)
+    return transformer
+
+
 def _attach(techniques: Sequence[Technique], site: Site, seed: int) -> dict[str, nn.Module]:
     """Attach the techniques and return their modules by name, on the device.
 

@@ -19,11 +19,11 @@ from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import LORA_FILE as LORA_FILE
+from simpletuner.models.lora_keys import STEP_NOTE as STEP_NOTE
 
 PIPELINE_FOLDER = "pipeline"  # result of a full fine-tune, for `from_pretrained`
 NOTE_FILE = "simpletuner.json"  # in that folder: the run and step it belongs to
 STATE_FOLDER = "training_state"  # in a checkpoint: what only a resume needs
-STEP_NOTE = "simpletuner.step"  # note in a result: the step it belongs to
 # Notes in a LoRA converted from another adapter: its relative error, of the update and of a prediction.
 WEIGHT_ERROR, FORWARD_ERROR = "simpletuner.weight_error", "simpletuner.prediction_error"
 
@@ -42,6 +42,7 @@ class Identity:
         weights: content hash of every model involved, by its role; empty in older checkpoints.
         settings: keys that change the mathematics, with their effective values.
         order: keys that decide which samples share a batch, with their effective values.
+        origins: what set each key that is not at its default, by key.
     """
 
     model_family: str
@@ -54,6 +55,7 @@ class Identity:
     weights: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     order: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -33,35 +34,42 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class ValidationPrompt:
-    """One prompt; `short_name` is safe in a file name, `nickname` is the user's name for it."""
+    """One prompt; `short_name` is safe in a file name, `nickname` is the user's name for it.
+
+    `adapter_strength` replaces the strength of `validation_adapter_*` for this prompt.
+    """
 
     short_name: str
     nickname: str
     prompt: str
+    adapter_strength: float | None = None
 
 
 def collect_prompts(config: ValidationConfig, problems: list[Problem]) -> list[ValidationPrompt]:
     """All prompts of the run, with unique names: unconditional, libraries, then the primary one."""
     if config.validation_disable:
         return []
-    library: list[tuple[str, str]] = []
+    library: list[tuple[str, str, float | None]] = []
     if config.validation_prompt_library:
-        library.extend(BUILT_IN.items())
+        library.extend((nickname, prompt, None) for nickname, prompt in BUILT_IN.items())
     if config.user_prompt_library:
         library.extend(read_library(Path(config.user_prompt_library).expanduser(), problems))
     prompts: list[ValidationPrompt] = []
     if not config.validation_disable_unconditional:
         prompts.append(ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, ""))
     taken = {UNCONDITIONAL, PRIMARY}  # reserved: a library's prompt of that name is renamed
-    for nickname, prompt in library:
-        prompts.append(ValidationPrompt(_unique(file_safe(nickname), taken), nickname, prompt))
+    for nickname, prompt, strength in library:
+        prompts.append(ValidationPrompt(unique(file_safe(nickname), taken), nickname, prompt, strength))
     if config.validation_prompt:
         prompts.append(ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt))
     return prompts
 
 
-def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str]]:
-    """Nicknames and prompts of a library file; a prompt may also be written as `{"prompt": ...}`."""
+def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str, float | None]]:
+    """Nicknames, prompts and adapter strengths of a library file.
+
+    A prompt may also be written as `{"prompt": ..., "adapter_strength": ...}`.
+    """
     key = "user_prompt_library"
     if not path.is_file():
         problems.append(Problem(key, f"the file {str(path)!r} does not exist."))
@@ -75,11 +83,16 @@ def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str]]:
         return []
     prompts = []
     for nickname, value in content.items():
-        prompt: Any = value.get("prompt") if isinstance(value, dict) else value
+        entry: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
+        prompt, strength = entry.get("prompt"), entry.get("adapter_strength")
         if not isinstance(prompt, str) or not prompt.strip():
             problems.append(Problem(key, f"{path}: the prompt {nickname!r} is empty or not text."))
+        elif strength is not None and not (isinstance(strength, int | float) and 0 < strength < math.inf):
+            problems.append(
+                Problem(key, f"{path}: adapter_strength {strength!r} of {nickname!r} is not a number above 0.")
+            )
         else:
-            prompts.append((nickname, prompt))
+            prompts.append((nickname, prompt, strength))
     return prompts
 
 
@@ -121,7 +134,8 @@ def _cut(name: str) -> str:
     return name.encode()[:LONGEST_NAME].decode(errors="ignore")
 
 
-def _unique(name: str, taken: set[str]) -> str:
+def unique(name: str, taken: set[str]) -> str:
+    """The name, numbered if it is in `taken`, to which it is added."""
     candidate, number = name, 1
     while candidate.lower() in taken:
         number += 1

@@ -11,7 +11,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,112 @@ from torch import nn
 
 from simpletuner.atomic import open_atomically
 from simpletuner.config.load import RunConfig
+from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.option import Size
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import offload_layers
-from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
+from simpletuner.memory.precision import DTYPES
+from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, RunningPhase
 from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.training.applied import Loras, applied_loras
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_result_not_finite
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
+from simpletuner.validation.adapters import AdapterRun
 from simpletuner.validation.clip_writer import write_mp4
 from simpletuner.validation.prompts import ValidationPrompt
+
+REHEARSED_STEPS = 2  # the fewest that every sampler accepts
+IMAGE_FOLDER, BENCHMARK_FOLDER = "validation_images", "benchmarks/base_model"
+PREVIEW_FOLDERS = (IMAGE_FOLDER, BENCHMARK_FOLDER)
+FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A prompt with its embeddings, and for i2i and i2v the source picture.
+
+    All are functions of the preview's size, since the source picture is fitted to it and may be part of the prompt.
+    `picture` is the SHA-256 of the source picture.
+    """
+
+    prompt: ValidationPrompt
+    embeds: Callable[[Size], TextEmbeds]
+    negative: Callable[[Size], TextEmbeds]
+    source: Callable[[Size], Image] | None = None
+    picture: str = ""
+
+
+@dataclass
+class Renderer:
+    """Keeps the stock pipeline between two renderings, and writes what it renders.
+
+    Attributes:
+        frame_rate: of clips; None for families of pictures.
+    """
+
+    config: RunConfig
+    frame_rate: float | None = None
+    _pipeline: PreviewPipeline | None = field(default=None, init=False)
+
+    def open(self, adapter: FamilyAdapter, transformer: nn.Module, device: torch.device) -> PreviewPipeline:
+        """The pipeline around a transformer, with its VAE placed as configured."""
+        if self._pipeline is None:
+            self._pipeline = adapter.load_preview_pipeline(transformer, device, sampling_shift(self.config))
+            place_vae(self._pipeline.vae, transformer, self.config.offload, device)
+        return self._pipeline
+
+    def release(self) -> None:
+        """Free the VAE on a GPU, where memory is scarce; on a CPU it is kept for the next previews.
+
+        No other reference to the pipeline may exist at this point, or its memory would not be freed.
+        """
+        if torch.cuda.is_available() and not self.config.caching.keep_vae_loaded:
+            self._pipeline = None
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def request(self, subject: Subject, size: Size, seed: int) -> PreviewRequest:
+        """What to sample for a subject at a size."""
+        validation = self.config.validation
+        on_gpu = validation.validation_seed_source == "gpu" and torch.cuda.is_available()
+        return PreviewRequest(
+            embeds=subject.embeds(size),
+            negative=subject.negative(size),
+            width=size[0],
+            height=size[1],
+            num_inference_steps=_given(validation.validation_num_inference_steps),
+            guidance_scale=float(_given(validation.validation_guidance)),
+            seed=seed,
+            seed_device=torch.device("cuda" if on_gpu else "cpu"),
+            source=subject.source(size) if subject.source else None,
+            num_frames=1 if self.frame_rate is None else _given(validation.validation_num_video_frames),
+        )
+
+    @property
+    def suffix(self) -> str:
+        """Of the files that are written."""
+        return (
+            ".mp4" if self.frame_rate is not None else f".{FORMATS[self.config.validation.validation_image_format][1]}"
+        )
+
+    def dimensions(self, frames: list[Image]) -> str:
+        """The actual size for file names, and for clips the actual number of frames (`768x512@61`)."""
+        return f"{frames[0].width}x{frames[0].height}" + (f"@{len(frames)}" if self.frame_rate is not None else "")
+
+    def write(self, frames: list[Image], path: Path) -> None:
+        """Write a picture or a clip, atomically; its folder is created if missing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self.frame_rate is not None:
+            write_mp4(path, frames, self.frame_rate)
+            return
+        with open_atomically(path) as file:
+            frames[0].convert("RGB").save(file, FORMATS[self.config.validation.validation_image_format][0])
 
 
 def place_vae(vae: nn.Module, transformer: nn.Module, config: OffloadConfig, device: torch.device) -> None:
@@ -69,28 +160,15 @@ def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> 
         setattr(vae, name, alone)
 
 
-REHEARSED_STEPS = 2  # the fewest that every sampler accepts
-IMAGE_FOLDER, BENCHMARK_FOLDER = "validation_images", "benchmarks/base_model"
-PREVIEW_FOLDERS = (IMAGE_FOLDER, BENCHMARK_FOLDER)
-FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A prompt with its embeddings, and for i2i and i2v the source picture.
-
-    All are functions of the preview's size, since the source picture is fitted to it and may be part of the prompt.
-    """
-
-    prompt: ValidationPrompt
-    embeds: Callable[[Size], TextEmbeds]
-    negative: Callable[[Size], TextEmbeds]
-    source: Callable[[Size], Image] | None = None
+def _given(value: float | None) -> Any:
+    if value is None:
+        raise RuntimeError("the plan fills in the family's defaults before a run starts")
+    return value
 
 
 @dataclass(frozen=True)
 class Shot:
-    """A subject at one size, from one seed, with one set of weights."""
+    """A subject at one size, from one seed, with one set of weights and further LoRAs."""
 
     subject: Subject
     width: int
@@ -98,11 +176,24 @@ class Shot:
     index: int
     seed: int
     ema: bool
+    adapters: AdapterRun
+
+    @property
+    def name(self) -> str:
+        """The prompt's short name, with that of the adapter run."""
+        short_name = self.subject.prompt.short_name
+        return f"{short_name}_{self.adapters.name}" if self.adapters.name else short_name
+
+    @property
+    def loras(self) -> Loras:
+        """The further LoRAs, with the prompt's own strength if it has one."""
+        own = self.subject.prompt.adapter_strength
+        return [(path, strength if own is None else own) for path, strength in self.adapters.loras]
 
     def is_in(self, record: MediaRecord) -> bool:
         """Whether a recorded preview shows this."""
         prompt = self.subject.prompt
-        mine = (prompt.short_name, prompt.prompt, self.width, self.height, self.index, self.seed, self.ema)
+        mine = (self.name, prompt.prompt, self.width, self.height, self.index, self.seed, self.ema)
         return mine == (
             record.short_name, record.prompt, record.width, record.height, record.index, record.seed, record.ema,
         )  # fmt: skip
@@ -115,6 +206,7 @@ class ValidationRunner:
     Attributes:
         seed: of the run; used if `validation_seed` is unset.
         frame_rate: of preview clips; None for families of pictures.
+        adapters: the further LoRAs to render with; the first run usually has none.
         recorded: previews of the step that the session resumes from; they are not rendered again.
         lacking: whether previews were due at that step; those lost to a kill are rendered at the start.
     """
@@ -127,10 +219,14 @@ class ValidationRunner:
     ema: Ema | None
     events: EventStream
     frame_rate: float | None = None
+    adapters: Sequence[AdapterRun] = (AdapterRun(),)
     recorded: Sequence[MediaRecord] = ()
     lacking: bool = False
-    _pipeline: PreviewPipeline | None = field(default=None, init=False)
+    renderer: Renderer = field(init=False)
     _rendered_at: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.renderer = Renderer(self.config, self.frame_rate)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         validation = self.config.validation
@@ -177,60 +273,57 @@ class ValidationRunner:
             with self.events.phase(title, len(shots), unit, PREVIEWS) as phase, quiet(assembly):
                 stop_if_result_not_finite(assembly, self.ema)
                 # Grouped, because each change to the average and back copies all weights.
-                for use_ema, group in itertools.groupby(shots, key=lambda shot: shot.ema):
-                    with self.ema.applied() if use_ema and self.ema else nullcontext():
+                for (use_ema, loras), group in itertools.groupby(shots, key=lambda shot: (shot.ema, shot.loras)):
+                    averaged = self.ema.applied() if use_ema and self.ema else nullcontext()
+                    with averaged, self._applied(assembly, loras):
                         for shot in group:
                             self.events.publish(MediaRendered(self._render(assembly, shot, step, benchmark, phase)))
-                            phase.advance(1, shot.subject.prompt.short_name)
+                            phase.advance(1, shot.name)
             self._rendered_at = step
         finally:
-            self._release()
+            self.renderer.release()
 
     def rehearse(self, assembly: Assembly) -> None:
         """Render the first subject at the largest size in `REHEARSED_STEPS`, and discard the result."""
         width, height = max(self.sizes, key=lambda size: size[0] * size[1])
         with quiet(assembly):
-            request = self._request(self.subjects[0], width, height, self._seed(0, 0))
-            self._load_pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
-        self._release()
+            request = self.renderer.request(self.subjects[0], (width, height), self._seed(0, 0))
+            self._pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
+        self.renderer.release()
 
     def _shots(self, step: int, benchmark: bool) -> Iterator[Shot]:
         """All previews of one round."""
         for use_ema in [False] if benchmark else weights_to_use(self.ema, self.config.ema.ema_validation):
-            for subject in self.subjects:
+            for adapters, subject in itertools.product(self.adapters, self.subjects):
                 for width, height in self.sizes:
                     for index in range(self.config.validation.num_validation_images):
-                        yield Shot(subject, width, height, index, self._seed(step, index), use_ema)
+                        yield Shot(subject, width, height, index, self._seed(step, index), use_ema, adapters)
+
+    def _applied(self, assembly: Assembly, loras: Loras) -> AbstractContextManager[None]:
+        transformer = assembly.accelerator.unwrap_model(assembly.transformer)
+        dtype = DTYPES[trained_precision(self.config.optimizer, self.config.precision)]
+        return applied_loras(transformer, loras, dtype, assembly.accelerator.device)
 
     def _render(self, assembly: Assembly, shot: Shot, step: int, benchmark: bool, phase: RunningPhase) -> MediaRecord:
         """Sample one preview and write it."""
-        prompt = shot.subject.prompt
-        request = self._request(shot.subject, shot.width, shot.height, shot.seed)
-        request = replace(request, between_steps=lambda: phase.advance(0, prompt.short_name))
-        frames = self._load_pipeline(assembly).render(request)
-        path = self._path(prompt, step, shot.index, frames, shot.ema, benchmark)
-        self._write(frames, path)
+        request = self.renderer.request(shot.subject, (shot.width, shot.height), shot.seed)
+        request = replace(request, between_steps=lambda: phase.advance(0, shot.name))
+        frames = self._pipeline(assembly).render(request)
+        path = self._path(shot, step, frames, benchmark)
+        self.renderer.write(frames, path)
         return MediaRecord(
-            step=step, short_name=prompt.short_name, prompt=prompt.prompt,
+            step=step, short_name=shot.name, prompt=shot.subject.prompt.prompt,
             path=path.relative_to(self.output_dir).as_posix(), width=frames[0].width, height=frames[0].height,
             seed=shot.seed, ema=shot.ema, index=shot.index,
         )  # fmt: skip
 
-    def _request(self, subject: Subject, width: int, height: int, seed: int) -> PreviewRequest:
-        validation = self.config.validation
-        on_gpu = validation.validation_seed_source == "gpu" and torch.cuda.is_available()
-        return PreviewRequest(
-            embeds=subject.embeds((width, height)),
-            negative=subject.negative((width, height)),
-            width=width,
-            height=height,
-            num_inference_steps=_given(validation.validation_num_inference_steps),
-            guidance_scale=float(_given(validation.validation_guidance)),
-            seed=seed,
-            seed_device=torch.device("cuda" if on_gpu else "cpu"),
-            source=subject.source((width, height)) if subject.source else None,
-            num_frames=1 if self.frame_rate is None else _given(validation.validation_num_video_frames),
-        )
+    def _path(self, shot: Shot, step: int, frames: list[Image], benchmark: bool) -> Path:
+        dimensions, suffix = self.renderer.dimensions(frames), self.renderer.suffix
+        if benchmark:
+            number = f"_{shot.index}" if shot.index or self.frame_rate is not None else ""
+            return self.output_dir / BENCHMARK_FOLDER / f"{shot.name}_{dimensions}{number}{suffix}"
+        name = f"step_{step}_{shot.name}_{shot.index}_{dimensions}{'_ema' if shot.ema else ''}{suffix}"
+        return self.output_dir / IMAGE_FOLDER / name
 
     def _seed(self, step: int, index: int) -> int:
         if self.config.validation.validation_randomize:
@@ -238,44 +331,9 @@ class ValidationRunner:
         configured = self.config.validation.validation_seed
         return (self.seed if configured is None else configured) + index
 
-    def _path(
-        self, prompt: ValidationPrompt, step: int, index: int, frames: list[Image], use_ema: bool, benchmark: bool
-    ) -> Path:
-        """The file name has the actual size, and for clips the actual number of frames (`768x512@61`)."""
-        is_clip = self.frame_rate is not None
-        suffix = "mp4" if is_clip else FORMATS[self.config.validation.validation_image_format][1]
-        dimensions = f"{frames[0].width}x{frames[0].height}" + (f"@{len(frames)}" if is_clip else "")
-        if benchmark:
-            number = f"_{index}" if index or is_clip else ""
-            return self.output_dir / BENCHMARK_FOLDER / f"{prompt.short_name}_{dimensions}{number}.{suffix}"
-        name = f"step_{step}_{prompt.short_name}_{index}_{dimensions}{'_ema' if use_ema else ''}.{suffix}"
-        return self.output_dir / IMAGE_FOLDER / name
-
-    def _write(self, frames: list[Image], path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if self.frame_rate is not None:
-            write_mp4(path, frames, self.frame_rate)
-            return
-        with open_atomically(path) as file:
-            frames[0].convert("RGB").save(file, FORMATS[self.config.validation.validation_image_format][0])
-
-    def _load_pipeline(self, assembly: Assembly) -> PreviewPipeline:
-        if self._pipeline is None:
-            transformer = assembly.accelerator.unwrap_model(assembly.transformer)
-            device = assembly.accelerator.device
-            self._pipeline = assembly.adapter.load_preview_pipeline(transformer, device, sampling_shift(self.config))
-            place_vae(self._pipeline.vae, transformer, self.config.offload, device)
-        return self._pipeline
-
-    def _release(self) -> None:
-        """Free the VAE on a GPU, where memory is scarce; on a CPU it is kept for the next previews.
-
-        No other reference to the pipeline may exist at this point, or its memory would not be freed.
-        """
-        if torch.cuda.is_available() and not self.config.caching.keep_vae_loaded:
-            self._pipeline = None
-            gc.collect()
-            torch.cuda.empty_cache()
+    def _pipeline(self, assembly: Assembly) -> PreviewPipeline:
+        transformer = assembly.accelerator.unwrap_model(assembly.transformer)
+        return self.renderer.open(assembly.adapter, transformer, assembly.accelerator.device)
 
 
 def weights_to_use(ema: Ema | None, ema_validation: str) -> list[bool]:
@@ -296,9 +354,3 @@ def quiet(assembly: Assembly) -> Iterator[None]:
     finally:
         assembly.transformer.train()
         restore_random_states(states)
-
-
-def _given(value: float | None) -> Any:
-    if value is None:
-        raise RuntimeError("the plan fills in the family's defaults before a run starts")
-    return value

@@ -74,7 +74,7 @@ def test_json_block_loads(text: str, tmp_path: Path) -> None:
         assert file is not None
         problems += check_lycoris(file, {}, quantised=False)
     else:
-        assert [name for name, _ in read_library(path, problems)] == list(content)
+        assert [name for name, _, _ in read_library(path, problems)] == list(content)
     assert problems == []
 
 

@@ -93,9 +93,10 @@ def test_the_start_of_a_run_is_its_plan_in_a_few_lines_and_its_end_names_the_res
     assert lines[begin + 2].endswith("; saved to output")
     assert lines[begin + 3].startswith("  fits: up to ")
     assert " while " in lines[begin + 3]
-    saved, report, further = lines[-3:]
+    saved, report, sample, further = lines[-4:]
     assert saved.startswith("Saved output/pytorch_lora_weights.safetensors")
     assert report == "Report: output/training_report.html"
+    assert sample == 'Look at it: simpletuner sample output --prompt "..."'
     assert "max_train_steps" in further
 
 

@@ -1,0 +1,127 @@
+"""`simpletuner sample` and `simpletuner sweep`: look at what a run has learned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from simpletuner.cli.train import parse_settings, prepare_output, quick_imports
+
+if TYPE_CHECKING:
+    from simpletuner.errors import Problem
+    from simpletuner.plan.build import Plan
+    from simpletuner.plan.sampling import Weights
+    from simpletuner.reporting.events import EventStream
+
+# Short names of the settings that are most often changed here.
+SHORT = {
+    "resolution": "validation_resolution", "frames": "validation_num_video_frames", "seed": "validation_seed",
+    "steps": "validation_num_inference_steps", "guidance": "validation_guidance",
+    "negative_prompt": "validation_negative_prompt",
+}  # fmt: skip
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to render; may be given several times.")]
+Images = Annotated[list[str] | None, typer.Option("--image", help="A picture to start from (i2i, i2v).")]
+UseEma = Annotated[bool, typer.Option("--ema", help="Take the moving average of the weights.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Folder for what is rendered.")]
+
+
+def sample(
+    context: typer.Context,
+    prompt: Prompts = None,
+    image: Images = None,
+    strength: Annotated[float, typer.Option("--strength", help="Strength of the LoRA.")] = 1.0,
+    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="A step, or latest.")] = None,
+    ema: UseEma = False,
+    output: Output = None,
+) -> None:
+    """Render from a result: sample OUTPUT_DIR --prompt "...". A checkpoint or a LoRA file will do as well.
+
+    Everything is as in the run's previews. Settings override that: --resolution, --frames, --steps, --guidance, --seed,
+    --negative-prompt, and those of train. Without a source it is the base model of model_family=NAME or example=NAME.
+    """
+    chosen = None if checkpoint is None else [checkpoint]
+    asked = {"prompts": prompt or (), "images": image or (), "strengths": [strength], "checkpoints": chosen}
+    with _planned(context.args, output or Path("samples"), [], ema=ema, **asked) as (_, plan, weights, events):
+        from simpletuner.run.sample import render_samples
+
+        for path in render_samples(plan, weights[0], strength, events):
+            events.say(f"Saved {path}")
+
+
+def sweep(
+    context: typer.Context,
+    prompt: Prompts = None,
+    image: Images = None,
+    strengths: Annotated[str, typer.Option("--strengths", help="Strengths of the LoRA: 0.5,0.75,1.0")] = "1.0",
+    checkpoints: Annotated[str | None, typer.Option("--checkpoints", help="Steps: 100,200. All by default.")] = None,
+    ema: UseEma = False,
+    output: Output = None,
+) -> None:
+    """Compare a run's checkpoints: sweep OUTPUT_DIR writes one contact sheet, as a page and as a picture.
+
+    By default with the run's own prompts, from the same seeds. A sweep that was stopped goes on where it was. Settings
+    override those of the run as in sample.
+    """
+    problems: list[Problem] = []
+    given = parse_strengths(strengths, problems)
+    chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
+    asked = {"prompts": prompt or (), "images": image or (), "strengths": given, "checkpoints": chosen, "sweeps": True}
+    with _planned(context.args, output, problems, ema=ema, **asked) as (run, plan, weights, events):
+        from simpletuner.run.sample import render_sweep
+
+        sheet = render_sweep(plan, weights, given, run, events)
+        events.say(sheet.verdict)
+        events.say(f"Saved {sheet.folder / 'sheet.html'} and sheet.png")
+
+
+def parse_strengths(text: str, problems: list[Problem]) -> list[float]:
+    """The numbers of a comma-separated list."""
+    from simpletuner.config.option import parse_number
+    from simpletuner.errors import Problem
+
+    try:
+        return [parse_number(part) for part in text.split(",")]
+    except ValueError as error:
+        problems.append(Problem("--strengths", f"{text!r} {error}; write numbers such as 0.5,0.75,1.0."))
+        return [1.0]
+
+
+@contextmanager
+def _planned(
+    tokens: list[str], output: Path | None, problems: list[Problem], **asked: Any
+) -> Iterator[tuple[Path, Plan, list[Weights], EventStream]]:
+    """The source and the checked plan of what is asked for, whose memory fits, with a display of what happens."""
+    from simpletuner.budget.ready import weigh
+    from simpletuner.budget.show import fit_line
+    from simpletuner.config.load import raise_if_fatal
+    from simpletuner.models.registry import load_adapter
+    from simpletuner.plan.sampling import SampleRequest, plan_samples
+    from simpletuner.reporting.events import Notice
+    from simpletuner.reporting.log import setup_logging
+    from simpletuner.reporting.progress import shown_events
+
+    source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
+    arguments, found = parse_settings(tokens[source is not None :])
+    problems.extend(found)
+    names = [(key.removeprefix("--").replace("-", "_"), key, value) for key, value in arguments.settings]
+    arguments.settings = [(SHORT.get(name, key), value) for name, key, value in names]
+    folder = output or Path("samples") / f"sweep-{Path(source or '').resolve().name}"
+    plan, weights = plan_samples(SampleRequest(source, str(folder), arguments, **asked), problems)
+    plan, budget = weigh(plan, problems)
+    raise_if_fatal(problems)
+    prepare_output(plan)
+    setup_logging()
+    with shown_events() as events:
+        for warning in plan.warnings:
+            events.publish(Notice(str(warning), warning=True))
+        events.say(f"{plan.spec.title} {plan.flavour.name}, {', '.join(each.name for each in weights)}")
+        for line in (fit_line(budget), *(f"  offload auto: {decision}" for decision in budget.decisions)):
+            events.say(line)
+        with events.phase("Loading torch"), quick_imports():
+            load_adapter(plan.spec)
+        yield Path(source or ""), plan, weights, events

@@ -1,0 +1,281 @@
+"""What `simpletuner sample` and `sweep` render: from a run's folder, a checkpoint, a LoRA file or a configuration to a
+plan without data to train on. Nothing here loads a weight, imports torch or writes a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from simpletuner.caching.keys import hash_file
+from simpletuner.config.arguments import Arguments
+from simpletuner.config.json_files import read_json
+from simpletuner.config.load import (
+    CHOSEN,
+    NOT_SET_BY_USER,
+    Layer,
+    RunConfig,
+    canonical,
+    raise_if_fatal,
+    resolve,
+    with_family,
+)
+from simpletuner.config.locate import locate
+from simpletuner.config.optimizers import trained_precision
+from simpletuner.config.precision import check_packages
+from simpletuner.config.schema import PLAIN_PRECISIONS
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.files import MediaError, content_hash
+from simpletuner.data.media import probe
+from simpletuner.data.sample import Sample
+from simpletuner.errors import ConfigError, Problem
+from simpletuner.headers import METADATA, read_header
+from simpletuner.models.lora_keys import check_lora_file, family_in_header
+from simpletuner.models.lora_targets import linear_modules
+from simpletuner.models.source import ModelSource, Part
+from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.plan.build import Length, Plan, check_model, find_family, find_flavour, preview_sizes
+from simpletuner.plan.checks import check_memory, check_output, check_prompts
+from simpletuner.plan.offload import check_offload
+from simpletuner.plan.resume import decide_seed
+from simpletuner.training.manifest import (
+    LORA_FILE,
+    PIPELINE_FOLDER,
+    Checkpoint,
+    find_checkpoints,
+    open_checkpoint,
+    result_step,
+)
+from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, file_safe, unique
+
+# What `offload: auto` chose for training is chosen again, except for what changes results.
+CHOICES_KEPT = ("base_model_precision", "vae_enable_tiling")
+CACHES = ("cache_dir", "cache_dir_text", "cache_dir_vae")
+COMMAND_LINE = "command line"  # as an origin of settings
+LONGEST_STEM = 60
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What the command line asks for.
+
+    Attributes:
+        source: an output folder, a checkpoint or a LoRA file; None for a base model.
+        checkpoints: numbers or names, or `latest`; None for the result (in a sweep: for all of them).
+        ema: take the moving average.
+        output: folder for what is rendered.
+        sweeps: compare checkpoints, by default with the run's own prompts.
+    """
+
+    source: str | None
+    output: str
+    arguments: Arguments
+    prompts: Sequence[str] = ()
+    images: Sequence[str] = ()
+    strengths: Sequence[float] = (1.0,)
+    checkpoints: Sequence[str] | None = None
+    ema: bool = False
+    sweeps: bool = False
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is sampled.
+
+    Attributes:
+        step: of the run; None if unknown.
+        lora: a LoRA file, for the base model.
+        transformer: of a full fine-tune, instead of the base model's.
+        content: identifies it, see `caching.keys`; empty for a base model.
+    """
+
+    name: str
+    step: int | None = None
+    lora: Path | None = None
+    transformer: Part | None = None
+    content: str = ""
+
+    def replace_in(self, source: ModelSource) -> ModelSource:
+        """The parts of a base model, with these weights of a full fine-tune."""
+        return ModelSource({**source.parts, "transformer": self.transformer}) if self.transformer else source
+
+
+def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan, list[Weights]]:
+    """A plan whose previews are what is asked for, and the weights to render them with, in order.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+    if not request.prompts and not request.sweeps:
+        problems.append(Problem("--prompt", "is required; it may be given several times."))
+    pictures = tuple(picture for each in request.images for picture in _picture(Path(each).expanduser(), problems))
+    weights, run = find_weights(request, problems)
+    if not weights:
+        canonical(request.arguments.layer(), problems)  # keys that do not exist can be named all the same
+        raise ConfigError(problems)
+    layers = [Layer("", [("model_type", "lora")]), *_layers(request, weights[0], run, problems)]
+    layers.append(request.arguments.layer())
+    spec = find_family(layers, problems)
+    config = resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers, problems)
+    if spec is None:
+        raise ConfigError(problems)
+    if weights[0].transformer is not None and list(request.strengths) != [1.0]:
+        message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
+        problems.append(Problem("strength", message))
+    seed = decide_seed(config.run.seed, run)
+    plan = _plan_family(_for_samples(config, request), spec, weights, request.prompts, pictures, seed, problems)
+    raise_if_fatal(problems)
+    return plan, weights
+
+
+def find_weights(request: SampleRequest, problems: list[Problem]) -> tuple[list[Weights], Checkpoint | None]:
+    """What a request's source holds, and a checkpoint with the settings of its run, if there is one."""
+    if request.source is None:
+        if request.sweeps:
+            problems.append(Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR"))
+        return [Weights("base model")], None
+    path = Path(request.source).expanduser()
+    if path.is_file():
+        run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
+        return [Weights(path.stem, lora=path, content=hash_file(path))], run
+    whole = _checkpoints(path)
+    run = whole[-1] if whole else None
+    is_full = run is not None and run.manifest.identity.model_type == "full"
+    if request.sweeps or request.checkpoints is not None or (run is not None and run.path == path):
+        chosen = _choose(request.checkpoints, whole, path, problems)
+        return [_weights(each.path, each.step, request.ema, problems, is_full) for each in chosen], run
+    result = path / (PIPELINE_FOLDER if is_full else LORA_FILE)
+    if result.exists():
+        step = result_step(path, "full" if is_full else "lora")
+        return [_weights(result if is_full else path, step, request.ema and not is_full, problems, is_full)], run
+    names = ", ".join(each.path.name for each in whole)
+    there = f"Its checkpoints: {names}; choose one with --checkpoint." if whole else "It has no checkpoints either."
+    problems.append(Problem("source", f"{request.source!r} holds no result ({result.name}). {there}"))
+    return [], run
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    """The checkpoint that a folder is, else those in it."""
+    itself = open_checkpoint(folder)
+    return [itself] if itself else find_checkpoints(folder)[0]
+
+
+def _weights(folder: Path, step: int | None, ema: bool, problems: list[Problem], is_full: bool) -> Weights:
+    """The weights in a checkpoint, an output folder or a published pipeline."""
+    name = ("transformer_ema" if ema else "transformer") if is_full else f"ema/{LORA_FILE}" if ema else LORA_FILE
+    path = folder / name
+    if not path.exists():
+        plain = "checkpoints hold its adapter (lora_type) in its own form; only the result is also a plain LoRA."
+        problems.append(
+            Problem("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")
+        )
+    if not is_full:
+        return Weights(folder.name, step, lora=path, content=hash_file(path)) if path.exists() else Weights("")
+    part = Part("transformer", "source", str(folder), name, None, None)
+    return Weights(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
+
+
+def _choose(
+    wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: Path, problems: list[Problem]
+) -> list[Checkpoint]:
+    """The checkpoints that are asked for by number, name or `latest`; all of them if `wanted` is None."""
+    names = ", ".join(each.path.name for each in whole) or "none"
+    known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
+    asked = [str(each.step) for each in whole] or ["latest"] if wanted is None else wanted
+    for name in (name for name in asked if name not in known):
+        message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
+        problems.append(Problem("checkpoint", message))
+    return list({known[name].step: known[name] for name in asked if name in known}.values())
+
+
+def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None, problems: list[Problem]) -> list[Layer]:
+    """The settings below those of the command line: a run's, a LoRA's own header, or a configuration file's."""
+    selectors, lora, layers = request.arguments.selectors, weights.lora, list[Layer]()
+    if run is not None:
+        for name in selectors:
+            problems.append(Problem(name, f"has no effect: the settings are those of the run {run.path.parent}."))
+        return [_layer_of(run)]
+    if lora is not None and family_in_header(lora):
+        family, _, flavour = read_header(lora)[METADATA]["modelspec.architecture"].partition("/")
+        layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
+    if selectors or not (layers or "model_family" in canonical(request.arguments.layer(), [])):
+        layers += locate(selectors, problems).layers
+    return layers
+
+
+def _layer_of(run: Checkpoint) -> Layer:
+    """The settings of a run as far as they were set, without its folders."""
+    path, origins = run.path / "config.json", run.manifest.identity.origins
+    settings = read_json(path, [])
+    mine = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*CACHES, "output_dir"}
+    mine |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}
+    return Layer(str(path), [(key, settings[key]) for key in mine] if isinstance(settings, dict) else [])
+
+
+def _for_samples(config: RunConfig, request: SampleRequest) -> RunConfig:
+    """The settings with the folder for samples; what a full fine-tune computes in becomes the dtype of a base model."""
+    values: dict[str, Any] = {"output_dir": request.output, "validation_disable": False}
+    precision = config.precision.base_model_precision
+    if config.model.model_type == "full":
+        dtype = trained_precision(config.optimizer, config.precision)
+        values |= {"model_type": "lora", "base_model_precision": dtype if precision in PLAIN_PRECISIONS else precision}
+    return config.with_values(values, "sampling")
+
+
+def _plan_family(
+    config: RunConfig,
+    spec: FamilySpec,
+    weights: Sequence[Weights],
+    texts: Sequence[str],
+    pictures: tuple[Sample, ...],
+    seed: int,
+    problems: list[Problem],
+) -> Plan:
+    flavour = find_flavour(config, spec, problems)
+    if pictures and flavour.dataset_task:
+        flavour = replace(flavour, task=flavour.dataset_task)
+    source = weights[0].replace_in(ModelSource.from_config(spec, flavour, config))
+    spec = spec.for_checkpoint(flavour, source)
+    checks = (check_output(config), check_memory(config), check_offload(config), check_packages(config.precision))
+    everything = [*check_model(config, spec, flavour, source), *(problem for check in checks for problem in check)]
+    # The run has given its warnings; those of sizes are about what is rendered now.
+    problems.extend(problem for problem in everything if problem.fatal)
+    problems.extend(_check_pictures(flavour, bool(pictures)))
+    loras = [each.lora for each in weights if each.lora is not None]
+    modules = {} if source.problems() else linear_modules(source["transformer"].weight_shapes())
+    for path in loras:
+        problems.extend(check_lora_file("LoRA", path, modules, spec.name))
+    taken: set[str] = set()
+    named = [ValidationPrompt(unique(file_safe(text[:LONGEST_STEM]), taken), text, text) for text in texts]
+    prompts = named or collect_prompts(config.validation, problems)
+    problems.extend(check_prompts(config, prompts))
+    sizes = preview_sizes(config, spec, problems)
+    if spec.check_sizes is not None:
+        problems.extend(spec.check_sizes(config, flavour, sizes, {}))
+    raise_if_fatal(problems)
+    return Plan(
+        config=config, spec=spec, flavour=flavour, source=source, seed=seed, dataset_file=Path(), datasets=[],
+        text_caches=[], lora_targets=[], prompts=prompts, sizes=sizes, length=Length(0, 0, 0), resume=None,
+        same_data=True, warnings=[problem for problem in problems if not problem.fatal], pictures=pictures,
+        lora_bytes=max((path.stat().st_size for path in loras), default=0),
+    )  # fmt: skip
+
+
+def _check_pictures(flavour: Flavour, given: bool) -> Iterator[Problem]:
+    if (flavour.task in ("i2i", "i2v")) != given:
+        why = (
+            "has no effect: {} starts from noise, not from a picture." if given else "is required: {} starts from one."
+        )
+        yield Problem("--image", why.format(flavour.name))
+
+
+def _picture(path: Path, problems: list[Problem]) -> Iterator[Sample]:
+    """A source picture as a sample of its own size."""
+    try:
+        size = probe(path)
+    except MediaError as error:
+        problems.append(Problem("--image", f"{str(path)!r} {error}."))
+        return
+    yield Sample("image", path.name, path, content_hash(path), size, Geometry("", size, size, (0, 0)))

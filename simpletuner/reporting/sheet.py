@@ -1,0 +1,121 @@
+"""The contact sheet of a sweep: every prompt at every checkpoint, as a page and as a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from simpletuner.atomic import write_atomically
+from simpletuner.reporting.curves import Point, points_of
+from simpletuner.reporting.events import EVALUATED
+from simpletuner.reporting.html import render
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.page import gallery
+from simpletuner.reporting.previews import grid_order
+
+PAGE, PICTURE = "sheet.html", "sheet.png"
+CELL, MARGIN, FONT_SIZE = 256, 8, 14  # of the picture, in pixels
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What a sweep shows.
+
+    Attributes:
+        title: the run.
+        folder: paths of the records are relative to it.
+        records: the cells: a row per `short_name`, a column per step.
+        metrics: rows of the run's `training_metrics.jsonl`.
+    """
+
+    title: str
+    folder: Path
+    records: Sequence[MediaRecord]
+    metrics: Sequence[Mapping[str, Any]]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, in order."""
+        return sorted({record.step for record in self.records})
+
+    @property
+    def best(self) -> int | None:
+        """The checkpoint with the lowest evaluation loss, interpolated between the steps where it was measured."""
+        points = evaluation_points(self.metrics)
+        steps, losses = [step for step, _ in points], [loss for _, loss in points]
+        return min(self.steps, key=lambda step: float(np.interp(step, steps, losses))) if points else None
+
+    @property
+    def verdict(self) -> str:
+        """What the evaluation loss says, in one sentence."""
+        points = evaluation_points(self.metrics)
+        if not points:
+            return "No evaluation loss was measured, so no checkpoint is marked; eval_steps_interval measures it."
+        (low, least), (last, loss) = min(points, key=lambda point: point[1]), points[-1]
+        if low == last:
+            return f"The evaluation loss is lowest at the last step measured ({least:.4g} at step {low:,})."
+        rise = f"rises after it, to {loss:.4g} at step {last:,}"
+        return f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
+
+    def write(self) -> None:
+        """Write `sheet.html`, which holds the pictures, and `sheet.png`."""
+        kept = {"step", "train_loss", *evaluation_names(self.metrics)}
+        losses = [{key: row[key] for key in kept & row.keys()} for row in self.metrics]
+        shown = gallery(losses, self.records, self.folder, with_mfu=False)
+        write_atomically(
+            self.folder / PAGE, render("sheet.html.jinja", sheet=self, refresh=None, **shown), durable=False
+        )
+        picture = io.BytesIO()
+        self._picture().save(picture, "PNG")
+        write_atomically(self.folder / PICTURE, picture.getvalue(), durable=False)
+
+    def _picture(self) -> Image.Image:
+        """A row per prompt with its name above, a column per checkpoint; the middle frames of clips."""
+        records = sorted(self.records, key=grid_order)
+        rows = list(dict.fromkeys((each.short_name, each.index, each.width, each.height) for each in records))
+        line = FONT_SIZE + MARGIN
+        height = max(CELL * each.height // max(each.width, each.height) for each in records)
+        size = (CELL + MARGIN) * len(self.steps) + MARGIN, line + (height + line) * len(rows)
+        sheet, font = Image.new("RGB", size, "white"), ImageFont.load_default(FONT_SIZE)
+        draw = ImageDraw.Draw(sheet)
+        for record in records:
+            left = MARGIN + self.steps.index(record.step) * (CELL + MARGIN)
+            top = line + (height + line) * rows.index((record.short_name, record.index, record.width, record.height))
+            mark = ", lowest evaluation loss" if record.step == self.best else ""
+            draw.text((left, MARGIN // 2), f"step {record.step:,}{mark}", "black", font)
+            draw.text((MARGIN, top), record.short_name, "black", font)
+            sheet.paste(
+                ImageOps.contain(still(self.folder / record.path), (CELL, height)), (left, top + line - MARGIN // 2)
+            )
+        return sheet
+
+
+def still(path: Path) -> Image.Image:
+    """A picture, or the middle frame of a clip."""
+    if path.suffix != ".mp4":
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    with av.open(str(path)) as clip:
+        frames = list(clip.decode(video=0))
+        return frames[len(frames) // 2].to_image()
+
+
+def evaluation_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the evaluation losses in a record."""
+    return sorted({key for row in rows for key in row if key.startswith(EVALUATED)})
+
+
+def evaluation_points(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
+    names = [name for name in evaluation_names(rows) if not name.endswith("/pooled")]
+    plain = [name for name in names if not name.endswith("/ema")] or names
+    curves = [dict(points_of(rows, name)) for name in plain]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]

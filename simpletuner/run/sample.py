@@ -1,0 +1,211 @@
+"""`simpletuner sample` and `simpletuner sweep`: render from a result with the code and the memory of previews.
+
+plan ─► fetch ─► prompts ─► transformer ─► LoRA after LoRA, prompt after prompt
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from simpletuner.atomic import write_json
+from simpletuner.caching.keys import digest
+from simpletuner.caching.read import BatchReader
+from simpletuner.config.optimizers import trained_precision
+from simpletuner.config.option import Size
+from simpletuner.diffusion.flow import sampling_shift
+from simpletuner.memory.precision import DTYPES
+from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import list_entries
+from simpletuner.plan.sampling import Weights
+from simpletuner.reporting.environment import package_versions
+from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
+from simpletuner.reporting.metrics import METRICS_FILE, MediaRecord, read_steps
+from simpletuner.reporting.sheet import Sheet
+from simpletuner.run.caches import CacheFiller, build_adapter, complete_catalogue, fetch
+from simpletuner.run.train import prepare_machine
+from simpletuner.run.watchers import build_subjects
+from simpletuner.training.applied import applied_loras
+from simpletuner.training.assemble import load_for_sampling, make_accelerator
+from simpletuner.validation.runner import Renderer, Subject
+
+CELLS = "cells"  # folder of what a sweep renders
+# Settings that decide what is rendered, besides prompt, size and seed.
+SETTINGS = (
+    "validation_seed_source", "validation_num_inference_steps", "validation_guidance", "validation_negative_prompt",
+    "base_model_precision", "mixed_precision", "text_encoder_1_precision", "vae_dtype",
+)  # fmt: skip
+UNIMPORTANT = ("lora", "versions")  # what a sweep does not render a cell again for
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One picture or clip.
+
+    Attributes:
+        recipe: how it is made: the content of the JSON file beside it.
+        number: of its row in a sheet.
+    """
+
+    subject: Subject
+    weights: Weights
+    recipe: dict[str, Any]
+    number: int
+
+    @property
+    def strength(self) -> float:
+        """Of the LoRA."""
+        return float(self.recipe["strength"])
+
+    @property
+    def digest(self) -> str:
+        """Equal where nothing that matters differs."""
+        return digest({key: value for key, value in self.recipe.items() if key not in UNIMPORTANT})[:20]
+
+
+Naming = Callable[[Shot], Path]
+
+
+@dataclass
+class Studio:
+    """The model of a plan on its device, and what to render with it.
+
+    Attributes:
+        transformer: without a LoRA; loaded when it is first needed, for `loaded`.
+    """
+
+    plan: Plan
+    device: torch.device
+    subjects: Sequence[Subject]
+    renderer: Renderer
+    adapter: FamilyAdapter
+    transformer: nn.Module | None = None
+    loaded: Weights | None = None
+
+    @classmethod
+    def open(cls, plan: Plan, events: EventStream) -> Studio:
+        """Download the model and embed the prompts; the text encoders are gone before the transformer comes."""
+        prepare_machine(plan)
+        adapter, device = build_adapter(plan), make_accelerator().device
+        fetch(plan, events)
+        filler = CacheFiller(plan, adapter, device, events, list_entries(plan, complete_catalogue(plan)))
+        filler.fill()
+        subjects = build_subjects(plan, filler.catalogue, BatchReader(filler.catalogue, 0.0, plan.seed, filler.restore))
+        return cls(plan, device, subjects, Renderer(plan.config, plan.frame_rate), adapter)
+
+    def shots(self, weights: Sequence[Weights], strengths: Sequence[float]) -> list[Shot]:
+        """Every subject at every size, from the same seeds with all weights and strengths."""
+        indices = range(self.plan.config.validation.num_validation_images)
+        rows = list(itertools.product(self.subjects, self.plan.sizes, indices))
+        return [
+            Shot(subject, own, recipe(self.plan, subject, size, index, own, strength), number)
+            for own, strength in itertools.product(weights, strengths)
+            for number, (subject, size, index) in enumerate(rows)
+        ]
+
+    def render(self, shots: Iterable[Shot], name: Naming, events: EventStream, title: str) -> list[Path]:
+        """Render each shot into the file that `name` gives it, with its recipe beside it."""
+        shots, config = list(shots), self.plan.config
+        dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
+        paths = []
+        with events.phase(title, len(shots), self.plan.spec.media_noun, PREVIEWS) as phase, torch.no_grad():
+            for (own, strength), group in itertools.groupby(
+                shots, lambda shot: (shot.weights, shot.recipe["strength"])
+            ):
+                transformer = self._load(own)
+                loras = [] if own.lora is None else [(own.lora, strength)]
+                with applied_loras(transformer, loras, dtype, self.device):
+                    paths += [self._render(transformer, shot, name(shot), phase) for shot in group]
+        return paths
+
+    def _render(self, transformer: nn.Module, shot: Shot, path: Path, phase: RunningPhase) -> Path:
+        title, made = f"{shot.weights.name}, {shot.subject.prompt.short_name}", shot.recipe
+        request = self.renderer.request(shot.subject, (made["width"], made["height"]), made["seed"])
+        request = replace(request, between_steps=lambda: phase.advance(0, title))
+        frames = self.renderer.open(self.adapter, transformer, self.device).render(request)
+        # The picture comes last: a sweep takes its presence for that of both.
+        write_json(path.with_suffix(".json"), made)
+        self.renderer.write(frames, path)
+        phase.advance(1, title)
+        return path
+
+    def _load(self, weights: Weights) -> nn.Module:
+        """The transformer for these weights: a full fine-tune has its own, LoRAs share one."""
+        if self.transformer is None or (weights.transformer is not None and weights != self.loaded):
+            self.transformer, self.renderer = None, Renderer(self.plan.config, self.plan.frame_rate)
+            gc.collect()
+            self.adapter = build_adapter(replace(self.plan, source=weights.replace_in(self.plan.source)))
+            self.transformer, self.loaded = load_for_sampling(self.plan.config, self.adapter, self.device), weights
+        return self.transformer
+
+
+def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Weights, strength: float) -> dict[str, Any]:
+    """Everything that decides a picture, in words and numbers."""
+    validation, values = plan.config.validation, plan.config.flat()
+    seed = plan.seed if validation.validation_seed is None else validation.validation_seed
+    frames = validation.validation_num_video_frames if plan.frame_rate else 1
+    return {
+        "prompt": subject.prompt.prompt, "source_image": subject.picture, "width": size[0], "height": size[1],
+        "frames": frames, "frame_rate": plan.frame_rate, "seed": seed + index, "index": index,
+        **{key: values[key] for key in SETTINGS}, "shift": sampling_shift(plan.config),
+        "model": f"{plan.spec.name}/{plan.flavour.name}",
+        "base_model": None if weights.transformer else plan.source["transformer"].location,
+        "weights": weights.name, "step": weights.step, "lora": weights.lora and str(weights.lora),
+        "content": weights.content, "strength": strength, "versions": package_versions(),
+    }  # fmt: skip
+
+
+def render_samples(plan: Plan, weights: Weights, strength: float, events: EventStream) -> list[Path]:
+    """Render what a plan asks for into its output folder; returns the new files. Nothing is overwritten."""
+    studio = Studio.open(plan, events)
+
+    def name(shot: Shot) -> Path:
+        made = shot.recipe
+        frames = f"@{made['frames']}" if plan.frame_rate else ""
+        stem = f"{shot.subject.prompt.short_name}_{made['seed']}_{made['width']}x{made['height']}{frames}"
+        stems = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        paths = (plan.output_dir / f"{each}{studio.renderer.suffix}" for each in stems)
+        return next(path for path in paths if not path.exists())
+
+    return studio.render(studio.shots([weights], [strength]), name, events, f"Sampling {weights.name}")
+
+
+def render_sweep(
+    plan: Plan, weights: Sequence[Weights], strengths: Sequence[float], run: Path, events: EventStream
+) -> Sheet:
+    """Render every prompt with all weights at all strengths, and write the contact sheet.
+
+    What an earlier call has rendered is used again.
+
+    Args:
+        run: the output folder of the run, for its losses.
+    """
+    studio = Studio.open(plan, events)
+    shots = studio.shots(weights, strengths)
+
+    def name(shot: Shot) -> Path:
+        return plan.output_dir / CELLS / f"{shot.digest}{studio.renderer.suffix}"
+
+    absent = [shot for shot in shots if not name(shot).exists()]
+    if len(absent) < len(shots):
+        events.say(f"{len(shots) - len(absent)} of {len(shots)} cells are there already.")
+    studio.render(absent, name, events, "Sweeping")
+    records = []
+    for shot in sorted(shots, key=lambda shot: (shot.number, shot.strength)):
+        made, row = shot.recipe, shot.subject.prompt.short_name
+        if len(strengths) > 1:
+            row += f" at {shot.strength:g}"
+        path = name(shot).relative_to(plan.output_dir).as_posix()
+        shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}
+        records.append(MediaRecord(step=made["step"] or 0, short_name=row, path=path, **shown))
+    sheet = Sheet(run.resolve().name, plan.output_dir, records, read_steps(run / METRICS_FILE))
+    sheet.write()
+    return sheet

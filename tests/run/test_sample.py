@@ -1,0 +1,179 @@
+"""`simpletuner sample` and `simpletuner sweep`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.sheet import Sheet
+from tests.workspace import DATASETS, Workspace
+
+Capture = pytest.CaptureFixture[str]
+LORA = "output/pytorch_lora_weights.safetensors"
+PROMPT = ("--prompt", "a red square")
+HELD = {**DATASETS[0], "id": "held", "dataset_type": "eval", "instance_data_dir": "datasets/held"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> Workspace:
+    """A finished run with two checkpoints, previews of both, an average and an evaluation loss."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    workspace = Workspace.create(folder, t2i_checkpoint, validation_disable=False, validation_step_interval=2)
+    workspace.add_pictures("datasets/held", 1)
+    workspace.write_datasets([DATASETS[0], HELD, DATASETS[1]])
+    workspace.write_config(
+        lora_rank=4, learning_rate=0.05, use_ema=True, ema_decay=0.5, eval_steps_interval=2, eval_timesteps=2
+    )
+    assert workspace.train() == 0
+    return workspace
+
+
+def preview(workspace: Workspace, step: int, ending: str = "") -> bytes:
+    return workspace.path(f"output/validation_images/step_{step}_validation_0_128x128{ending}.png").read_bytes()
+
+
+def sampled(workspace: Workspace, folder: str, *arguments: str) -> bytes:
+    """What one call rendered."""
+    assert workspace.run("sample", *arguments, "--output", folder) == 0
+    (picture,) = workspace.path(folder).glob("*.png")
+    return picture.read_bytes()
+
+
+def test_a_sample_equals_the_preview_and_leaves_the_run_alone(trained: Workspace) -> None:
+    run = trained.path("output")
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot": "", "started": "", "command": "", "since": 0}
+    (run / "run.lock").write_text(json.dumps(owner))
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert sampled(trained, "one", "output", *PROMPT) == preview(trained, 4)
+    assert sampled(trained, "two", "output", *PROMPT, "--checkpoint", "2") == preview(trained, 2)
+    assert sampled(trained, "three", "output/checkpoint-4", *PROMPT, "--ema") == preview(trained, 4, "_ema")
+    assert sampled(trained, "four", LORA, *PROMPT, "enable_group_offload=true") == preview(trained, 4)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    (run / "run.lock").unlink()
+
+
+def test_files_are_not_overwritten_and_say_how_they_were_made(trained: Workspace) -> None:
+    command = ("sample", "output", *PROMPT, "--seed", "5", "--resolution", "144x128", "steps=3", "--output", "again")
+    assert trained.run(*command) == 0
+    assert trained.run(*command, "--strength", "0.5") == 0
+    names = ["a_red_square_5_144x128-2.png", "a_red_square_5_144x128.png"]
+    assert sorted(path.name for path in trained.path("again").glob("*.png")) == names
+    first, second = (json.loads(trained.path(f"again/{name}").with_suffix(".json").read_text()) for name in names[::-1])
+    assert (first["seed"], first["width"], first["validation_num_inference_steps"], first["step"]) == (5, 144, 3, 4)
+    assert (first["strength"], second["strength"]) == (1.0, 0.5)
+    assert len({trained.path(f"again/{name}").read_bytes() for name in names}) == 2
+
+
+def test_the_base_model_and_a_lora_from_elsewhere(trained: Workspace, t2i_checkpoint: Path) -> None:
+    base = trained.path("output/benchmarks/base_model/validation_128x128.png").read_bytes()
+    assert sampled(trained, "base", *PROMPT) == base, "the configuration alone"
+    shutil.copy(trained.path(LORA), trained.path("datasets/theirs.safetensors"))
+    model = (
+        f"pretrained_model_name_or_path={t2i_checkpoint}",
+        "resolution=128",
+        "steps=2",
+        "seed=7",
+        "mixed_precision=no",
+    )
+    assert sampled(trained, "theirs", "datasets/theirs.safetensors", *PROMPT, *model) == preview(trained, 4)
+    assert sampled(trained, "none", "datasets/theirs.safetensors", *PROMPT, *model, "--strength", "0") == base
+
+
+def test_int8_is_quantised_before_the_lora(trained: Workspace) -> None:
+    picture = sampled(trained, "int8", "output", *PROMPT, "base_model_precision=int8-quanto")
+    assert picture != preview(trained, 4)
+
+
+def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, capsys: Capture) -> None:
+    command = ("sweep", "output", "--strengths", "0.5,1", "validation_disable_unconditional=true", "--output", "sweep")
+    assert trained.run(*command) == 0
+    assert "The evaluation loss is lowest at " in capsys.readouterr().out
+    cells = sorted(trained.path("sweep/cells").glob("*.png"))
+    assert len(cells) == 4
+    assert preview(trained, 4) in [cell.read_bytes() for cell in cells]
+    page = trained.path("sweep/sheet.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert page.count("lowest evaluation loss</span>") == 2, "once a strength"
+    with Image.open(trained.path("sweep/sheet.png")) as sheet:
+        assert sheet.width > 2 * 256
+    cells[0].unlink()
+    assert trained.run(*command) == 0
+    assert "3 of 4 cells are there already" in capsys.readouterr().out
+    assert sorted(trained.path("sweep/cells").glob("*.png")) == cells
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["output", "--image", "nowhere.png"], ["--prompt: is required", "nowhere.png"]),
+        (["nowhere", *PROMPT], ["'nowhere' holds no result"]),
+        (["output/cache", *PROMPT], ["holds no result (pytorch_lora_weights.safetensors). It has no checkpoints"]),
+        (["bare", *PROMPT], ["Its checkpoints: checkpoint-2; choose one with --checkpoint"]),
+        (["output", *PROMPT, "--checkpoint", "3"], ["'3' is not a complete checkpoint", "checkpoint-2, checkpoint-4"]),
+        (["output", *PROMPT, "--image", "datasets/held/p0.png", "gudance=3"], ["starts from noise", "gudance"]),
+        (["output", *PROMPT, "model_family=sanavideo"], ["was trained on kandinsky5-image, not on sanavideo"]),
+        (["other.safetensors", *PROMPT], ["1 of 1 layers in 'other.safetensors' are not in this model (blocks.0)"]),
+        (["wide.safetensors", *PROMPT], ["is for other layers"]),
+        (["lokr.safetensors", *PROMPT], ["is not a plain LoRA: it holds blocks.0.lokr_w1"]),
+    ],
+)
+def test_mistakes_are_told_at_once(
+    trained: Workspace, capsys: Capture, arguments: list[str], messages: list[str]
+) -> None:
+    shutil.copytree(trained.path("output/checkpoint-2"), trained.path("bare/checkpoint-2"), dirs_exist_ok=True)
+    layer = "visual_transformer_blocks.0.self_attention.to_query"
+    for name, module, inner in (("other", "blocks.0", 8), ("wide", layer, 3)):
+        weights = {f"{module}.lora_A.weight": torch.ones(2, inner), f"{module}.lora_B.weight": torch.ones(8, 2)}
+        save_file(weights, trained.path(f"{name}.safetensors"))
+    save_file({"blocks.0.lokr_w1": torch.ones(2, 2)}, trained.path("lokr.safetensors"))
+    assert trained.run("sample", *arguments) == 2
+    error = capsys.readouterr().err
+    assert [message for message in messages if message not in error] == []
+
+
+def test_a_full_fine_tune_has_checkpoints_but_no_strength(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(model_type="full", max_train_steps=2, checkpoint_step_interval=1, validation_disable=False)
+    workspace.write_config(validation_step_interval=1, mixed_precision="bf16")
+    assert workspace.train() == 0
+    assert sampled(workspace, "one", "output", *PROMPT) == preview(workspace, 2)
+    assert workspace.run("sweep", "output", *PROMPT, "--output", "sweep") == 0
+    cells = {path.read_bytes() for path in workspace.path("sweep/cells").glob("*.png")}
+    assert cells == {preview(workspace, 1), preview(workspace, 2)}
+    assert workspace.run("sweep", "output", "--strengths", "0.5") == 2
+    assert "strength: is for LoRAs" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_fit_is_refused_before_torch(trained: Workspace, capsys: Capture) -> None:
+    command = ("sample", "output", *PROMPT, "plan_device_memory_gb=0.05")
+    assert trained.run(*command) == 2
+    error = capsys.readouterr().err
+    assert "memory: " in error
+    assert "train_batch_size" not in error
+    assert not trained.path("samples").exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict", "best"),
+    [
+        ({}, "No evaluation loss was measured", None),
+        ({100: 0.5, 200: 0.4, 300: 0.55}, "lowest at step 200 (0.4) and rises after it, to 0.55 at step 300", 150),
+        ({100: 0.5, 200: 0.4, 300: 0.35}, "lowest at the last step measured (0.35 at step 300)", 290),
+    ],
+)
+def test_what_the_evaluation_loss_says(
+    tmp_path: Path, losses: dict[int, float], verdict: str, best: int | None
+) -> None:
+    records = [MediaRecord(step, "validation", "a", "a.png", 8, 8) for step in (100, 150, 290)]
+    rows = [{"step": step, "loss/val/held": loss, "loss/val/held/ema": 0.1} for step, loss in losses.items()]
+    sheet = Sheet("run", tmp_path, records, rows)
+    assert verdict in sheet.verdict
+    assert sheet.best == best
