@@ -98,7 +98,8 @@ class Studio:
         fetch(plan, events)
         filler = CacheFiller(plan, adapter, device, events, list_entries(plan, complete_catalogue(plan)))
         filler.fill()
-        subjects = build_subjects(plan, filler.catalogue, BatchReader(filler.catalogue, 0.0, plan.seed, filler.restore))
+        reader = BatchReader(filler.catalogue, 0.0, plan.seed, filler.restore, filler.encode)
+        subjects = build_subjects(plan, filler.catalogue, reader)
         return cls(plan, device, subjects, Renderer(plan.config, plan.frame_rate), adapter)
 
     def shots(self, weights: Sequence[Weights], strengths: Sequence[float]) -> list[Shot]:
