@@ -17,7 +17,6 @@ from tests.workspace import Workspace
 SETTINGS = {"max_train_steps": 6, "checkpoint_step_interval": 3, "use_ema": True, "caption_dropout_probability": 0.3}
 KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"lora_type": "lokr", "lora_rank": 2, "optimizer": "optimi-adamw"},
-    "loha": {"lora_type": "loha", "lora_rank": 2},
     "lycoris": {"lora_type": "lycoris", "lycoris_config": "../lycoris.json"},
     "lora+": {"lora_plus_ratio": 16, "optimizer": "optimi-adamw"},
 }
