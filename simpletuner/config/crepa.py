@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
 from simpletuner.config.option import Flag, Group, Integer, Number, Text, option, parse_text
 from simpletuner.errors import Problem
+
+if TYPE_CHECKING:
+    from simpletuner.config.datasets import DatasetConfig
 
 PATCH = 14  # pixels per side of a patch of DINOv2
 SELF_FLOW = "Self-Flow is not supported: it needs a moving-average teacher and a timestep for every token"
@@ -199,3 +202,21 @@ def check_blocks(crepa: CrepaConfig, blocks: int | None) -> Iterator[Problem]:
     for key, block in chosen.items():
         if block is not None and block >= blocks:
             yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
+
+
+def check_latents(crepa: CrepaConfig, dataset: DatasetConfig, ondemand: bool) -> Iterator[Problem]:
+    """Pixels that are still to be encoded when the teacher is loaded.
+
+    Args:
+        ondemand: value of `vae_cache_ondemand`.
+    """
+    if not crepa.needs_encoder or not dataset.is_trained:
+        return
+    uncached = "vae_cache_disable" if dataset.vae_cache_disable else "vae_cache_ondemand" if ondemand else ""
+    later = uncached or ("vae_cache_clear_each_epoch" if dataset.vae_cache_clear_each_epoch else "")
+    if uncached and crepa.crepa_cache != "off":
+        message = f"{crepa.crepa_cache!r} needs latents that are cached before training; with {uncached} use off."
+        yield Problem("crepa_cache", message)
+    if later and crepa.crepa_drop_vae_encoder:
+        message = f"with {later} {dataset.id} is encoded during training, which needs that half; remove one of them."
+        yield Problem("crepa_drop_vae_encoder", message)

@@ -61,10 +61,14 @@ class VisionEncoder:
         }  # fmt: skip
 
     @property
+    def width(self) -> int:
+        """Of its features."""
+        return int(self.settings()["hidden_size"])
+
+    @property
     def parameters(self) -> int:
         """About how many weights it has: twelve matrices of its width in each layer."""
-        settings = self.settings()
-        return 12 * int(settings["num_hidden_layers"]) * int(settings["hidden_size"]) ** 2
+        return 12 * int(self.settings()["num_hidden_layers"]) * self.width**2
 
     def problems(self) -> Iterator[Problem]:
         """Unknown names, unusable folders, and an encoder that is not here and cannot be downloaded."""

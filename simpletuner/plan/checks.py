@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from simpletuner.config.crepa import check_blocks, check_crepa
+from simpletuner.config.crepa import check_blocks, check_crepa, check_latents
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
@@ -359,8 +359,7 @@ def check_datasets(
     for dataset in datasets:
         yield from _check_resolution(config, dataset)
         yield from _check_noise_levels(config.flow, dataset)
-        if config.crepa.needs_encoder and dataset.config.is_trained:
-            yield from _check_teacher(config, dataset)
+        yield from check_latents(config.crepa, dataset.config, config.caching.vae_cache_ondemand)
         for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
             if key in dataset.config.model_fields_set:
                 yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)
@@ -402,19 +401,6 @@ def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[P
         if each.id in chosen:
             message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
             yield Problem("eval_dataset_id", message, fatal=False)
-
-
-def _check_teacher(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
-    """Pixels that are still to be encoded when CREPA's teacher is loaded."""
-    later = "vae_cache_disable" if dataset.config.vae_cache_disable else None
-    later = later or ("vae_cache_ondemand" if config.caching.vae_cache_ondemand else None)
-    if later and config.crepa.crepa_cache != "off":
-        message = f"{config.crepa.crepa_cache!r} needs latents that are cached before training; with {later} use off."
-        yield Problem("crepa_cache", message)
-    later = later or ("vae_cache_clear_each_epoch" if dataset.changes_each_epoch else None)
-    if later and config.crepa.crepa_drop_vae_encoder:
-        message = f"with {later} {dataset.id} is encoded during training, which needs that half; remove one of them."
-        yield Problem("crepa_drop_vae_encoder", message)
 
 
 def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:

@@ -108,7 +108,6 @@ class Site:
         others: all techniques of the run, including this one, in the order in which they are called.
         disabled: context in which the model is as it was before training.
         hidden: hidden states of visual blocks in the forward pass of each micro-step.
-        total_steps: optimizer steps of the whole run.
         load_latent_encoder: loads the VAE onto the device, in the dtype of the run.
     """
 
@@ -120,7 +119,6 @@ class Site:
     others: Sequence[Technique]
     disabled: Callable[[], AbstractContextManager[None]]
     hidden: HiddenStates
-    total_steps: int
     load_latent_encoder: Callable[[], LatentEncoder]
 
     def kept_tokens(self, block: int) -> Tensor | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -133,39 +133,41 @@ class FrameConvolution(nn.Conv2d):
         return super().forward(frames).permute(0, 2, 3, 1).unflatten(0, tokens.shape[:2])
 
 
+@dataclass(eq=False)
 class Crepa(Technique):
     """Adds the alignment loss.
 
-    Args:
-        width: of the encoder's features; None if a block is the teacher.
+    Attributes:
+        width: of the encoder's features; a block's are as wide as the model.
         regularised: datasets whose target is the base model, which are not aligned.
+        total_steps: optimizer steps of the run, over which the weight decays.
         kinds: the encoder's features.
     """
 
-    def __init__(
-        self, config: CrepaConfig, width: int | None, regularised: frozenset[str], kinds: Sequence[FeatureKind] = ()
-    ) -> None:
-        self._config, self._feature_width, self._regularised = config, width, regularised
-        self._live = [kind for kind in kinds if not kind.is_cached]
-        self._average: Tensor | None = None
-        self._is_off = False
-        self._log: dict[str, Tensor] = {}
+    config: CrepaConfig
+    width: int
+    regularised: frozenset[str]
+    total_steps: int
+    kinds: Sequence[FeatureKind] = ()
+    _average: Tensor | None = field(default=None, init=False)
+    _is_off: bool = field(default=False, init=False)
+    _log: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def attach(self, site: Site) -> None:
-        config, self._site = self._config, site
+        config, self._site = self.config, site
         self._student = config.crepa_block_index or 0
         self._teacher = config.crepa_teacher_block_index or 0
         site.hidden.watch(self._student)
         if config.from_backbone:
             site.hidden.watch(self._teacher)
-        self._encoders = [kind.load(site.adapter, site.load_latent_encoder, site.device) for kind in self._live]
-        self._width = site.layout.width
-        width = self._feature_width or self._width
+        inner, outer = site.layout.width, site.layout.width if config.from_backbone else self.width
         if config.irepa_enabled:
             side = int(config.irepa_projector_kernel_size)
-            self._project: nn.Module = FrameConvolution(self._width, width, side, padding=side // 2)
+            self._project: nn.Module = FrameConvolution(inner, outer, side, padding=side // 2)
         else:
-            self._project = nn.Sequential(nn.LayerNorm(self._width), nn.Linear(self._width, width))
+            self._project = nn.Sequential(nn.LayerNorm(inner), nn.Linear(inner, outer))
+        live = [kind for kind in self.kinds if not kind.is_cached]
+        self._encoders = [kind.load(site.adapter, site.load_latent_encoder, site.device) for kind in live]
 
     def module(self) -> nn.Module:
         return self._project
@@ -177,9 +179,9 @@ class Crepa(Technique):
         """Decide the weight of this micro-step, and compute what is not cached before activations take memory."""
         if noisy.place is None:
             raise ValueError("CREPA follows a schedule, so the batch needs its place in the run")
-        step, cutoff = noisy.place.global_step, self._config.crepa_cutoff_step
-        is_aligned = noisy.batch.dataset_id not in self._regularised
-        self._scheduled = weight_at(self._config, step, self._site.total_steps) if is_aligned else 0.0
+        step, cutoff = noisy.place.global_step, self.config.crepa_cutoff_step
+        is_aligned = noisy.batch.dataset_id not in self.regularised
+        self._scheduled = weight_at(self.config, step, self.total_steps) if is_aligned else 0.0
         self._follow_threshold()
         self._is_cut = self._is_off or 0 < cutoff <= step
         if not self._encoders or not self._measures:
@@ -190,7 +192,7 @@ class Crepa(Technique):
     @property
     def _measures(self) -> bool:
         """Whether this micro-step is compared: with a weight, or to see whether the similarity has fallen again."""
-        return self._scheduled > 0 and (not self._is_off or self._config.crepa_threshold_mode == "recoverable")
+        return self._scheduled > 0 and (not self._is_off or self.config.crepa_threshold_mode == "recoverable")
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
         weight = 0.0 if self._is_off else self._scheduled
@@ -201,7 +203,7 @@ class Crepa(Technique):
             if weight > 0:
                 return {"crepa_loss": weight * loss}
         # The projector takes part in every step, as gradient synchronisation requires.
-        nothing = self._project(torch.zeros(1, 1, 1, 1, self._width, device=prediction.device))
+        nothing = self._project(torch.zeros(1, 1, 1, 1, self._site.layout.width, device=prediction.device))
         return {"crepa_loss": 0.0 * nothing.sum()}
 
     def metrics(self) -> Mapping[str, Tensor]:
@@ -216,14 +218,14 @@ class Crepa(Technique):
 
     def _follow_threshold(self) -> None:
         """Switch off at the threshold, and on again below it unless that is permanent."""
-        threshold = self._config.crepa_similarity_threshold
+        threshold = self.config.crepa_similarity_threshold
         if threshold is not None and self._average is not None:
-            stays_off = self._is_off and self._config.crepa_threshold_mode == "permanent"
+            stays_off = self._is_off and self.config.crepa_threshold_mode == "permanent"
             self._is_off = stays_off or self._average.item() >= threshold
 
     def _measure(self, noisy: NoisyBatch) -> Tensor:
         """The alignment loss before its weight."""
-        config, student = self._config, self._tokens(noisy, self._student)
+        config, student = self.config, self._tokens(noisy, self._student)
         student = replace(student, values=self._project(student.values))
         teacher = self._features(noisy)
         if config.irepa_enabled:
@@ -237,7 +239,7 @@ class Crepa(Technique):
 
     def _record(self, found: Alignment) -> None:
         """Update the average, and note what is logged."""
-        score, decay = found.mean(found.score.detach()), self._config.crepa_similarity_ema_decay
+        score, decay = found.mean(found.score.detach()), self.config.crepa_similarity_ema_decay
         self._average = score if self._average is None else decay * self._average + (1 - decay) * score
         self._log |= {
             "crepa_alignment_score": score,
@@ -249,7 +251,7 @@ class Crepa(Technique):
     @torch.no_grad()
     def _features(self, noisy: NoisyBatch) -> Grid:
         """The teacher's features `B F h w E`."""
-        if self._config.from_backbone:
+        if self.config.from_backbone:
             return self._tokens(noisy, self._teacher)
         features = torch.stack(noisy.batch.features[FEATURES]).float()
         return Grid(features, torch.ones_like(features[..., 0]))

@@ -95,7 +95,7 @@ def chosen_techniques(
         forwards = TechniqueCost(forwards=sum(regularised.values()))
         specs.append(TechniqueSpec(lambda: _load("regularisation:Regularisation")(ids), cost=constantly(forwards)))
     if config.crepa.crepa_enabled:
-        specs.append(_crepa(config, ids))
+        specs.append(_crepa(config.crepa, ids, total_steps))
     if masked:  # after what changes the input, before TREAD, which keeps the tokens that masks show
         masks = config.masked_loss
         extra = TechniqueCost(forwards=masked * masks.masked_loss_probability if masks.masked_loss_prior else 0.0)
@@ -116,30 +116,29 @@ def chosen_techniques(
     return tuple(specs)
 
 
-def _crepa(config: RunConfig, regularised: frozenset[str]) -> TechniqueSpec:
+def _crepa(crepa: CrepaConfig, regularised: frozenset[str], total_steps: int) -> TechniqueSpec:
     """CREPA, with its projector and the activations from the block's tokens to the loss, all in float32."""
-    crepa, encoder = config.crepa, VisionEncoder(config.crepa.crepa_encoder)
-
-    def width() -> int | None:
-        """Of the encoder's features, which is certain only once it is on this machine."""
-        return None if crepa.from_backbone else int(encoder.settings()["hidden_size"])
-
-    planned = width()
+    encoder = VisionEncoder(crepa.crepa_encoder)
+    kinds = (_teacher(crepa, encoder, regularised),) if crepa.needs_encoder else ()
+    planned = encoder.width  # certain only once the encoder is on this machine, so it is asked again
 
     def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
-        inner, outer = transformer.hidden, planned or transformer.hidden
+        inner, outer = transformer.hidden, transformer.hidden if crepa.from_backbone else planned
         side, norm = (int(crepa.irepa_projector_kernel_size), 0) if crepa.irepa_enabled else (1, 2 * inner)
         tokens, weights = load.samples * load.tokens, inner * outer * side**2
         numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit, and the teacher's
         return TechniqueCost(weights + outer + norm, 4.0 * tokens * numbers, 6.0 * tokens * weights)
 
-    kinds = (_teacher(crepa, encoder, regularised),) if crepa.needs_encoder else ()
-    return TechniqueSpec(lambda: _load("crepa:Crepa")(crepa, width(), regularised, kinds), features=kinds, cost=cost)
+    def build() -> Technique:
+        technique: Technique = _load("crepa:Crepa")(crepa, encoder.width, regularised, total_steps, kinds)
+        return technique
+
+    return TechniqueSpec(build, features=kinds, cost=cost)
 
 
 def _teacher(crepa: CrepaConfig, encoder: VisionEncoder, regularised: frozenset[str]) -> FeatureKind:
     """The features of a vision encoder on the grid of tokens."""
-    width, weights = int(encoder.settings()["hidden_size"]), encoder.parameters
+    width, weights = encoder.width, encoder.parameters
 
     def cost(frames: int, rows: int, columns: int) -> FeatureCost:
         patches = frames * math.prod(crepa.patches(rows, columns))

@@ -98,10 +98,7 @@ def assemble(
     _compile_blocks(layout, fast, config, device)
     hidden = HiddenStates(layout)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(config.precision, config.caching)])
-    site = Site(
-        adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, spec.total_steps,
-        load_vae,
-    )  # fmt: skip
+    site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, load_vae)
     modules = _attach(techniques, site, spec.seed)
     parameters = trained.parameters()
     streamed = _place(transformer, layout, config.offload, device)

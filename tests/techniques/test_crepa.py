@@ -37,9 +37,9 @@ PLACE = Place(seed=3, global_step=0, micro_step=0, slots=range(1), group=1)
 BACKBONE = {"crepa_feature_source": "backbone", "crepa_teacher_block_index": 3}
 
 
-def crepa_of(width: int | None = WIDTH, regularised: frozenset[str] = frozenset(), **settings: Any) -> Crepa:
+def crepa_of(regularised: frozenset[str] = frozenset(), **settings: Any) -> Crepa:
     config = CrepaConfig.model_validate({"crepa_enabled": True, "crepa_block_index": BLOCK, **settings})
-    return Crepa(config, None if config.from_backbone else width, regularised)
+    return Crepa(config, WIDTH, regularised, total_steps=10)
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_the_threshold(deep: Path, batch: Batch, mode: str) -> None:
 @pytest.mark.parametrize("settings", [BACKBONE, {**BACKBONE, "irepa_enabled": True, "irepa_projector_kernel_size": 5}])
 def test_the_plan_counts_the_projector(deep: Path, settings: dict[str, Any]) -> None:
     given = {"crepa_enabled": True, "crepa_block_index": BLOCK, **settings}
-    (spec,) = chosen_techniques(make_config(deep, **given), {}, 1)
+    (spec,) = chosen_techniques(make_config(deep, **given), {}, total_steps=10)
     shapes = {
         name: tuple(each.shape) for name, each in make_adapter(deep).load_transformer(torch.float32).named_parameters()
     }

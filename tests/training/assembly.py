@@ -42,18 +42,8 @@ def make_site(adapter: FamilyAdapter, transformer: nn.Module, *others: Technique
     """Where techniques are attached to a transformer that nothing else is done to."""
     layout = adapter.block_layout(transformer)
     hidden = HiddenStates(layout)
-    return Site(
-        adapter,
-        transformer,
-        layout,
-        CPU,
-        torch.float32,
-        others,
-        nullcontext,
-        hidden,
-        10,
-        partial(adapter.load_latent_encoder, CPU, torch.float32),
-    )
+    load_vae = partial(adapter.load_latent_encoder, CPU, torch.float32)
+    return Site(adapter, transformer, layout, CPU, torch.float32, others, nullcontext, hidden, load_vae)
 
 
 def no_forward(noisy: NoisyBatch) -> Tensor:
