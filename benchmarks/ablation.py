@@ -88,7 +88,7 @@ def path_change(path: Path, base: Path) -> float:
 DEMOS = {
     "video": Demo(
         "demo-video", "clips", ("validation", "hop_diamond", "hop_star"), ("still_straight", "still_up"),
-        "64x64@17", hop_score, path_change, ("height of the hop, px (14)", "px"), 150, ("hops", "moves"), regularised="known",
+        "64x64@17", hop_score, path_change, ("height of the hop, px (14)", "px"), 150, ("hops", "moves"), "known",
     ),
     "image": Demo(
         "demo", "pictures", ("validation", "glimmer_sky", "glimmer_navy", "glimmer_mint"),
