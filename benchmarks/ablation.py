@@ -357,13 +357,15 @@ def table(lines: Sequence[Line], steps: int | None) -> str:
         rows = [line for line in lines if line.demo == name]
         if not rows:
             continue
-        parts.append(f"{demo.example}, {steps or demo.steps} steps, {max(len(row.loss) for row in rows)} seeds\n")
+        seeds = max(len(row.loss) for row in rows)
+        parts.append(f"{demo.example}, {steps or demo.steps} steps, {seeds} seeds\n")
         heads = ("", "held-out loss", "less plain", demo.units[0], f"change, {demo.units[1]}", "time of a step")
         parts += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for row in rows:
             less = "" if row.row == PLAIN else spread(row.worse, 3, "+")
             columns = (spread(row.loss, 3), less, spread(row.score, 2), spread(row.change, 2), spread(row.time, 2))
-            parts.append(f"| {row.row} | {' | '.join(columns)} |")
+            title = row.row if len(row.loss) == seeds else f"{row.row} ({len(row.loss)} of {seeds} seeds)"
+            parts.append(f"| {title} | {' | '.join(columns)} |")
         parts.append("")
     parts += [f"- {name}: `{json.dumps(ROWS[name].settings)}`" for name in dict.fromkeys(line.row for line in lines)
               if ROWS[name].settings]  # fmt: skip
