@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from benchmarks.timing import arguments, flags_of, write_json
+from benchmarks.timing import arguments, write_json
 from tests.colours import PURPLE, YELLOW, colour_share
 from tests.motion import path_of, read_clip, rise
 
@@ -419,7 +419,7 @@ def main() -> None:
         options.docs.write_text(MARKS.sub(lambda _: text, page), encoding="utf-8")
     if options.json:
         ratios = [{"name": f"{line.demo} {line.row}", "rounds": list(line.time)} for line in lines]
-        content = {"options": flags_of(options), "rows": [vars(line) for line in lines], "ratios": ratios}
+        content = {"rows": [vars(line) for line in lines], "ratios": ratios}
         write_json(options.json, content, "cpu")
     if failed:
         raise SystemExit(f"failed, see output.txt there: {', '.join(failed)}")
