@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from benchmarks.timing import arguments, flags_of, write_json
+from benchmarks.timing import arguments, write_json
 from tests.colours import PURPLE, YELLOW, colour_share
 from tests.motion import path_of, read_clip, rise
 
@@ -46,6 +46,7 @@ class Demo:
         score: of a preview's file: how well the concept is learned.
         change: of two previews of the same prompt and noise: how far apart they are.
         units: of score and change.
+        class_word: the word for the concept in its captions, and a word that the base knows in its place.
         steps: of a run, at the demo's own settings; clips hop after half of the steps of their demo.
     """
 
@@ -58,6 +59,7 @@ class Demo:
     change: Callable[[Path, Path], float]
     units: tuple[str, str]
     steps: int
+    class_word: tuple[str, str]
     regularised: str | None = None
 
 
@@ -86,23 +88,24 @@ def path_change(path: Path, base: Path) -> float:
 DEMOS = {
     "video": Demo(
         "demo-video", "clips", ("validation", "hop_diamond", "hop_star"), ("still_straight", "still_up"),
-        "64x64@17", hop_score, path_change, ("height of the hop, px (14)", "px"), 150, regularised="known",
+        "64x64@17", hop_score, path_change, ("height of the hop, px (14)", "px"), 150, ("hops", "moves"), "known",
     ),
     "image": Demo(
         "demo", "pictures", ("validation", "glimmer_sky", "glimmer_navy", "glimmer_mint"),
         ("still_a_circle", "still_a_square"), "96x96", star_score, pixel_change,
-        ("share of the star's colours", "of 255"), 300,
+        ("share of the star's colours", "of 255"), 300, ("glimmer", "circle"),
     ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train: settings on top of the demo's, with or without its regularisation data."""
+    """One way to train: settings on top of the demo's, with or without its regularisation data and its class word."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     demos: Sequence[str] = ("video", "image")
     regularised: bool = False
+    class_word: bool = False
 
 
 # Both demos have six visual blocks.
@@ -110,7 +113,8 @@ STUDENT, TEACHER = 1, 4
 ROWS = {
     PLAIN: Row(),
     "regularisation": Row(demos=("video",), regularised=True),
-    "preservation": Row({"preservation_weight": 1.0}),
+    "preservation": Row({"preservation_weight": 1.0}, class_word=True),
+    "preservation-blank": Row({"preservation_weight": 1.0}),
     "crepa": Row({
         "crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": STUDENT,
         "crepa_teacher_block_index": TEACHER,
@@ -210,6 +214,8 @@ class Lab:
         config |= {"validation_step_interval": cell.steps, "validation_num_inference_steps": PREVIEW_STEPS}
         config |= {"eval_steps_interval": cell.steps, "eval_timesteps": EVAL_TIMESTEPS, "num_eval_images": HELD_OUT}
         config |= {"disable_benchmark": cell.row != PLAIN, "validation_disable_unconditional": True, **row.settings}
+        if row.class_word:
+            config |= dict(zip(("preservation_trigger", "preservation_prompt"), demo.class_word, strict=True))
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         datasets = list(self.datasets(cell.demo, trained_on, regularised=row.regularised))
         (folder / "datasets.json").write_text(json.dumps(datasets, indent=2), encoding="utf-8")
@@ -351,13 +357,15 @@ def table(lines: Sequence[Line], steps: int | None) -> str:
         rows = [line for line in lines if line.demo == name]
         if not rows:
             continue
-        parts.append(f"{demo.example}, {steps or demo.steps} steps, {max(len(row.loss) for row in rows)} seeds\n")
+        seeds = max(len(row.loss) for row in rows)
+        parts.append(f"{demo.example}, {steps or demo.steps} steps, {seeds} seeds\n")
         heads = ("", "held-out loss", "less plain", demo.units[0], f"change, {demo.units[1]}", "time of a step")
         parts += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for row in rows:
             less = "" if row.row == PLAIN else spread(row.worse, 3, "+")
             columns = (spread(row.loss, 3), less, spread(row.score, 2), spread(row.change, 2), spread(row.time, 2))
-            parts.append(f"| {row.row} | {' | '.join(columns)} |")
+            title = row.row if len(row.loss) == seeds else f"{row.row} ({len(row.loss)} of {seeds} seeds)"
+            parts.append(f"| {title} | {' | '.join(columns)} |")
         parts.append("")
     parts += [f"- {name}: `{json.dumps(ROWS[name].settings)}`" for name in dict.fromkeys(line.row for line in lines)
               if ROWS[name].settings]  # fmt: skip
@@ -411,7 +419,7 @@ def main() -> None:
         options.docs.write_text(MARKS.sub(lambda _: text, page), encoding="utf-8")
     if options.json:
         ratios = [{"name": f"{line.demo} {line.row}", "rounds": list(line.time)} for line in lines]
-        content = {"options": flags_of(options), "rows": [vars(line) for line in lines], "ratios": ratios}
+        content = {"rows": [vars(line) for line in lines], "ratios": ratios}
         write_json(options.json, content, "cpu")
     if failed:
         raise SystemExit(f"failed, see output.txt there: {', '.join(failed)}")
