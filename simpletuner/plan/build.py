@@ -38,15 +38,14 @@ from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.checks import (
     check_block_numbers,
-    check_cache_folders,
     check_config,
-    check_datasets,
     check_family,
     check_flavour,
     check_prompts,
     check_total,
     check_weights,
 )
+from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.techniques.spec import TechniqueSpec, chosen_techniques

@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from simpletuner.config.crepa import check_blocks, check_crepa, check_latents
-from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
 from simpletuner.config.lora import check_kind
@@ -15,13 +14,11 @@ from simpletuner.config.masked_loss import check_masked_loss
 from simpletuner.config.optimizers import check_optimizer, learning_rate, optimizer_name
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
-from simpletuner.config.schema import PLAIN_PRECISIONS, FlowConfig, all_options, family_groups
+from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
 from simpletuner.data.captions import control_token
-from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem, did_you_mean, shorten
-from simpletuner.models.registry import FAMILY_DATASET_KEYS
+from simpletuner.errors import Problem, shorten
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.models.vision import VisionEncoder
@@ -32,7 +29,6 @@ from simpletuner.validation.prompts import ValidationPrompt
 
 HIGHEST_USUAL_RATE = 0.1
 RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
-SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 
@@ -339,87 +335,6 @@ def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) 
         yield Problem(part.key, f"{where} is incomplete: its files lack {shorten(absent)}.")
 
 
-def check_datasets(
-    config: RunConfig, spec: FamilySpec, flavour: Flavour, datasets: Sequence[Dataset]
-) -> Iterator[Problem]:
-    """Entries that nothing uses, keys without effect, and what evaluation lacks."""
-    yield from _check_choices(config, datasets)
-    if not any(dataset.masks for dataset in datasets if dataset.config.is_trained):
-        for key in filter(config.is_explicit, type(config.masked_loss).model_fields):
-            yield Problem(key, "has no effect: no dataset that is trained has masks.", fatal=False)
-    previewed = config.validation.eval_dataset_id or []
-    evaluation = config.evaluation
-    if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
-        key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
-        message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
-        yield Problem(key, message, fatal=False)
-    preserving = [each for each in datasets if each.config.is_trained and not each.config.is_regularisation_data]
-    captions = (caption for each in preserving for sample in each.samples for caption in sample.captions)
-    yield from config.preservation.check_captions(captions)
-    for dataset in datasets:
-        yield from _check_resolution(config, dataset)
-        yield from _check_noise_levels(config.flow, dataset)
-        yield from check_latents(config.crepa, dataset.config, config.caching.vae_cache_ondemand)
-        for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
-            if key in dataset.config.model_fields_set:
-                yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)
-        if dataset.config.dataset_type != "eval":
-            continue
-        if evaluation.measures_loss and flavour.task == "i2i" and not dataset.references:
-            message = "is required: without source pictures this flavour has no loss on the dataset."
-            yield Problem(f"{dataset.id}.conditioning_data", message)
-        elif not evaluation.measures_loss and dataset.id not in previewed:
-            message = (
-                "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
-            )
-            yield Problem(dataset.id, message, fatal=False)
-
-
-def _check_noise_levels(flow: FlowConfig, dataset: Dataset) -> Iterator[Problem]:
-    """A dataset's own noise levels need a law that they shift."""
-    if dataset.config.timestep_sampling_offset and (flow.flow_use_uniform_schedule or flow.flow_use_beta_schedule):
-        law = "flow_use_uniform_schedule" if flow.flow_use_uniform_schedule else "flow_use_beta_schedule"
-        message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
-        yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
-
-
-def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
-    """Regularisation data needs a LoRA; datasets chosen for previews must exist and should not be trained."""
-    trained, ids = [each for each in datasets if each.config.is_trained], [each.id for each in datasets]
-    regularised = [each.id for each in trained if each.config.is_regularisation_data]
-    if regularised and config.model.model_type == "full":
-        message = "needs model_type lora: the base model's prediction is the one without the LoRA."
-        yield Problem(f"{regularised[0]}.is_regularisation_data", message)
-    for each in (each for each in datasets if each.config.slider_strength):
-        yield from _check_slider(config, each)
-    chosen = config.validation.eval_dataset_id or []
-    for name in chosen:
-        if name not in ids:
-            message = f"{name!r} is not the id of a dataset ({', '.join(ids)}).{did_you_mean(name, ids)}"
-            yield Problem("eval_dataset_id", message)
-    for each in trained:
-        if each.id in chosen:
-            message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
-            yield Problem("eval_dataset_id", message, fatal=False)
-
-
-def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
-    """What a strength can be multiplied with."""
-    lora, key = config.lora, f"{dataset.id}.slider_strength"
-    if not dataset.config.is_trained:
-        yield Problem(key, "has no effect: the dataset is not trained.", fatal=False)
-    elif config.model.model_type == "full":
-        yield Problem(key, "needs model_type lora: it is the strength of the LoRA.")
-    elif lora.lora_type == "lycoris":
-        yield Problem(key, "needs lora_type standard, lokr or loha, not lycoris.")
-    elif dataset.config.is_regularisation_data:
-        message = "and is_regularisation_data exclude each other: that target is the model at strength 0."
-        yield Problem(key, message)
-    elif lora.use_dora or lora.lora_init_type in ("olora", "pissa"):
-        with_it = "use_dora" if lora.use_dora else f"lora_init_type {lora.lora_init_type}"
-        yield Problem(key, f"and {with_it} exclude each other: not all that it changes scales with the strength.")
-
-
 def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Iterator[Problem]:
     """Prompts must not contain control tokens: the tokenizer would read them as the end of the prompt or a picture."""
     texts: list[tuple[str, str | None]] = [(each.nickname, each.prompt) for each in prompts]
@@ -429,26 +344,6 @@ def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Ite
         token = control_token(text or "")
         if token is not None:
             yield Problem(f"prompt {name!r}", f"holds {token}, a control token of the tokenizer; remove it.")
-
-
-def check_cache_folders(entries: Sequence[DatasetConfig]) -> Iterator[Problem]:
-    """Cache paths that datasets name must not be files."""
-    for entry in entries:
-        for key, folder in (("cache_dir", entry.cache_dir), ("cache_dir_vae", entry.cache_dir_vae)):
-            problem = why_no_folder(f"{entry.id}.{key}", Path(folder).expanduser()) if folder else None
-            if problem is not None:
-                yield problem
-
-
-def _check_resolution(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
-    """A resolution in pixels that looks like megapixels."""
-    resolution, kind = dataset.config.resolution, dataset.config.resolution_type
-    if resolution is not None and resolution < SMALLEST_RESOLUTION and kind != "area":
-        message = (
-            f"{resolution:g} is in pixels, since resolution_type is {kind}; for megapixels set resolution_type area. "
-            "(i_know_what_i_am_doing allows it.)"
-        )
-        yield Problem(f"{dataset.id}.resolution", message, fatal=not config.run.i_know_what_i_am_doing)
 
 
 def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
