@@ -43,8 +43,7 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
     device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
     budget = make_budget(plan, device)
     features = feature_costs(plan.spec, budget.listing).stored
-    room = FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
-    if plan.config.crepa.crepa_cache == "auto" and features > room:
+    if features and plan.config.crepa.crepa_cache == "auto" and features > feature_room(plan):
         plan = replace(plan, config=plan.config.with_values({"crepa_cache": "off"}, "chosen by crepa_cache auto"))
         budget = make_budget(plan, device)
     if plan.config.offload.offload == "auto":
@@ -57,3 +56,8 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
     found = [*check_fit(budget), *check_disk(plan, find_writings(plan, budget))]
     problems.extend(found)
     return replace(plan, warnings=[*plan.warnings, *(each for each in found if not each.fatal)]), budget
+
+
+def feature_room(plan: Plan) -> float:
+    """Bytes that features may take on the disk with the latents."""
+    return FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
