@@ -175,12 +175,6 @@ def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(workspace: Workspace, c
     assert problem.startswith("pictures.timestep_sampling_offset: is added before the sigmoid")
 
 
-@pytest.mark.parametrize("key", ["vae_cache_ondemand", "vae_cache_disable"])
-def test_what_training_encodes_needs_the_encoder(workspace: Workspace, capsys: Capture, key: str) -> None:
-    problem = complaint(workspace, capsys, "plan", "crepa_drop_vae_encoder=true", f"{key}=true")
-    assert problem == f"crepa_drop_vae_encoder: and {key} exclude each other: pictures is encoded in training."
-
-
 def test_dry_run_is_the_same_as_plan(workspace: Workspace, capsys: Capture) -> None:
     shown = plan(workspace, capsys)
     for flag in ("--dry-run", "--dry_run"):
