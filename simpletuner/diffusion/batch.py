@@ -117,6 +117,12 @@ class NoisyBatch:
         """How many latent frames at the start are a clean condition: 1 in i2v clips, else 0."""
         return int(self.batch.condition is not None and self.noisy_latents.shape[2] > 1)
 
+    @property
+    def coverage(self) -> Tensor | None:
+        """The weight of each position in the loss, broadcasting to `B 1 F H W`; None if all are 1."""
+        mask, frames = self.batch.loss_mask, self.frame_weights
+        return mask if frames is None else frames if mask is None else mask * frames
+
     def is_drawn(self, share: float, purpose: str) -> bool:
         """Whether this micro-batch is in a share of them; drawn once for those of all processes."""
         if self.place is None:

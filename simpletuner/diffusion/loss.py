@@ -34,11 +34,7 @@ def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) 
     """
     error = prediction.float() - noisy.target.float()  # B C F H W
     loss = _distance(error, noisy.sigmas, config)
-    if noisy.frame_weights is not None:
-        loss = loss * noisy.frame_weights  # 1 1 F 1 1
-    if noisy.batch.loss_mask is not None:
-        loss = loss * noisy.batch.loss_mask  # B 1 F H W
-    return loss
+    return loss if noisy.coverage is None else loss * noisy.coverage
 
 
 def _distance(error: Tensor, sigmas: Tensor, config: LossConfig) -> Tensor:

@@ -98,7 +98,7 @@ class ScheduledSampling(Technique):
         if not config.scheduled_sampling_reflexflow:
             return loss
         lost = (sampled.clean - prediction.detach()).abs()
-        weights = content_weights(lost, noisy.batch.loss_mask, config.scheduled_sampling_reflexflow_alpha)
+        weights = content_weights(lost, noisy.coverage, config.scheduled_sampling_reflexflow_alpha)
         weighed = config.scheduled_sampling_reflexflow_beta2 * weights * loss
         return torch.where(_spread(sampled.usable), weighed, loss)
 
@@ -242,14 +242,14 @@ def path_to(sigma: float, offset: int, grid: np.ndarray) -> list[float]:
     return [*path, sigma] if path else []
 
 
-def content_weights(lost: Tensor, mask: Tensor | None, alpha: float) -> Tensor:
+def content_weights(lost: Tensor, coverage: Tensor | None, alpha: float) -> Tensor:
     """`1 + alpha lost / mean(lost)`, with the mean over what the loss covers; `B C F H W`.
 
     Args:
         lost: how far the prediction moved, at least 0, `B C F H W`.
-        mask: weight of each position in the loss, `B 1 F H W`, or None.
+        coverage: weight of each position in the loss, broadcasting to `B 1 F H W`, or None.
     """
-    covered = torch.ones_like(lost[:, :1]) if mask is None else mask.float()
+    covered = torch.ones_like(lost[:, :1]) if coverage is None else coverage.expand_as(lost[:, :1])
     means = per_sample(lost * covered) / per_sample(covered).clamp_min(torch.finfo(lost.dtype).tiny)
     return 1 + alpha * lost / _spread(means.clamp_min(torch.finfo(lost.dtype).tiny))
 
@@ -260,8 +260,8 @@ def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
     Only positions that the loss covers count; a given first frame has no direction.
     """
     away = noisy.noisy_latents - noisy.batch.latents
-    if noisy.batch.loss_mask is not None:
-        covered = noisy.batch.loss_mask > 0
+    if noisy.coverage is not None:
+        covered = noisy.coverage > 0
         prediction, away = prediction * covered, away * covered
     return 2 - 2 * cosine_similarity(prediction.flatten(1), away.flatten(1), dim=1)
 

@@ -238,7 +238,8 @@ class TestReflexFlow:
         assert weights.std() > 0.2, "it does something, whatever the number of values"
         assert torch.equal(content_weights(torch.zeros_like(lost), None, 0.7), torch.ones_like(lost))
 
-    def test_only_what_the_loss_covers_counts(self) -> None:
+    @pytest.mark.parametrize("by_frame", [False, True], ids=["a mask", "a given first frame"])
+    def test_only_what_the_loss_covers_counts(self, by_frame: bool) -> None:
         generator = torch.Generator().manual_seed(0)
         lost = torch.rand(1, 16, 3, 4, 4, generator=generator)
         mask = torch.ones(1, 1, 3, 4, 4)
@@ -246,7 +247,11 @@ class TestReflexFlow:
         lost[:, :, 0] = 1e4
         torch.testing.assert_close(content_weights(lost, mask, 1.0)[:, :, 1:].mean().item(), 2.0)
         latents = torch.randn(1, 16, 3, 4, 4, generator=generator)
-        noisy = noisy_of(Batch(latents, [], ["x"], loss_mask=mask), [0.5], replace(PLACE, slots=range(1)))
+        noisy = noisy_of(Batch(latents, [], ["x"]), [0.5], replace(PLACE, slots=range(1)))
+        if by_frame:
+            noisy = replace(noisy, frame_weights=mask[..., :1, :1])
+        else:
+            noisy = replace(noisy, batch=replace(noisy.batch, loss_mask=mask))
         prediction = noisy.noisy_latents - latents
         prediction[:, :, 0] = 1e4
         assert misdirections(noisy, prediction).item() == pytest.approx(0, abs=1e-5)
