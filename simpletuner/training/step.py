@@ -88,6 +88,7 @@ class _Losses:
     """Losses of the micro-steps. They stay on the device, so that the host waits for it only once a step."""
 
     total: list[Tensor] = field(default_factory=list)
+    diffusion: list[Tensor] = field(default_factory=list)  # the total without what techniques add to it
     per_sample: list[Tensor] = field(default_factory=list)
     timesteps: list[Tensor] = field(default_factory=list)
     extra: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -212,14 +213,12 @@ def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: _Losses) -> Tensor
     for technique in assembly.techniques:
         loss = technique.weigh(noisy, prediction, loss)
     total = per_sample(loss).mean()
-    added = [pair for each in extras for pair in each.items()]
-    logged = [*added, *(pair for technique in assembly.techniques for pair in technique.metrics().items())]
-    if added:
-        logged.append(("diffusion_loss", total))
-    for name, value in logged:
-        losses.extra.setdefault(name, []).append(value.detach())
-    for _, extra in added:
+    losses.diffusion.append(total.detach())
+    for name, extra in (pair for each in extras for pair in each.items()):
+        losses.extra.setdefault(name, []).append(extra.detach())
         total = total + extra
+    for name, value in (pair for technique in assembly.techniques for pair in technique.metrics().items()):
+        losses.extra.setdefault(name, []).append(value)
     losses.total.append(total.detach())
     return total
 
@@ -270,4 +269,6 @@ def _means(losses: _Losses) -> dict[str, float]:
         "train_loss": torch.cat(losses.per_sample).mean().item(),
         "optimization_loss": (torch.stack(losses.total) * shares).mean().item(),
     }
+    if losses.extra:
+        means["diffusion_loss"] = (torch.stack(losses.diffusion) * shares).mean().item()
     return means | {name: torch.stack(values).mean().item() for name, values in losses.extra.items()}
