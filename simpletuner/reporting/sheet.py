@@ -85,15 +85,17 @@ class Sheet:
         size = (CELL + MARGIN) * len(self.steps) + MARGIN, line + (height + line) * len(rows)
         sheet, font = Image.new("RGB", size, "white"), ImageFont.load_default(FONT_SIZE)
         draw = ImageDraw.Draw(sheet)
-        for record in records:
-            left = MARGIN + self.steps.index(record.step) * (CELL + MARGIN)
-            top = line + (height + line) * rows.index((record.short_name, record.index, record.width, record.height))
-            mark = ", lowest evaluation loss" if record.step == self.best else ""
-            draw.text((left, MARGIN // 2), f"step {record.step:,}{mark}", "black", font)
-            draw.text((MARGIN, top), record.short_name, "black", font)
-            sheet.paste(
-                ImageOps.contain(still(self.folder / record.path), (CELL, height)), (left, top + line - MARGIN // 2)
-            )
+        left = {step: MARGIN + column * (CELL + MARGIN) for column, step in enumerate(self.steps)}
+        top = {row: line + (height + line) * number for number, row in enumerate(rows)}
+        for step in self.steps:
+            mark = ", lowest evaluation loss" if step == self.best else ""
+            draw.text((left[step], MARGIN // 2), f"step {step:,}{mark}", "black", font)
+        for row in rows:
+            draw.text((MARGIN, top[row]), row[0], "black", font)
+        for each in records:
+            cell = ImageOps.contain(still(self.folder / each.path), (CELL, height))
+            row = each.short_name, each.index, each.width, each.height
+            sheet.paste(cell, (left[each.step], top[row] + line - MARGIN // 2))
         return sheet
 
 
