@@ -136,8 +136,9 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
             "lycoris_config": lora.lycoris_config and read_json(Path(lora.lycoris_config).expanduser(), []),
             "peft_lora_target_modules": targets,
         }
-    own = (config.family.of(spec.options), config.masked_loss)
-    groups = (config.flow, config.loss, config.text, *own, config.tread, config.crepa, config.preservation, config.ema)
+    techniques = (config.masked_loss, config.tread, config.crepa, config.layersync, config.preservation)
+    sampled = config.scheduled_sampling
+    groups = (config.flow, config.loss, config.text, config.family.of(spec.options), *techniques, sampled, config.ema)
     # Models are compared by content (`weight_identities`), not by location.
     values = {key: value for group in groups for key, value in group.model_dump().items()}
     changeable = {key: value for key, value in values.items() if not key.endswith(("_name_or_path", "_cache"))}
@@ -145,6 +146,9 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
         "lora_dropout": lora.lora_dropout,
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
+    if sampled.is_on:  # its steps are those of the sampler of previews
+        steps = "validation_num_inference_steps"
+        changeable[steps] = config.validation.validation_num_inference_steps
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
 
