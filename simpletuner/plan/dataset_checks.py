@@ -16,6 +16,7 @@ from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import why_no_folder
 
 SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
+OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_enabled")
 
 
 def check_datasets(
@@ -56,8 +57,8 @@ def check_datasets(
 
 def _check_noise_levels(flow: FlowConfig, dataset: Dataset) -> Iterator[Problem]:
     """A dataset's own noise levels need a law that they shift."""
-    if dataset.config.timestep_sampling_offset and (flow.flow_use_uniform_schedule or flow.flow_use_beta_schedule):
-        law = "flow_use_uniform_schedule" if flow.flow_use_uniform_schedule else "flow_use_beta_schedule"
+    law = next((key for key in OTHER_LAWS if getattr(flow, key)), None)
+    if dataset.config.timestep_sampling_offset and law:
         message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
         yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
 
