@@ -251,7 +251,8 @@ def content_weights(lost: Tensor, coverage: Tensor | None, alpha: float) -> Tens
     """
     covered = torch.ones_like(lost[:, :1]) if coverage is None else coverage.expand_as(lost[:, :1])
     means = per_sample(lost * covered) / per_sample(covered).clamp_min(torch.finfo(lost.dtype).tiny)
-    return 1 + alpha * lost / _spread(means.clamp_min(torch.finfo(lost.dtype).tiny))
+    # Not smaller: where nothing is covered, an infinite weight times a loss of 0 would be NaN.
+    return 1 + alpha * lost / _spread(means.clamp_min(torch.finfo(lost.dtype).eps))
 
 
 def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:

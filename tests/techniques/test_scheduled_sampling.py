@@ -246,6 +246,7 @@ class TestReflexFlow:
         mask[:, :, 0] = 0
         lost[:, :, 0] = 1e4
         torch.testing.assert_close(content_weights(lost, mask, 1.0)[:, :, 1:].mean().item(), 2.0)
+        assert content_weights(lost, torch.zeros_like(mask), 1.0).isfinite().all(), "a crop outside of its mask"
         latents = torch.randn(1, 16, 3, 4, 4, generator=generator)
         noisy = noisy_of(Batch(latents, [], ["x"]), [0.5], replace(PLACE, slots=range(1)))
         if by_frame:
