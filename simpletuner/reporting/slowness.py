@@ -76,7 +76,7 @@ class SlowSteps:
         """Add a step; returns a notice when an episode of slow steps begins.
 
         Args:
-            shape: of the step's latents.
+            shape: of the step's latents, and whatever else makes a step slower by design.
         """
         if self._follows_a_pause(seconds):
             return None

@@ -92,6 +92,7 @@ class Assembly:
         streamer: copies weights to the device during a step; None if all of them stay there.
         sample_flops: FLOPs of a sample; None if they are not counted.
         world: the processes that train together.
+        passes: forward passes of this session's steps.
     """
 
     adapter: FamilyAdapter
@@ -108,6 +109,7 @@ class Assembly:
     streamer: WeightStreamer | None = None
     sample_flops: SampleFlops | None = None
     world: World = field(default_factory=World)
+    passes: int = 0
 
     @property
     def module_parameters(self) -> dict[str, nn.Parameter]:

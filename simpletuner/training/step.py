@@ -68,7 +68,8 @@ class StepReport:
         data_seconds: the part of it spent waiting for data.
         weights_seconds: the part of it spent waiting for streamed weights; None if none are streamed.
         flops: model FLOPs of these samples; None if the family's cost is unknown.
-        shapes: latent shape of each micro-batch, smallest first; steps of equal shapes take comparable time.
+        shapes: latent shape of each micro-batch, smallest first.
+        passes: forward passes, with those of techniques; steps of equal shapes and passes take comparable time.
     """
 
     step: int
@@ -81,6 +82,7 @@ class StepReport:
     weights_seconds: float | None = None
     flops: float | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
+    passes: int = 0
 
 
 @dataclass
@@ -111,7 +113,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         NonFiniteError: a loss or the gradient is NaN or infinite; the weights are unchanged.
     """
     settings, accelerator = assembly.settings, assembly.accelerator
-    meter = StepMeter(assembly)
+    meter, passes = StepMeter(assembly), assembly.passes
     learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
     for group in assembly.optimizer.param_groups:
         group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
@@ -147,6 +149,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         weights_seconds=meter.read_weights_seconds(),
         flops=meter.flops,
         shapes=meter.shapes,
+        passes=assembly.passes - passes,
     )
 
 
@@ -179,7 +182,7 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
             acting.enter_context(technique.acting(batch))
         noisy = noisy_batch(assembly, batch, global_step, micro_step)
         _backward(assembly, micro_loss(assembly, noisy, losses), losses)
-    forward = partial(assembly.adapter.predict, assembly.transformer)
+    forward = partial(predict, assembly)
     for technique in assembly.techniques:
         for name, loss in technique.extra_pass(noisy, forward).items():
             losses.extra.setdefault(name, []).append(loss.detach())
@@ -203,7 +206,7 @@ def noisy_batch(assembly: Assembly, batch: Batch, global_step: int, micro_step: 
 def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: _Losses) -> Tensor:
     """The scalar loss of one micro-batch, ready for backward."""
     with assembly.hidden.open():  # extra losses may read the hidden states of this forward pass
-        prediction = assembly.adapter.predict(assembly.transformer, noisy)
+        prediction = predict(assembly, noisy)
         extras = [technique.extra_losses(noisy, prediction) for technique in assembly.techniques]
 
     loss = elementwise_loss(prediction, noisy, assembly.settings.loss)  # B C F H W
@@ -223,11 +226,17 @@ def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: _Losses) -> Tensor
     return total
 
 
+def predict(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
+    """A forward pass, which is counted."""
+    assembly.passes += 1
+    return assembly.adapter.predict(assembly.transformer, noisy)
+
+
 def predict_now(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
     """The model's current prediction without gradients and dropout, for techniques."""
     assembly.transformer.eval()
     with torch.no_grad():
-        prediction = assembly.adapter.predict(assembly.transformer, noisy)
+        prediction = predict(assembly, noisy)
     assembly.transformer.train()
     return prediction
 

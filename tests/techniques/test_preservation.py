@@ -122,6 +122,7 @@ def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatc
         assembly = moved(deep, ALWAYS(), gradient_accumulation_steps=accumulation, optimizer="torch-sgd")
         report = step.optimizer_step(assembly, Batches(*given), 0)  # type: ignore[arg-type]
         assert report.metrics["preservation_loss"] > 0
+        assert report.passes == 3 * accumulation
         runs.append({name: each.detach().clone() for name, each in assembly.parameters.items()})
     assert distance(runs[1], runs[0]) < ROTATION
 

@@ -56,7 +56,7 @@ def test_a_step_says_what_it_waited_for_and_what_it_computed(assembly: Assembly,
     assembly.sample_flops = None
     plain = optimizer_step(assembly, Batches(batch, batch), 0)
     assert (plain.weights_seconds, plain.flops) == (None, None)
-    assert plain.shapes == ((4, 16, 1, 4, 4),) * 2
+    assert (plain.shapes, plain.passes) == (((4, 16, 1, 4, 4),) * 2, 2)
     asked = []
 
     def cost(tokens: int, text_tokens: int) -> float:
@@ -105,3 +105,13 @@ def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:
     recorder.on_train_end(assembly, TrainState())
     assert len(listener.said) == 1
     assert "2.0 times as long as usual" in listener.said[0]
+
+
+def test_steps_with_further_passes_are_slower_by_design(assembly: Assembly) -> None:
+    listener, clock = Listener(), [0.0]
+    recorder = Recorder(EventStream(listener), None, 1, slow_steps=SlowSteps(lambda: clock[0]))
+    for step in range(1, 4 * ENOUGH):
+        passes = 3 if step % 20 > 14 else 1  # also several times in a row, by chance
+        clock[0] += passes
+        recorder.on_step_end(assembly, TrainState(), report(step, float(passes), passes=passes))
+    assert listener.said == []
