@@ -102,7 +102,7 @@ def identify(
         datasets=fingerprint(trained),
         versions=versions,
         weights=weight_identities(source),
-        settings=mathematics(config, spec, targets),
+        settings=mathematics(config, spec, targets) | dataset_mathematics(trained),
         order=sample_order(trained, seed),
         origins={key: origin for key, origin in config.origins.items() if origin != "default"},
     )
@@ -151,6 +151,13 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
         changeable[steps] = config.validation.validation_num_inference_steps
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
+
+
+def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
+    """The settings of datasets that a step's result depends on, apart from those in `sample_order`."""
+    keys = ("is_regularisation_data", "timestep_sampling_offset")
+    own = {f"{each.id}.{key}": getattr(each.config, key) for each in trained for key in keys}
+    return own | {f"{each.id}.conditioning_data": each.masks and each.masks.conditioning_type for each in trained}
 
 
 def sample_order(trained: Sequence[Dataset], seed: int) -> dict[str, Any]:
@@ -219,6 +226,7 @@ def has_same_data(
     """Whether the sample order can continue where the checkpoint stopped."""
     if resume is None:
         return True
+    problems.extend(_check_settings(dataset_mathematics(trained), resume))
     changed = list(_check_order(sample_order(trained, seed), resume))
     problems.extend(changed)
     if changed:

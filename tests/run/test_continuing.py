@@ -104,7 +104,8 @@ def test_another_base_is_refused(workspace: Workspace, tmp_path: Path, capsys: p
 
 def test_what_may_be_meant_is_said(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     assert workspace.train() == 0
-    workspace.write_datasets([{**DATASETS[0], "resolution": 80}, DATASETS[1]])
+    changed = {"resolution": 80, "is_regularisation_data": True, "timestep_sampling_offset": 0.25}
+    workspace.write_datasets([{**DATASETS[0], **changed}, DATASETS[1]])
     sampled = {"scheduled_sampling_max_step_offset": 1, "scheduled_sampling_probability": 0.5}
     techniques = {**sampled, "layersync_lambda": 0.1}
     workspace.write_config(seed=8, loss_type="huber", text_template="diffusers", max_train_steps=6, **techniques)
@@ -118,6 +119,8 @@ def test_what_may_be_meant_is_said(workspace: Workspace, capsys: pytest.CaptureF
     assert "with official, not diffusers" in said
     assert "with 0.0, not 0.5" in said
     assert "with null, not 0.1" in said
+    assert "pictures.is_regularisation_data" in said
+    assert "with 0.0, not 0.25" in said
     assert "pictures.resolution" in said
     assert "80" in said
 
