@@ -59,14 +59,14 @@ def weights_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ..
 
 
 def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Linear layers by name, with (out, in) features, among parameters with these shapes.
+    """Linear layers and pointwise convolutions by name, with (out, in) features, among parameters with these shapes.
 
     A two-dimensional weight is taken for that of a linear layer, even of an embedding.
     """
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in shapes.items()
-        if name.endswith(".weight") and len(shape) == 2
+        if name.endswith(".weight") and (len(shape) == 2 or shape[2:] == (1, 1))
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import conv2d, linear
 
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
 from simpletuner.training.finite import refuse_not_finite
@@ -24,10 +24,10 @@ from simpletuner.training.lora_files import read_lora_file, trained_magnitude
 
 @dataclass
 class LoraHook:
-    """Forward hook of a linear layer.
+    """Forward hook of a linear layer or a pointwise convolution.
 
     Attributes:
-        down, up: A `r in` and B `out r`, in the dtype of their products.
+        down, up: A `r in` and B `out r`, in the dtype of their products; of a convolution `r in 1 1` and `out r 1 1`.
         magnitude: of a DoRA, `out`.
         dora_scale: the same in ComfyUI's form, `out 1`.
     """
@@ -40,24 +40,24 @@ class LoraHook:
     _ratio: Tensor | None = field(default=None, init=False)
 
     def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        update = linear(linear(inputs[0].to(self.down.dtype), self.down), self.up) * self.strength
+        apply: Any = linear if self.down.dim() == 2 else conv2d
+        update = apply(apply(inputs[0].to(self.down.dtype), self.down), self.up) * self.strength
         if self.magnitude is not None or self.dora_scale is not None:
             if self._ratio is None:  # not before: the weights of a streamed layer are only here in its forward pass
-                self._ratio = self._growth(layer).view(1, -1)
-            plain = output if layer.bias is None else output - layer.bias
+                self._ratio = self._growth(layer).view(-1, *self.up.shape[2:])
+            plain = output if layer.bias is None else output - layer.bias.view_as(self._ratio)
             update = (self._ratio - 1) * plain + self._ratio * update
         return (output + update).to(output.dtype)
 
     def _growth(self, layer: nn.Module) -> Tensor:
         """m / |W + D| of each row: a DoRA's weight is m (W + D) / |W + D| (arXiv:2402.09353)."""
-        weight = dequantize_module_weight(layer).to(self.down.dtype)
-        eye = torch.eye(self.down.shape[1], device=self.down.device, dtype=self.down.dtype)
-        change = linear(linear(eye, self.down), self.up).T
+        weight = dequantize_module_weight(layer).to(self.down.dtype).flatten(1)
+        change = linear(self.down.flatten(1).T, self.up.flatten(1)).T
         magnitude = self.magnitude
         if self.dora_scale is not None:
             magnitude = trained_magnitude(self.dora_scale, weight, change.cpu()).to(weight.device)
         assert magnitude is not None
-        return magnitude / torch.linalg.norm(weight + self.strength * change, dim=1).to(weight.dtype)
+        return magnitude.flatten() / torch.linalg.norm(weight + self.strength * change, dim=1).to(weight.dtype)
 
 
 Loras = Sequence[tuple[Path, float]]  # files and their strengths

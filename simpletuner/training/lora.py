@@ -254,8 +254,8 @@ def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
     prefix, worst = PREFIXES[adapter.form], 0.0
     for name in (name for name in trained if ".lora_A." in name and not adapter.initial):
         other = name.replace(".lora_A.", ".lora_B.")
-        right = adapter.scale * (trained[other].double() @ trained[name].double())
-        loaded = (saved[prefix + each].to(dtype).double() for each in (other, name))
+        right = adapter.scale * (trained[other].flatten(1).double() @ trained[name].flatten(1).double())
+        loaded = (saved[prefix + each].flatten(1).to(dtype).double() for each in (other, name))
         error = next(loaded) @ next(loaded) - right
         worst = max(worst, float(error.norm() / right.norm().clamp_min(torch.finfo(torch.double).tiny)))
     return worst

@@ -11,10 +11,13 @@ import torch
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy, shift_sigmas
 from simpletuner.models.adapter import TextRequest
-from simpletuner.models.lora_targets import matching_modules
+from simpletuner.models.lora_keys import check_lora_file
+from simpletuner.models.lora_targets import linear_modules, matching_modules
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.speed.recomputation import enable_checkpointing
+from simpletuner.training.applied import applied_loras
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
+from simpletuner.training.lora import rounding_error
 from simpletuner.training.lora_files import verify_file
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import add_noise
@@ -87,16 +90,22 @@ def test_lora_file_in_the_stock_pipeline(sana_checkpoint: Path, tmp_path: Path, 
     path = lora.write(tmp_path, note={})
     adapter = make_sana_adapter(sana_checkpoint)
     verify_file(path, lora.file_weights(), lora.form, adapter.load_bare_pipeline())
+    assert 0 < rounding_error(lora, torch.bfloat16) < 0.01
     pipeline = stock_pipeline(sana_checkpoint, task)
+    modules = linear_modules({name: tuple(each.shape) for name, each in pipeline.transformer.named_parameters()})
+    assert list(check_lora_file("LoRA", path, modules, SANA_VIDEO.name)) == []
     noisy = noisy_batch(sana_checkpoint, task)
     with torch.no_grad():
         base = adapter.predict(pipeline.transformer, noisy)
+        with applied_loras(pipeline.transformer, [(path, 1.0)], torch.float32, torch.device("cpu")):
+            applied = adapter.predict(pipeline.transformer, noisy)
         pipeline.load_lora_weights(tmp_path)
         loaded = adapter.predict(pipeline.transformer, noisy)
         trained = adapter.predict(assembly.transformer.eval(), noisy)
     assert (trained - base).abs().max() > 1e-2, "the LoRA changes something"
     # Two loads of one file may differ in the last bits, by the alignment of their weights; the LoRA's are equal.
     assert_close(loaded, trained, terms=MODEL)
+    assert_close(applied, trained, terms=MODEL)
 
 
 def test_all_linear_is_attention_and_pointwise_convolutions(sana_checkpoint: Path) -> None:
