@@ -23,7 +23,12 @@ SCRIPTS = "no scripts are run; checkpoints appear complete or not at all, so ano
 DISK = "below disk_low_threshold a run stops with a checkpoint, and the same command continues it"
 
 # Values of single keys that ask for what is done anyway.
-NEUTRAL = {"gradient_checkpointing_backend": "torch", "disk_low_action": "stop", "evaluation_type": "none"}
+NEUTRAL = {
+    "gradient_checkpointing_backend": "torch",
+    "disk_low_action": "stop",
+    "evaluation_type": "none",
+    "validation_lycoris_strength": "1.0",
+}
 
 # The alternative, worded to follow "is not a key here:".
 INSTEAD: Mapping[str, str] = {
@@ -71,6 +76,8 @@ INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("validation_guidance_skip_layers", "validation_guidance_skip_layers_start",
                      "validation_guidance_skip_layers_stop", "validation_guidance_skip_scale"),
                     "the stock pipelines of these families have no skip-layer guidance"),
+    **dict.fromkeys(("validation_lycoris_strength",), "previews show adapters as they are trained and published; "
+                    "`simpletuner sample --strength` renders the result at another strength"),
     **dict.fromkeys(("validation_stitch_input_location",), "the file of a preview holds its result alone"),
     **dict.fromkeys(("enable_watermark",), "pictures and clips are written without a watermark"),
     **dict.fromkeys(("allow_tf32",), "disable_tf32 is the switch"),

@@ -50,6 +50,7 @@ def test_what_is_done_anyway_is_no_error(pair: tuple[str, str]) -> None:
         ("post_checkpoint_script", "x.sh", "no scripts are run"),
         ("validation_guidance_rescale", 0.7, "validation_guidance"),
         ("evaluation_type", "clip", "eval_steps_interval"),
+        ("validation_lycoris_strength", 0.8, "`simpletuner sample --strength` renders"),
     ],
 )
 def test_a_feature_that_is_on_names_the_nearest_way(key: str, value: Any, words: str) -> None:
