@@ -34,7 +34,7 @@ def sample(
     context: typer.Context,
     prompt: Prompts = None,
     image: Images = None,
-    strength: Annotated[float, typer.Option("--strength", help="Strength of the LoRA.")] = 1.0,
+    strength: Annotated[str, typer.Option("--strength", help="Strength of the LoRA.")] = "1.0",
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="A step, or latest.")] = None,
     ema: UseEma = False,
     output: Output = None,
@@ -44,12 +44,14 @@ def sample(
     Everything is as in the run's previews. Settings override that: --resolution, --frames, --steps, --guidance, --seed,
     --negative-prompt, and those of train. Without a source it is the base model of model_family=NAME or example=NAME.
     """
+    problems: list[Problem] = []
+    given = parse_strengths("--strength", [strength], problems)
     chosen = None if checkpoint is None else [checkpoint]
-    asked = {"prompts": prompt or (), "images": image or (), "strengths": [strength], "checkpoints": chosen}
-    with _planned(context.args, output or Path("samples"), [], ema=ema, **asked) as (_, plan, weights, events):
+    asked = {"prompts": prompt or (), "images": image or (), "strengths": given, "checkpoints": chosen}
+    with _planned(context.args, output or Path("samples"), problems, ema=ema, **asked) as (_, plan, weights, events):
         from simpletuner.run.sample import render_samples
 
-        for path in render_samples(plan, weights[0], strength, events):
+        for path in render_samples(plan, weights[0], given[0], events):
             events.say(f"Saved {path}")
 
 
@@ -68,7 +70,7 @@ def sweep(
     override those of the run as in sample.
     """
     problems: list[Problem] = []
-    given = parse_strengths(strengths, problems)
+    given = parse_strengths("--strengths", strengths.split(","), problems)
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
     asked = {"prompts": prompt or (), "images": image or (), "strengths": given, "checkpoints": chosen, "sweeps": True}
     with _planned(context.args, output, problems, ema=ema, **asked) as (run, plan, weights, events):
@@ -79,15 +81,15 @@ def sweep(
         events.say(f"Saved {sheet.folder / 'sheet.html'} and sheet.png")
 
 
-def parse_strengths(text: str, problems: list[Problem]) -> list[float]:
-    """The numbers of a comma-separated list."""
+def parse_strengths(key: str, texts: list[str], problems: list[Problem]) -> list[float]:
+    """The numbers given to an option."""
     from simpletuner.config.option import parse_number
     from simpletuner.errors import Problem
 
     try:
-        return [parse_number(part) for part in text.split(",")]
+        return [parse_number(text) for text in texts]
     except ValueError as error:
-        problems.append(Problem("--strengths", f"{text!r} {error}; write numbers such as 0.5,0.75,1.0."))
+        problems.append(Problem(key, f"{','.join(texts)!r} {error}; write numbers such as 0.5 or 1.0."))
         return [1.0]
 
 

@@ -93,11 +93,14 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
 
 
 def read_shapes(key: str, path: Path, problems: list[Problem]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the LoRA file that a key names; empty with a problem if it cannot be read."""
+    """Names and shapes in the LoRA file that a key names; empty with a problem if there are none."""
     try:
-        if path.is_file():
-            return tensor_shapes(path)
-        problems.append(Problem(key, f"{str(path)!r} does not exist."))
+        shapes = tensor_shapes(path) if path.is_file() else {}
+        if not shapes:
+            problems.append(
+                Problem(key, f"{str(path)!r} {'holds no weights' if path.is_file() else 'does not exist'}.")
+            )
+        return shapes
     except WeightsError as error:
         problems.append(Problem(key, f"{str(path)!r} {error}."))
     return {}

@@ -25,14 +25,14 @@ from simpletuner.config.load import (
 from simpletuner.config.locate import locate
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import check_packages
-from simpletuner.config.schema import PLAIN_PRECISIONS
+from simpletuner.config.schema import PLAIN_PRECISIONS, option_names
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import check_lora_file, family_in_header
+from simpletuner.models.lora_keys import check_lora_file, family_in_header, read_shapes
 from simpletuner.models.lora_targets import linear_modules
 from simpletuner.models.source import ModelSource, Part
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -112,6 +112,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
         problems.append(Problem("--prompt", "is required; it may be given several times."))
     pictures = tuple(picture for each in request.images for picture in _picture(Path(each).expanduser(), problems))
     weights, run = find_weights(request, problems)
+    weights = [each for each in weights if each.lora is None or read_shapes("source", each.lora, problems)]
     if not weights:
         canonical(request.arguments.layer(), problems)  # keys that do not exist can be named all the same
         raise ConfigError(problems)
@@ -138,6 +139,9 @@ def find_weights(request: SampleRequest, problems: list[Problem]) -> tuple[list[
         return [Weights("base model")], None
     path = Path(request.source).expanduser()
     if path.is_file():
+        given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
+        for key in filter(given.get, given):
+            problems.append(Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}."))
         run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
         return [Weights(path.stem, lora=path, content=hash_file(path))], run
     whole = _checkpoints(path)
@@ -207,8 +211,11 @@ def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None, pr
 
 def _layer_of(run: Checkpoint) -> Layer:
     """The settings of a run as far as they were set, without its folders."""
-    path, origins = run.path / "config.json", run.manifest.identity.origins
+    path, origins, names = run.path / "config.json", run.manifest.identity.origins, option_names()
     settings = read_json(path, [])
+    if not origins and isinstance(settings, dict):  # older checkpoints do not say what was set
+        changed = [key for key, value in settings.items() if key in names and value != names[key].default]
+        origins = dict.fromkeys(changed, str(path))
     mine = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*CACHES, "output_dir"}
     mine |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}
     return Layer(str(path), [(key, settings[key]) for key in mine] if isinstance(settings, dict) else [])

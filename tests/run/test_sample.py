@@ -88,6 +88,15 @@ def test_the_base_model_and_a_lora_from_elsewhere(trained: Workspace, t2i_checkp
     assert sampled(trained, "none", "datasets/theirs.safetensors", *PROMPT, *model, "--strength", "0") == base
 
 
+def test_a_checkpoint_that_does_not_say_what_was_set(trained: Workspace) -> None:
+    shutil.copytree(trained.path("output/checkpoint-2"), trained.path("older/checkpoint-2"))
+    path = trained.path("older/checkpoint-2/manifest.json")
+    manifest = json.loads(path.read_text())
+    del manifest["identity"]["origins"]
+    path.write_text(json.dumps(manifest))
+    assert sampled(trained, "seven", "older/checkpoint-2", *PROMPT) == preview(trained, 2)
+
+
 def test_int8_is_quantised_before_the_lora(trained: Workspace) -> None:
     picture = sampled(trained, "int8", "output", *PROMPT, "base_model_precision=int8-quanto")
     assert picture != preview(trained, 4)
@@ -124,6 +133,10 @@ def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, cap
         (["other.safetensors", *PROMPT], ["1 of 1 layers in 'other.safetensors' are not in this model (blocks.0)"]),
         (["wide.safetensors", *PROMPT], ["is for other layers"]),
         (["lokr.safetensors", *PROMPT], ["is not a plain LoRA: it holds blocks.0.lokr_w1"]),
+        (["config/config.json", *PROMPT], ["source: 'config/config.json' is not a safetensors file"]),
+        (["empty.safetensors", *PROMPT], ["source: 'empty.safetensors' holds no weights"]),
+        (["output", *PROMPT, "--strength", "nan", "--checkpoint", "3"], ["--strength: 'nan'", "'3' is not a complete"]),
+        ([LORA, *PROMPT, "--checkpoint", "2", "--ema"], ["--checkpoint: has no effect", "--ema: has no effect"]),
     ],
 )
 def test_mistakes_are_told_at_once(
@@ -134,6 +147,7 @@ def test_mistakes_are_told_at_once(
     for name, module, inner in (("other", "blocks.0", 8), ("wide", layer, 3)):
         weights = {f"{module}.lora_A.weight": torch.ones(2, inner), f"{module}.lora_B.weight": torch.ones(8, 2)}
         save_file(weights, trained.path(f"{name}.safetensors"))
+    save_file({}, trained.path("empty.safetensors"))
     save_file({"blocks.0.lokr_w1": torch.ones(2, 2)}, trained.path("lokr.safetensors"))
     assert trained.run("sample", *arguments) == 2
     error = capsys.readouterr().err
