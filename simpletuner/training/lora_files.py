@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from peft import get_peft_model_state_dict
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
@@ -153,10 +154,12 @@ def read_lora_file(path: Path, modules: list[str]) -> dict[str, Tensor]:
     if not pairs:
         raise UserError(f"init_lora: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
     settings = _settings_of(path)
+    alphas: dict[str, float] = settings.get("alpha_pattern", {})  # of layers whose alpha is not lora_alpha
     weights = {}
     for module, pair in pairs.items():
         rank = pair["A"].shape[0]
-        alpha = float(pair["alpha"]) if "alpha" in pair else float(settings.get("lora_alpha", rank))
+        usual = alphas.get(get_pattern_key(alphas, module), settings.get("lora_alpha", rank))
+        alpha = float(pair.get("alpha", usual))
         weights[f"{module}.lora_A.weight"] = pair["A"]
         weights[f"{module}.lora_B.weight"] = pair["B"] * (alpha / rank)
         for role, suffix in (("magnitude", MAGNITUDE), ("comfyui magnitude", COMFYUI_MAGNITUDE)):

@@ -19,6 +19,7 @@ from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter_sizes import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.lora_targets import weights_of
+from simpletuner.training.applied import applied_loras
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.converted import ConvertedAdapter, low_rank
 from simpletuner.training.ema import Ema
@@ -26,7 +27,7 @@ from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, WEIGHT_ERROR
 from simpletuner.training.meter import adapters_of, weight_shapes
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import add_noise, optimizer_step, predict_now, rehearse_micro_step
-from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance
+from tests.closeness import ELEMENTWISE, MODEL, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter, make_config
 from tests.fidelity.sana import make_sana_adapter, make_sana_config
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
@@ -128,10 +129,14 @@ def test_published_as_a_stock_lora(t2i_checkpoint: Path, tmp_path: Path, kind: s
     assert 0 < weights <= 0.1 + ROTATION, "energy .99 is a tenth of the norm"
     stock = make_adapter(t2i_checkpoint)
     pipeline = stock.load_preview_pipeline(stock.load_transformer(torch.float32), torch.device("cpu"), None).pipeline
-    pipeline.load_lora_weights(tmp_path)
     noisy = add_noise(assembly, make_batch(t2i_checkpoint, ["a star"]), 0, 0)
+    plain = pipeline.transformer.eval()
+    with torch.no_grad(), applied_loras(plain, [(tmp_path, 1.0)], torch.float32, torch.device("cpu")):
+        applied = stock.predict(plain, noisy)
+    pipeline.load_lora_weights(tmp_path)
     with torch.no_grad():
         loaded = stock.predict(pipeline.transformer.eval(), noisy)
+    assert_close(applied, loaded, terms=MODEL)
     assert float((loaded - own).norm() / own.norm()) == pytest.approx(forward, rel=0.05, abs=ROTATION)
     if averaged:
         one, other = (load_file(folder / LORA_FILE) for folder in (tmp_path, tmp_path / "ema"))
