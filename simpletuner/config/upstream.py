@@ -27,7 +27,7 @@ NEUTRAL = {
     "gradient_checkpointing_backend": "torch",
     "disk_low_action": "stop",
     "evaluation_type": "none",
-    "validation_lycoris_strength": "1.0",
+    "validation_lycoris_strength": "1",
 }
 
 # The alternative, worded to follow "is not a key here:".
@@ -103,6 +103,6 @@ def foreign_key_problem(written: str, key: str, value: Any, source: str) -> Prob
     """
     if key not in INSTEAD:
         return None
-    off = value is None or str(value).strip().lower() in (*OFF, NEUTRAL.get(key))
+    off = value is None or str(value).strip().lower().removesuffix(".0") in (*OFF, NEUTRAL.get(key))
     note = " It is off and is ignored." if off else ""
     return Problem(written, f"is not a key here: {INSTEAD[key]}.{note} ({source})", fatal=not off)
