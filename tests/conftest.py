@@ -24,11 +24,6 @@ if os.environ.get("MKLDNN") == "off":
     torch.backends.mkldnn.set_flags(False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests come first, so that no process is left with one of them while the others are done."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
 def pytest_collection_finish() -> None:
     """Take what has been imported out of the garbage collector's sight: a run collects after each encoder that it
     releases, and looking through the modules of torch and transformers takes as long as the rest of a tiny run."""
