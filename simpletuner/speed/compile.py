@@ -64,7 +64,7 @@ class CompiledPiece:
         return self.eager(block, hidden, *others)
 
 
-Case = tuple[object, ...]  # class of a block, and shapes of its inputs
+Case = tuple[object, ...]  # class of a block, and shapes and strides of its inputs
 
 
 class CheckedForward:
@@ -80,7 +80,9 @@ class CheckedForward:
         self.block, self.verdicts, self.sampling = block, verdicts, sampling
         self.eager, self.compiled = block.forward, compiler(block.forward)
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, hidden: Tensor, *others: Any, **named: Any) -> Any:
+        # The first block's hidden states are a transposed view; with other strides they would need their own graph.
+        inputs = (hidden.contiguous(), *others)
         case = (type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
         if torch.is_grad_enabled():
             inputs = (with_gradient(inputs[0]), *inputs[1:])
@@ -183,8 +185,8 @@ def _reason(error: Exception) -> str:
 
 
 def _shape(value: Any) -> object:
-    """What compiled code is specialised for: shape and dtype of a tensor, or any other value itself."""
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+    """What compiled code is specialised for: shape, strides and dtype of a tensor, or any other value itself."""
+    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
 def _copy(value: Any) -> Any:
