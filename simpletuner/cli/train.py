@@ -60,6 +60,7 @@ def train(
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import Notice, StateChanged
     from simpletuner.reporting.log import setup_logging
+    from simpletuner.reporting.payloads import EventLog, Payloads
     from simpletuner.reporting.progress import shown_events
     from simpletuner.reporting.requests import signals_as_interrupt
     from simpletuner.run.lock import lock_output
@@ -69,6 +70,7 @@ def train(
     setup_logging()
     log_plan(plan, budget)
     with lock_output(plan.output_dir), signals_as_interrupt(), shown_events() as events:
+        events.subscribe(EventLog(plan.output_dir, Payloads()))
         for warning in plan.warnings:
             events.publish(Notice(str(warning), warning=True))
         for decision in budget.decisions:
@@ -80,7 +82,7 @@ def train(
         summary = "\n".join(start_lines(plan, budget))
         events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
         # torch is imported here, after every check that is quick without it.
-        with events.phase("Loading torch"), quick_imports():
+        with events.phase("Loading torch", stage="init_torch"), quick_imports():
             from simpletuner.run.train import run_plan
 
             load_adapter(plan.spec)

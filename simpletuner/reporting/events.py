@@ -35,12 +35,14 @@ class PhaseStarted:
         title: for people.
         total, unit: its size (None if unknown), and what is counted (`captions`).
         kind: of a recurring phase, whose duration predicts the next: `caching`, `evaluation`, `previews`; else empty.
+        stage: name for programs (`init_vae_cache`), the same in every run.
     """
 
     title: str
     total: int | None = None
     unit: str = ""
     kind: str = ""
+    stage: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,19 @@ class MediaRendered:
 
 
 @dataclass(frozen=True)
+class PreviewGrew:
+    """A picture of an unfinished preview is on disk; `media.path` names it.
+
+    `done` of `total` sampling steps are done, and `timestep` is that of the last one.
+    """
+
+    media: MediaRecord
+    done: int
+    total: int
+    timestep: float
+
+
+@dataclass(frozen=True)
 class CheckpointSaved:
     """A checkpoint is complete, and the `removed` older ones are gone."""
 
@@ -171,8 +186,8 @@ class StateChanged:
 
 
 Event = (
-    PhaseStarted | PhaseAdvanced | PhaseEnded | StepDone | Evaluated | MediaRendered | CheckpointSaved | Notice
-    | StateChanged
+    PhaseStarted | PhaseAdvanced | PhaseEnded | StepDone | Evaluated | MediaRendered | PreviewGrew | CheckpointSaved
+    | Notice | StateChanged
 )  # fmt: skip
 Subscriber = Callable[[Event], None]
 
@@ -198,12 +213,14 @@ class EventStream:
 
     Attributes:
         stop: checked whenever a phase begins or advances, so that it can end early.
+        step: the last one that an event named.
     """
 
     def __init__(self, *subscribers: Subscriber) -> None:
         self._subscribers = list(subscribers)
         self._lock = threading.RLock()  # reentrant: a subscriber may publish
         self.stop = StopRequest()
+        self.step = 0
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Pass all further events to the subscriber as well."""
@@ -212,6 +229,8 @@ class EventStream:
     def publish(self, event: Event) -> None:
         """Pass an event to all subscribers."""
         with self._lock:
+            if isinstance(event, StepDone | StateChanged):
+                self.step = event.step
             for subscriber in self._subscribers:
                 subscriber(event)
 
@@ -220,14 +239,16 @@ class EventStream:
         self.publish(Notice(text))
 
     @contextmanager
-    def phase(self, title: str, total: int | None = None, unit: str = "", kind: str = "") -> Iterator[RunningPhase]:
+    def phase(
+        self, title: str, total: int | None = None, unit: str = "", kind: str = "", *, stage: str = ""
+    ) -> Iterator[RunningPhase]:
         """Publish the start of a phase, and its end when the block is left.
 
         Raises:
             Interrupted: the run was asked to stop.
         """
         self.stop.check()
-        running = RunningPhase(self, PhaseStarted(title, total, unit, kind))
+        running = RunningPhase(self, PhaseStarted(title, total, unit, kind, stage))
         self.publish(running.phase)
         started, complete = time.monotonic(), False
         try:

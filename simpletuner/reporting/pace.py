@@ -15,6 +15,7 @@ from simpletuner.reporting.events import (
     Notice,
     PhaseEnded,
     PhaseStarted,
+    PreviewGrew,
     Rounds,
     StateChanged,
     StepDone,
@@ -221,7 +222,7 @@ def mfu_text(mfu: float) -> str:
     return f"MFU {mfu * 100:.0f} %"
 
 
-def line_of(event: CheckpointSaved | Evaluated | MediaRendered | Notice) -> str:
+def line_of(event: CheckpointSaved | Evaluated | MediaRendered | PreviewGrew | Notice) -> str:
     """What a display prints about an event; empty if a bar shows it already."""
     match event:
         case CheckpointSaved():
@@ -232,7 +233,7 @@ def line_of(event: CheckpointSaved | Evaluated | MediaRendered | Notice) -> str:
             return f"Evaluation loss at step {event.step}: {losses}"
         case Notice():
             return f"warning: {event.text}" if event.warning else event.text
-        case MediaRendered():
+        case MediaRendered() | PreviewGrew():
             return ""
 
 

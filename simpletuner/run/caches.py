@@ -117,7 +117,9 @@ class CacheFiller:
         """Encode captions into their cache."""
         if not entries:
             return
-        with self.events.phase("Encoding captions", len(entries), "captions", CACHING) as phase:
+        with self.events.phase(
+            "Encoding captions", len(entries), "captions", CACHING, stage="init_text_embed_cache"
+        ) as phase:
             notes = fill_texts(entries, self._load_text_encoder, self.plan.config.caching, phase)
         for note in dict.fromkeys(notes):
             logger.warning(note)
@@ -128,7 +130,7 @@ class CacheFiller:
         if not entries:
             return {}
         noun = self.plan.spec.media_noun
-        with self.events.phase(f"Encoding {noun}", len(entries), noun, CACHING) as phase:
+        with self.events.phase(f"Encoding {noun}", len(entries), noun, CACHING, stage="init_vae_cache") as phase:
             failures = fill_latents(entries, self._load_latent_encoder, self.plan.config.caching, phase)
         self._release()
         return failures
@@ -137,7 +139,8 @@ class CacheFiller:
         """Encode the features that techniques need, from cached latents."""
         if not entries:
             return
-        with self.events.phase("Encoding features", len(entries), self.plan.spec.media_noun, CACHING) as phase:
+        noun = self.plan.spec.media_noun
+        with self.events.phase("Encoding features", len(entries), noun, CACHING, stage="init_feature_cache") as phase:
             fill_features(
                 entries,
                 lambda each: each.kind.load(self.adapter, self._load_latent_encoder, self.device),
@@ -257,7 +260,7 @@ def fetch(plan: Plan, events: EventStream) -> None:
     encoders = [kind.encoder for each in plan.techniques for kind in each.features if kind.encoder]
     absent += [encoder.part for encoder in encoders if encoder.local() is None]
     if absent:
-        with events.phase("Downloading the model", len(absent), "parts") as phase:
+        with events.phase("Downloading the model", len(absent), "parts", stage="init_download_model") as phase:
             for part in absent:
                 part.fetch()
                 phase.advance(1, f"{part.location}/{part.folder}")

@@ -55,6 +55,11 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
         UserError: something the user can fix; checkpoints are kept.
         Interrupted: Ctrl-C; a checkpoint of the last step is on disk.
     """
+    with announced_end(events, plan.length.total_steps):
+        _run(plan, budget, events, rehearsed)
+
+
+def _run(plan: Plan, budget: Budget, events: EventStream, rehearsed: bool | None) -> None:
     prepare_machine(plan)
     accelerator = make_accelerator()
     device, config = accelerator.device, plan.config
@@ -67,7 +72,7 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
 
     # Measured before the transformer is loaded: it needs memory, too.
     rates = device_rates(plan.output_dir, device, DTYPES[transformer_dtype(config.precision)])
-    with events.phase("Loading the transformer"):
+    with events.phase("Loading the transformer", stage="init_load_base_model"):
         techniques = [technique.build() for technique in plan.techniques]
         assembly = assemble(config, training_spec(plan), adapter, techniques, accelerator)
     ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
@@ -78,14 +83,13 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
     if plan.resume:
         events.say(f"Continuing from {plan.resume.path.name}")
 
-    # From here on the output folder has records, so whatever happens is written there.
-    with closing(loader), announced_end(events, state, plan):
+    with closing(loader):
         record = keep_records(plan, events, state.global_step)
         session = Session(plan, caches.catalogue, reader, loader, ema, record, events, rates, budget)
         validation = build_validation(session, state)
         callbacks = build_callbacks(session, validation)
         if rehearsed or (rehearsed is None and device.type == "cuda"):
-            with events.phase("Rehearsing the largest moments"):
+            with events.phase("Rehearsing the largest moments", stage="init_prepare_models"):
                 for tried in rehearse(assembly, loader.sampler.batches(loader.epoch), reader, validation, budget):
                     events.say(str(tried))
         total_steps = plan.length.total_steps
@@ -98,14 +102,14 @@ def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool
 
 
 @contextmanager
-def announced_end(events: EventStream, state: TrainState, plan: Plan) -> Iterator[None]:
+def announced_end(events: EventStream, total_steps: int) -> Iterator[None]:
     """Publish if the run fails or is interrupted, so that all records are closed and say so."""
     try:
         yield
     except BaseException as error:
         how: RunState = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         message = str(error) or type(error).__name__
-        events.publish(StateChanged(how, state.global_step, plan.length.total_steps, message))
+        events.publish(StateChanged(how, events.step, total_steps, message))
         raise
 
 

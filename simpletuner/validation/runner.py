@@ -269,8 +269,10 @@ class ValidationRunner:
         if not shots or self._rendered_at == step or not assembly.world.is_main:
             return
         title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
+        stage = "final_validation" if step >= assembly.settings.total_steps else "validation"
+        stage = "benchmark_base_model" if benchmark else stage
         try:
-            with self.events.phase(title, len(shots), unit, PREVIEWS) as phase, quiet(assembly):
+            with self.events.phase(title, len(shots), unit, PREVIEWS, stage=stage) as phase, quiet(assembly):
                 stop_if_result_not_finite(assembly, self.ema)
                 # Grouped, because each change to the average and back copies all weights.
                 for (use_ema, loras), group in itertools.groupby(shots, key=lambda shot: (shot.ema, shot.loras)):

@@ -170,7 +170,7 @@ def test_ctrl_c_while_caching_is_answered_at_once_and_keeps_what_is_encoded(work
     trigger = Trigger(third_picture, interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(workspace, trigger)
-    assert third_picture(trigger.events[-2]), "the end of the phase follows"
+    assert third_picture(trigger.events[-3]), "the ends of the phase and of the run follow"
     kept = {path: path.stat().st_mtime_ns for path in workspace.path("output/cache/vae").rglob("*.zst")}
     assert 3 <= len(kept) < 8
     assert workspace.train() == 0

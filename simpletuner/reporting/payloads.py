@@ -1,0 +1,265 @@
+"""The events of a run as JSON objects, and their mirror `events.jsonl` in the output folder. Free of torch.
+
+Webhooks, the web page and other programs read these payloads; docs/WEBHOOKS.md describes them. Pictures and clips are
+paths relative to the output folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from simpletuner.atomic import writing_to
+from simpletuner.redaction import redact
+from simpletuner.reporting.events import (
+    ENDED,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    MediaRendered,
+    Notice,
+    PhaseAdvanced,
+    PhaseEnded,
+    PhaseStarted,
+    PreviewGrew,
+    RunState,
+    StateChanged,
+    StepDone,
+)
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.pace import Pace, ending, line_of
+
+Payload = dict[str, Any]
+
+EVENTS_FILE = "events.jsonl"
+VIDEO_TYPES = {".mp4": "video/mp4", ".webm": "video/webm"}
+JOB_ID = "SIMPLETUNER_JOB_ID"
+# What a run as a whole is called in payloads, where it differs.
+STATUS: Mapping[RunState, str] = {"finished": "completed", "interrupted": "cancelled"}
+SEVERITY: Mapping[RunState, str] = {"finished": "success", "failed": "error", "interrupted": "warning"}
+
+
+@dataclass
+class Payloads:
+    """Turns each event into its payloads, without secrets; progress in between is left out.
+
+    Attributes:
+        every: seconds between two payloads about the steps, and between two about the progress of a phase; the first
+            and the last always come.
+        job_id: SIMPLETUNER_JOB_ID, or a random name of this session.
+    """
+
+    every: float = 1.0
+    job_id: str = field(default_factory=lambda: os.environ.get(JOB_ID) or uuid.uuid4().hex[:12])
+    now: Callable[[], float] = time.monotonic
+    _pace: Pace | None = field(default=None, init=False)
+    _sent: dict[object, float] = field(default_factory=dict, init=False)
+    _began: dict[PhaseStarted, float] = field(default_factory=dict, init=False)
+
+    def __call__(self, event: Event) -> list[Payload]:
+        """The payloads of an event, in order; often none."""
+        if self._pace is not None:
+            self._pace.note(event)
+        elif isinstance(event, StateChanged) and event.state == "running":
+            self._pace = Pace.of(event)
+        common = {"job_id": self.job_id, "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        return [_clean({"severity": "info", **common, **payload}) for payload in self._payloads(event)]
+
+    def _payloads(self, event: Event) -> Iterator[Payload]:
+        match event:
+            case PhaseStarted() | PhaseAdvanced() | PhaseEnded():
+                yield from self._phase(event)
+            case StepDone():
+                if self._is_due(StepDone) or (self._pace is not None and self._pace.is_complete):
+                    yield {**_status("running", event.step), "progress": self._progress()}
+            case StateChanged():
+                yield from self._state(event)
+            case Evaluated():
+                losses = dict(event.losses)
+                yield {"type": "training.metric", "message": line_of(event), "data": {"step": event.step, **losses}}
+            case MediaRendered():
+                message = f"Validation: {event.media.short_name}"
+                yield {"type": "training.validation", "message": message, **_shown(event.media)}
+            case PreviewGrew():
+                yield _sampled(event)
+            case CheckpointSaved():
+                checkpoint = {"path": event.path.name, "label": f"Step {event.step}", "is_final": self._is_last(event)}
+                yield {"type": "training.checkpoint", "title": line_of(event), "checkpoint": checkpoint}
+                yield _lifecycle("checkpoint_save", "Saving a checkpoint", "completed", message=line_of(event))
+            case Notice():
+                severity = "warning" if event.warning else "info"
+                yield {"type": "notification", "severity": severity, "message": event.text}
+
+    def _is_due(self, kind: object) -> bool:
+        """Whether progress of a kind may be told again; if so, it counts as told."""
+        if self.now() - self._sent.get(kind, -math.inf) < self.every:
+            return False
+        self._sent[kind] = self.now()
+        return True
+
+    def _is_last(self, event: CheckpointSaved) -> bool:
+        return self._pace is not None and event.step >= self._pace.total_steps
+
+    def _phase(self, event: PhaseStarted | PhaseAdvanced | PhaseEnded) -> Iterator[Payload]:
+        if isinstance(event, PhaseStarted):
+            self._began[event] = self.now()
+            yield _phase_payload(event, 0, None, "running", event.title)
+        elif isinstance(event, PhaseEnded):
+            del self._began[event.phase]
+            self._sent.pop(event.phase, None)
+            status, message = "completed" if event.complete else "failed", f"{event.phase.title}: {ending(event)}"
+            yield _phase_payload(event.phase, event.done, 0.0, status, message)
+        elif self._is_due(event.phase):
+            spent, left = self.now() - self._began[event.phase], (event.phase.total or 0) - event.done
+            eta = spent / event.done * left if event.done and left >= 0 else None
+            yield _phase_payload(event.phase, event.done, eta, "running", event.note or event.phase.title)
+
+    def _state(self, event: StateChanged) -> Iterator[Payload]:
+        state, message = event.state, event.message
+        severity = SEVERITY.get(state, "info")
+        progress = self._progress() if self._pace else _progress("Training", event.step, event.total_steps)
+        status = _status(STATUS.get(state, state), event.step)
+        yield {**status, "severity": severity, "message": message, "progress": progress}
+        if state in ENDED:
+            key, label = ("training_complete", "Done") if state == "finished" else ("training_abort", "Ended early")
+            how = "completed" if state == "finished" else "failed"
+            yield _lifecycle(key, label, how, severity=severity, message=message)
+        if state == "failed":
+            yield {"type": "error", "severity": severity, "title": "Error", "message": message}
+
+    def _progress(self) -> Payload:
+        """The training steps so far."""
+        pace = self._pace
+        if pace is None:
+            raise RuntimeError("the state `running` comes before the first step")
+        metrics: Payload = {}
+        if pace.last is not None:
+            metrics = {"loss": pace.last.loss, "epoch": pace.last.epoch, "smoothed_loss": pace.loss}
+            metrics |= {"seconds_per_step": pace.seconds_per_step, "memory_bytes": pace.last.memory_bytes}
+            metrics |= pace.last.metrics
+        eta = pace.remaining_seconds if pace.last else None
+        return {**_progress("Training", pace.step, pace.total_steps, eta), "metrics": metrics}
+
+
+def _status(status: str, step: int) -> Payload:
+    return {"type": "training.status", "title": status.title(), "data": {"status": status, "step": step}}
+
+
+def _progress(label: str, current: int, total: int | None, eta: float | None = None) -> Payload:
+    percent = None if not total else round(100 * current / total, 1)
+    seconds = None if eta is None else round(eta, 1)
+    return {"label": label, "current": current, "total": total, "percent": percent, "eta_seconds": seconds}
+
+
+def _phase_payload(phase: PhaseStarted, done: int, eta: float | None, status: str, message: str) -> Payload:
+    progress = _progress(phase.title, done, phase.total, eta)
+    return _lifecycle(phase.stage or phase.kind, phase.title, status, progress=progress, message=message)
+
+
+def _lifecycle(key: str, label: str, status: str, progress: Payload | None = None, **common: str) -> Payload:
+    title = common["message"].partition("\n")[0]
+    stage = {"key": key, "label": label, "status": status, "progress": progress}
+    return {"type": "lifecycle.stage", "title": title, "stage": stage, **common}
+
+
+def _sampled(event: PreviewGrew) -> Payload:
+    label = f"{event.done}/{event.total}"
+    message = f"Validation (step {label}): {event.media.short_name}"
+    shown = _shown(event.media)
+    data = shown["data"] | {"step": event.done, "timestep": event.timestep, "step_label": label}
+    return {"type": "validation.image", "title": message, "message": message, **shown, "data": data}
+
+
+def _shown(media: MediaRecord) -> Payload:
+    """The fields that both kinds of previews have."""
+    suffix = Path(media.path).suffix.lower()
+    is_moving = media.is_video or suffix == ".gif"
+    video = {"src": media.path, "mime_type": VIDEO_TYPES.get(suffix, "image/gif")}
+    data = {
+        "global_step": media.step,
+        "resolution": [media.width, media.height],
+        "validation_type": "ema" if media.ema else "trained",
+        "prompt": media.prompt,
+        "name": media.short_name,
+        "index": media.index,
+    }
+    return {
+        "body": media.prompt, "data": data, "images": [] if is_moving else [media.path],
+        "videos": [video] if is_moving else [],
+    }  # fmt: skip
+
+
+def _clean(value: Any) -> Any:
+    """Without secrets in texts, and with null for NaN and infinity, which JSON cannot express."""
+    if isinstance(value, Mapping):
+        return {key: _clean(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_clean(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return redact(value) if isinstance(value, str) else value
+
+
+class EventLog:
+    """Subscriber that appends every payload to `events.jsonl`, with an `id` that grows by 1, also over restarts.
+
+    The file's modification time shows that a run is alive. A line that a kill tore is dropped at the next start.
+    """
+
+    def __init__(self, folder: Path, payloads: Payloads) -> None:
+        self.path, self._payloads = folder / EVENTS_FILE, payloads
+        with writing_to(self.path), self.path.open("a+b") as file:
+            file.seek(0)
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
+        events = filter(None, map(_parse, reversed(content.splitlines(keepends=True))))
+        self._last: int = next(events, {"id": 0})["id"]
+
+    def __call__(self, event: Event) -> None:
+        for payload in self._payloads(event):
+            self._last += 1
+            line = json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+            with writing_to(self.path), self.path.open("ab") as file:
+                file.write(line)
+
+
+# Bytes first read from the end of the log; usually the new events are in them.
+TAIL = 1 << 16
+
+
+def read_events(path: Path, after_id: int = 0) -> list[Payload]:
+    """The events after an id, oldest first; none if there is no file. Torn lines are left out.
+
+    Only the end of the file is read if the events are in it.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            length = TAIL if after_id else size
+            while True:
+                start = max(0, size - length)
+                file.seek(start)
+                lines = file.read(size - start).splitlines(keepends=True)[1 if start else 0 :]
+                events = [event for event in map(_parse, lines) if event is not None]
+                if start == 0 or (events and events[0]["id"] <= after_id):
+                    return [event for event in events if event["id"] > after_id]
+                length *= 4
+    except FileNotFoundError:
+        return []
+
+
+def _parse(line: bytes) -> Payload | None:
+    """The event in a complete line, or None."""
+    try:
+        event = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("id"), int) else None

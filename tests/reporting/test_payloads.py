@@ -1,0 +1,153 @@
+"""The payloads of a run's events, and the log that mirrors them."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from simpletuner.redaction import HIDDEN
+from simpletuner.reporting.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    EventStream,
+    MediaRendered,
+    Notice,
+    PreviewGrew,
+    StateChanged,
+    StepDone,
+)
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payload, Payloads, read_events
+
+PICTURE = MediaRecord(4, "bird", "a bird", "validation_images/step_4_bird_0_64x32.png", 64, 32)
+CLIP = MediaRecord(4, "bird", "a bird", "validation_images/step_4_bird_0_64x32@5.mp4", 64, 32)
+RUNNING = StateChanged("running", 0, 4)
+
+
+def step(number: int, loss: float = 0.5) -> StepDone:
+    return StepDone(number, 1, {"train_loss": loss, "learning_rate": 1e-4}, seconds=2.0)
+
+
+class Clock:
+    """Time that only tests move."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def told(*events: Event) -> list[Payload]:
+    payloads = Payloads(every=0)
+    return [payload for event in events for payload in payloads(event)]
+
+
+@pytest.mark.parametrize(
+    ("event", "kinds"),
+    [
+        (StateChanged("starting", 0, 4), ["training.status"]),
+        (StateChanged("finished", 4, 4, "done"), ["training.status", "lifecycle.stage"]),
+        (StateChanged("failed", 2, 4, "broken"), ["training.status", "lifecycle.stage", "error"]),
+        (Evaluated(2, {"loss/val/a": 0.5}), ["training.metric"]),
+        (MediaRendered(PICTURE), ["training.validation"]),
+        (PreviewGrew(PICTURE, 5, 20, 750.0), ["validation.image"]),
+        (CheckpointSaved(Path("x/checkpoint-4"), 4, 1.0), ["training.checkpoint", "lifecycle.stage"]),
+        (Notice("hot", warning=True), ["notification"]),
+    ],
+)
+def test_every_payload_has_the_common_fields(event: Event, kinds: list[str]) -> None:
+    payloads = told(event)
+    assert [payload["type"] for payload in payloads] == kinds
+    for payload in payloads:
+        assert payload["severity"] in {"info", "warning", "error", "success"}
+        assert payload["job_id"]
+        assert datetime.fromisoformat(payload["timestamp"]).tzinfo is not None
+        json.dumps(payload, allow_nan=False)
+
+
+def test_progress_has_the_fields_of_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMPLETUNER_JOB_ID", "job-7")
+    *_, payload = told(RUNNING, step(1))
+    assert payload["job_id"] == "job-7"
+    assert payload["data"] == {"status": "running", "step": 1}
+    progress = payload["progress"]
+    assert (progress["current"], progress["total"], progress["percent"]) == (1, 4, 25.0)
+    assert progress["eta_seconds"] == pytest.approx(6.0)
+    assert progress["metrics"]["loss"] == 0.5
+    assert progress["metrics"]["learning_rate"] == 1e-4
+
+
+def test_previews_name_their_files() -> None:
+    picture, clip, growing = told(MediaRendered(PICTURE), MediaRendered(CLIP), PreviewGrew(PICTURE, 5, 20, math.nan))
+    assert (picture["images"], picture["videos"]) == ([PICTURE.path], [])
+    assert (clip["images"], clip["videos"]) == ([], [{"src": CLIP.path, "mime_type": "video/mp4"}])
+    assert growing["data"]["step_label"] == "5/20"
+    assert growing["data"]["resolution"] == [64, 32]
+    assert growing["data"]["timestep"] is None
+
+
+def test_progress_is_thinned_but_first_and_last_remain() -> None:
+    clock = Clock()
+    payloads = Payloads(every=5, now=clock)
+    payloads(StateChanged("running", 0, 10))
+    sent = []
+    for number in range(1, 11):
+        clock.seconds = float(number)
+        sent += [payload["data"]["step"] for payload in payloads(step(number))]
+    assert sent == [1, 6, 10]
+
+
+def test_phases_become_stages() -> None:
+    events, payloads = EventStream(), Payloads(every=5)
+    seen: list[Payload] = []
+    events.subscribe(lambda event: seen.extend(payloads(event)))
+
+    def encode() -> None:
+        with events.phase("Encoding captions", 3, "captions", stage="init_text_embed_cache") as phase:
+            for _ in range(2):
+                phase.advance(1, "bird.txt")
+            raise OSError
+
+    with pytest.raises(OSError):
+        encode()
+    stages = [payload["stage"] for payload in seen]
+    assert [stage["status"] for stage in stages] == ["running", "running", "failed"]
+    assert {stage["key"] for stage in stages} == {"init_text_embed_cache"}
+    assert [stage["progress"]["current"] for stage in stages] == [0, 1, 2]
+
+
+def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "geheimgeheim")
+    assert told(Notice("the token is geheimgeheim"))[0]["message"] == f"the token is {HIDDEN}"
+
+
+def test_the_log_goes_on_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_FILE
+    first = EventLog(tmp_path, Payloads(every=0))
+    for event in (RUNNING, step(1), step(2)):
+        first(event)
+    with path.open("ab") as file:
+        file.write(b'{"id": 4, "type": "tor')
+    assert [event["id"] for event in read_events(path)] == [1, 2, 3]
+    second = EventLog(tmp_path, Payloads(every=0))
+    second(Notice("again"))
+    assert [(event["id"], event["type"]) for event in read_events(path, 2)] == [
+        (3, "training.status"),
+        (4, "notification"),
+    ]
+
+
+def test_new_events_are_found_from_the_end_of_a_long_log(tmp_path: Path) -> None:
+    assert read_events(tmp_path / EVENTS_FILE) == []
+    log = EventLog(tmp_path, Payloads(every=0))
+    for number in range(300):
+        log(Notice("ä" * (10 + 7 * number)))
+    ids = [event["id"] for event in read_events(log.path)]
+    assert ids == list(range(1, 301))
+    for after in (0, 1, 150, 299, 300, 999):
+        assert [event["id"] for event in read_events(log.path, after)] == ids[after:]
