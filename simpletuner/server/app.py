@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,26 +16,32 @@ from starlette.staticfiles import StaticFiles
 
 from simpletuner.errors import ConfigError, UserError
 from simpletuner.reporting.html import FOLDER as REPORTING
-from simpletuner.server import edit, files, live, machine
+from simpletuner.server import callback, edit, files, live, machine
 from simpletuner.server.project import Project, Refusal
 
 STATIC = Path(__file__).parent / "static"
 # What the page shares with the HTML report.
 SHARED = ("page.css", "curves.js", "page.js")
+# What is served: the page, the events of runs elsewhere, or both.
+Mode = Literal["unified", "trainer", "callback"]
 
 
-def create_app(project: Project) -> Starlette:
-    """The application that serves a project."""
+def create_app(project: Project, mode: Mode = "unified") -> Starlette:
+    """The application that serves a project, without its guard."""
+    page = [
+        *edit.routes(project),
+        *files.routes(),
+        *machine.routes(),
+        *live.routes(project),
+        *(Route(f"/static/{name}", partial(shared, name)) for name in SHARED),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
     app = Starlette(
         routes=[
             Route("/health", health),
             Route("/api/metrics/health/live", health),
-            *edit.routes(project),
-            *files.routes(),
-            *machine.routes(),
-            *live.routes(project),
-            *(Route(f"/static/{name}", partial(shared, name)) for name in SHARED),
-            Mount("/static", StaticFiles(directory=STATIC)),
+            *(callback.routes() if mode != "trainer" else []),
+            *(page if mode != "callback" else []),
         ],
         exception_handlers={Refusal: refused, UserError: unusable, HTTPException: no_such_route},
     )

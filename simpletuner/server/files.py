@@ -72,7 +72,7 @@ def config(request: Request) -> Response:
     project, name = project_of(request), request.path_params["name"]
     path = project.config_file(name)
     if not path.is_file():
-        raise Refusal(404, f"there is no config {name!r} yet.")
+        raise Refusal(404, f"There is no config {name!r} yet.")
     return JSONResponse(config_json(project, name, path), headers={"ETag": etag(path)})
 
 
@@ -159,7 +159,7 @@ def writable(project: Project, path: Path) -> Path:
         Refusal: 403 if it is packaged or outside the project.
     """
     if path.is_relative_to(EXAMPLES):
-        raise Refusal(403, "belongs to a packaged example; `simpletuner examples copy` makes one to change.")
+        raise Refusal(403, "This belongs to a packaged example; `simpletuner examples copy` makes one to change.")
     return project.inside(path)
 
 
@@ -226,7 +226,7 @@ def settings_of(content: Any) -> dict[str, Any]:
     if isinstance(content, dict) and "_metadata" in content and isinstance(content.get("config"), dict):
         content = content["config"]
     if not isinstance(content, dict):
-        raise Refusal(422, f"must hold one JSON object, not {json_kind(content)}.")
+        raise Refusal(422, f"The file must hold one JSON object, not {json_kind(content)}.")
     return content
 
 

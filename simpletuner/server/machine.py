@@ -56,7 +56,7 @@ def flavours(request: Request) -> Response:
     """The published checkpoints of a family, the default first."""
     spec = FAMILIES.get(canonical_family_name(request.path_params["family"]))
     if spec is None:
-        raise Refusal(404, f"is not one of: {', '.join(FAMILIES)}.")
+        raise Refusal(404, f"The family is not one of: {', '.join(FAMILIES)}.")
     wanted = ("name", "repository", "task", "needs")
     return JSONResponse([{key: vars(flavour)[key] for key in wanted} for flavour in spec.flavours])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from simpletuner.config.json_files import UnusableJsonError, json_kind, parse_json
+from simpletuner.config.json_files import json_kind, parse_json
 from simpletuner.config.locate import DATASET_FILE, EXAMPLES, example_names
 from simpletuner.errors import Problem
 from simpletuner.redaction import redact
@@ -57,14 +56,12 @@ class Project:
         config: the config file that the page opens first, relative to `folder`.
         run: the output folder of the run that the page is part of (`train --page`); such a page edits and starts
             nothing.
-        callbacks: whether events of runs elsewhere are accepted.
     """
 
     folder: Path
     roots: tuple[Path, ...] = ()
     config: Path = Path("config/config.json")
     run: Path | None = None
-    callbacks: bool = True
 
     @property
     def dataset_file(self) -> Path:
@@ -80,7 +77,7 @@ class Project:
         try:
             found = (self.folder / Path(path).expanduser()).resolve()
         except (OSError, RuntimeError, ValueError):
-            raise Refusal(400, "is not a path.") from None
+            raise Refusal(400, f"{str(path)!r} is not a path.") from None
         if not any(found.is_relative_to(root) for root in (self.folder, *self.roots)):
             raise Refusal(403, f"{str(path)!r} is outside the project; allow its folder with --root.")
         return found
@@ -120,10 +117,8 @@ async def read_object(request: Request) -> dict[str, Any]:
     """
     try:
         content = parse_json((await request.body()).decode())
-    except json.JSONDecodeError as error:
-        raise Refusal(400, f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}.") from None
-    except (UnusableJsonError, UnicodeDecodeError) as error:
-        raise Refusal(400, f"{error}.") from None
+    except ValueError as error:
+        raise Refusal(400, f"The request is not usable JSON: {error}.") from None
     if not isinstance(content, dict):
-        raise Refusal(400, f"must be one JSON object, not {json_kind(content)}.")
+        raise Refusal(400, f"The request must be one JSON object, not {json_kind(content)}.")
     return content
