@@ -2,27 +2,134 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
+import secrets
+import socket
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from simpletuner.errors import UserError
 
-INSTALL = "The web page needs Starlette and uvicorn: pip install 'simpletuner[server]'"
+if TYPE_CHECKING:
+    from simpletuner.server.guard import Access
+
+INSTALL = "the web page needs Starlette and uvicorn: pip install 'simpletuner[server]'"
+MAKE_PAIR = "openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost -keyout key.pem -out cert.pem"
+NO_ACCOUNTS = (
+    "warning: other machines can reach this page. There are no accounts: whoever has this address can read and change "
+    "the project's files and start runs.{} Safer: listen on 127.0.0.1 and use `ssh -L {}:localhost:{}`."
+)
+PLAIN = " Without --ssl the network can read along."
+TOKEN = re.compile(r"[\w.~-]{16,}", re.ASCII)
+PORTS = {"callback": 8002}
 
 
 def server(
     host: Annotated[str, typer.Option("--host", "-H", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", "-p", help="Port to listen on.", min=1, max=65535)] = 8001,
+    port: Annotated[
+        int | None, typer.Option("--port", "-p", help="Port to listen on; 8001, with --mode callback 8002.", max=65535)
+    ] = None,
+    mode: Annotated[
+        Literal["unified", "trainer", "callback"],
+        typer.Option("--mode", help="trainer: the page; callback: only take events of runs elsewhere; unified: both."),
+    ] = "unified",
+    root: Annotated[
+        list[Path] | None, typer.Option("--root", help="A folder outside the project that the page may read and write.")
+    ] = None,
+    token: Annotated[str | None, typer.Option("--token", help="Token to ask for; made up where one is needed.")] = None,
+    ssl: Annotated[bool, typer.Option("--ssl", help="Serve https with --ssl-key and --ssl-cert.")] = False,
+    ssl_key: Annotated[Path | None, typer.Option("--ssl-key", help="Private key, a PEM file.")] = None,
+    ssl_cert: Annotated[Path | None, typer.Option("--ssl-cert", help="Certificate, a PEM file.")] = None,
+    ssl_no_verify: Annotated[
+        bool, typer.Option("--ssl-no-verify", help="Runs send webhooks to addresses with any certificate.")
+    ] = False,
+    reload: Annotated[bool, typer.Option("--reload", help="Start anew when the program's source changes.")] = False,
 ) -> None:
-    """Serve the web page on http://localhost:8001."""
-    try:
-        import uvicorn
+    """Serve the web page of the project in this folder, on http://localhost:8001."""
+    require_server()
+    from uvicorn.supervisors import ChangeReload
 
-        from simpletuner.server.app import create_app
-        from simpletuner.server.project import Project
-    except ModuleNotFoundError:
-        raise UserError(INSTALL) from None
-    typer.echo(f"http://localhost:{port}")
-    uvicorn.run(create_app(Project(Path.cwd().resolve())), host=host, port=port, log_level="warning")
+    from simpletuner.server.project import Project
+    from simpletuner.server.serve import listen, make_server
+
+    access, pair = find_access(host, token), certificate(ssl, ssl_key, ssl_cert)
+    project = Project(Path.cwd().resolve(), tuple(map(existing_folder, root or [])))
+    listener = listen(host, PORTS.get(mode, 8001) if port is None else port)
+    if ssl_no_verify:
+        os.environ["SIMPLETUNER_SSL_NO_VERIFY"] = "true"  # runs inherit it
+    announce(access, listener, secure=bool(pair))
+    page = make_server(project, access, mode, **pair, reload_dirs=[str(Path(__file__).parents[1])])
+    if reload:
+        ChangeReload(page.config, target=page.run, sockets=[listener]).run()
+    else:
+        page.run([listener])
+
+
+def require_server() -> None:
+    """Raise unless the packages of the page are installed.
+
+    Raises:
+        UserError: they are not.
+    """
+    if not all(map(importlib.util.find_spec, ("starlette", "uvicorn"))):
+        raise UserError(INSTALL)
+
+
+def find_access(host: str, token: str | None) -> Access:
+    """Who may use a page on this address: whoever has the token, if there is one.
+
+    Raises:
+        UserError: the token is too short.
+    """
+    from simpletuner.server.guard import Access, is_own
+
+    if token is not None and not TOKEN.fullmatch(token):
+        raise UserError("--token must have at least 16 letters, digits or any of . _ ~ -")
+    return Access(host, token or (None if is_own(host) else secrets.token_urlsafe(32)))
+
+
+def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str, str]:
+    """The options of uvicorn for https; empty for http.
+
+    Raises:
+        UserError: key or certificate is missing or unusable.
+    """
+    import ssl
+
+    if not wanted and key is None and chain is None:
+        return {}
+    if key is None or chain is None:
+        raise UserError(f"--ssl needs --ssl-key and --ssl-cert; to make a pair: {MAKE_PAIR}")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(chain, key)
+    except OSError as error:
+        raise UserError(f"--ssl-key {key} and --ssl-cert {chain} cannot be used: {error}.") from None
+    return {"ssl_keyfile": str(key), "ssl_certfile": str(chain)}
+
+
+def existing_folder(path: Path) -> Path:
+    """The real path of a folder.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not path.is_dir():
+        raise UserError(f"--root {path} is not a folder.")
+    return path.resolve()
+
+
+def announce(access: Access, listener: socket.socket, *, secure: bool) -> None:
+    """Print the address of the page; its token is shown nowhere else."""
+    from simpletuner.server.guard import is_everywhere, is_own
+
+    port = listener.getsockname()[1]
+    name = "localhost" if is_own(access.host) else socket.gethostname() if is_everywhere(access.host) else access.host
+    query = f"/?token={access.token}" if access.token else ""
+    if not is_own(access.host):
+        print(NO_ACCOUNTS.format("" if secure else PLAIN, port, port), file=sys.stderr)
+    typer.echo(f"{'https' if secure else 'http'}://{f'[{name}]' if ':' in name else name}:{port}{query}")

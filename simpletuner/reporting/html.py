@@ -1,4 +1,7 @@
-"""HTML pages from the Jinja templates in this package; all texts are escaped. Free of torch."""
+"""HTML pages from the Jinja templates in this package, or as `room/name` in another; all texts are escaped.
+
+Free of torch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def breakable(text: str) -> Markup:
 @functools.cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(FOLDER),
+        loader=FileSystemLoader([FOLDER, FOLDER.parent]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -2,39 +2,76 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from simpletuner.server import edit, files, live
-from simpletuner.server.project import Project
+from simpletuner.errors import ConfigError, UserError
+from simpletuner.reporting.html import FOLDER as REPORTING
+from simpletuner.server import callback, edit, files, live, machine
+from simpletuner.server.project import Project, Refusal
 
 STATIC = Path(__file__).parent / "static"
+# What the page shares with the HTML report.
+SHARED = ("page.css", "curves.js", "page.js")
+# What is served: the page, the events of runs elsewhere, or both.
+Mode = Literal["unified", "trainer", "callback"]
 
 
-def create_app(project: Project) -> Starlette:
-    """The application that serves a project."""
-
-    async def page(request: Request) -> Response:
-        return HTMLResponse("<!DOCTYPE html><title>simpletuner</title>")
-
-    return Starlette(
+def create_app(project: Project, mode: Mode = "unified") -> Starlette:
+    """The application that serves a project, without its guard."""
+    page = [
+        *edit.routes(project),
+        *files.routes(),
+        *machine.routes(),
+        *live.routes(project),
+        *(Route(f"/static/{name}", partial(shared, name)) for name in SHARED),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    app = Starlette(
         routes=[
-            Route("/", page),
             Route("/health", health),
-            *edit.routes(project),
-            *files.routes(project),
-            *live.routes(project),
-            Mount("/static", StaticFiles(directory=STATIC)),
-        ]
+            Route("/api/metrics/health/live", health),
+            *(callback.routes() if mode != "trainer" else []),
+            *(page if mode != "callback" else []),
+        ],
+        exception_handlers={Refusal: refused, UserError: unusable, HTTPException: no_such_route},
     )
+    app.state.project = project
+    return app
 
 
-async def health(request: Request) -> Response:
+def health(request: Request) -> Response:
     """Says that the server is up."""
     return JSONResponse({"status": "ok", "version": version("simpletuner")})
+
+
+def shared(name: str, request: Request) -> Response:
+    """A file of the HTML report."""
+    return FileResponse(REPORTING / name)
+
+
+def refused(request: Request, error: Exception) -> Response:
+    """Answers a `Refusal`."""
+    assert isinstance(error, Refusal)
+    return error.answer()
+
+
+def unusable(request: Request, error: Exception) -> Response:
+    """Answers what the command line would end with."""
+    problems = error.problems if isinstance(error, ConfigError) else str(error)
+    return Refusal(422, problems).answer()
+
+
+def no_such_route(request: Request, error: Exception) -> Response:
+    """Answers wrong addresses and methods as every other mistake."""
+    assert isinstance(error, HTTPException)
+    return Refusal(error.status_code, error.detail).answer(error.headers)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from simpletuner.reporting.html import render
 from simpletuner.server.project import Project
 
 
 def routes(project: Project) -> list[Route]:
-    """Routes under /api/fields and /tabs."""
+    """The page itself, and routes under /api/fields and /tabs."""
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(render("server/page.html.jinja"))
 
     async def tabs(request: Request) -> Response:
         return JSONResponse([])
 
-    return [Route("/api/fields/tabs", tabs)]
+    return [Route("/", page), Route("/api/fields/tabs", tabs)]

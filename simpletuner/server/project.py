@@ -1,11 +1,49 @@
-"""What a server serves: one project folder, and the folders it may look into. Free of torch."""
+"""What a server serves: one project folder, and how it refuses what it must not do. Free of torch."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-from simpletuner.config.locate import DATASET_FILE
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from simpletuner.config.json_files import json_kind, parse_json
+from simpletuner.config.locate import DATASET_FILE, EXAMPLES, example_names
+from simpletuner.errors import Problem
+from simpletuner.redaction import redact
+
+EXAMPLE = "examples/"  # begins the names of packaged configs
+CONFIG_NAME = re.compile(r"\w[\w.-]*")
+
+
+class Refusal(Exception):
+    """A request that is answered with problems instead of what it asked for.
+
+    Args:
+        status: the HTTP status.
+        problems: what the answer lists; a text stands for one problem without a key.
+    """
+
+    def __init__(self, status: int, problems: str | Sequence[Problem]) -> None:
+        self.status = status
+        self.problems = [Problem("", problems)] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+    def answer(self, headers: Mapping[str, str] | None = None) -> Response:
+        """The response that says so."""
+        return JSONResponse({"problems": problems_json(self.problems)}, self.status, headers=headers)
+
+
+def problems_json(problems: Iterable[Problem]) -> list[dict[str, Any]]:
+    """Problems as the page reads them, each once and without secrets."""
+    return [
+        {"key": problem.where, "message": redact(problem.message), "fatal": problem.fatal}
+        for problem in dict.fromkeys(problems)
+    ]
 
 
 @dataclass(frozen=True)
@@ -15,14 +53,72 @@ class Project:
     Attributes:
         folder: the working directory of the runs; absolute and resolved.
         roots: further folders that the page may show, `--root`; absolute and resolved.
-        config: the config file that the page opens first.
+        config: the config file that the page opens first, relative to `folder`.
+        run: the output folder of the run that the page is part of (`train --page`); such a page edits and starts
+            nothing.
     """
 
     folder: Path
     roots: tuple[Path, ...] = ()
     config: Path = Path("config/config.json")
+    run: Path | None = None
 
     @property
     def dataset_file(self) -> Path:
         """The dataset file of a config that names none."""
         return self.config.with_name(DATASET_FILE)
+
+    def inside(self, path: str | Path) -> Path:
+        """The real path behind a path, relative ones from the project's folder; links are followed first.
+
+        Raises:
+            Refusal: 403 if it lies outside the allowed folders.
+        """
+        try:
+            found = (self.folder / Path(path).expanduser()).resolve()
+        except (OSError, RuntimeError, ValueError):
+            raise Refusal(400, f"{str(path)!r} is not a path.") from None
+        if not any(found.is_relative_to(root) for root in (self.folder, *self.roots)):
+            raise Refusal(403, f"{str(path)!r} is outside the project; allow its folder with --root.")
+        return found
+
+    def config_file(self, name: str) -> Path:
+        """The file of a config: `config`, `NAME` of config/NAME/config.json, or a packaged `examples/NAME`.
+
+        Raises:
+            Refusal: 404 if no config can have this name, 403 if it is a link to somewhere else.
+        """
+        example = name.removeprefix(EXAMPLE)
+        if name.startswith(EXAMPLE) and example in example_names():
+            return EXAMPLES / example / "config.json"
+        if not CONFIG_NAME.fullmatch(name):
+            raise Refusal(404, f"{name!r} is not the name of a config.")
+        if name != "config":
+            return self.inside(Path("config") / name / "config.json")
+        first = self.inside("config.json")  # training prefers it, too
+        return first if first.is_file() else self.inside(self.config)
+
+    def config_names(self) -> list[str]:
+        """The names of the configs that exist."""
+        named = sorted(path.parent.name for path in self.folder.glob("config/*/config.json"))
+        return [*(["config"] if self.config_file("config").is_file() else []), *filter(CONFIG_NAME.fullmatch, named)]
+
+
+def project_of(request: Request) -> Project:
+    """The project that a request is about."""
+    return cast(Project, request.app.state.project)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object in the body of a request.
+
+    Raises:
+        Refusal: 400 if it is none.
+    """
+    try:
+        content = parse_json((await request.body()).decode())
+    except ValueError as error:
+        raise Refusal(400, f"The request is not usable JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise Refusal(400, f"The request must be one JSON object, not {json_kind(content)}.")
+    return content
