@@ -19,7 +19,9 @@ def endpoint() -> Iterator[str]:
 
 
 def test_a_store_by_its_address(endpoint: str) -> None:
-    client = S3Login(endpoint, "us-east-1", access_key="me", secret_key="secret", headers={"X-Project": "stars"}).client()
+    client = S3Login(
+        endpoint, "us-east-1", access_key="me", secret_key="secret", headers={"X-Project": "stars"}
+    ).client()
     sent: list[dict[str, str]] = []
     client.meta.events.register("before-send.s3", lambda request, **_: sent.append(dict(request.headers)))
     client.create_bucket(Bucket="pictures")

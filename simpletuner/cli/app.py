@@ -14,7 +14,7 @@ import typer
 from typer.exceptions import TyperException
 
 from simpletuner.atomic import DISK_FULL_CODES, READ_ONLY_CODES
-from simpletuner.cli import cache, examples, help, sample, server, train
+from simpletuner.cli import cache, caption, examples, help, sample, server, train
 from simpletuner.errors import ConfigError, SimpleTunerError
 from simpletuner.redaction import redact
 
@@ -32,6 +32,7 @@ app.command("train", cls=help.SettingsCommand, context_settings=train.PASS_THROU
 app.command("plan", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(train.plan)
 app.command("sample", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(sample.sample)
 app.command("sweep", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(sample.sweep)
+app.command("caption", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(caption.caption)
 app.command("configure")(train.configure)
 app.command("server")(server.server)
 app.command("help")(help.show_help)

@@ -69,6 +69,50 @@ class TextEncoder(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class DescriptionRequest:
+    """A picture, or frames of a clip, to describe.
+
+    Attributes:
+        frames: one picture, or an even number of frames of one size at equal intervals.
+        instruction: what to write.
+        seconds: what the frames span; None for a picture.
+    """
+
+    frames: Sequence[Image]
+    instruction: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """A text on one line, and whether the model ended it itself."""
+
+    text: str
+    is_whole: bool
+
+
+class Captioner(Protocol):
+    """Describes pictures and clips with a model of the checkpoint."""
+
+    device: torch.device
+
+    def __init__(
+        self, source: ModelSource, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+    ) -> None: ...
+
+    @property
+    def models(self) -> Sequence[nn.Module]: ...
+
+    def count(self, text: str) -> int:
+        """Length of a text in tokens."""
+        ...
+
+    def describe(self, requests: Sequence[DescriptionRequest], most: int) -> list[Description]:
+        """Describe each request in at most `most` tokens; the same each time."""
+        ...
+
+
 class LatentEncoder(Protocol):
     """Converts pixels to the latents that the transformer sees, and back."""
 

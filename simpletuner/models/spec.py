@@ -92,6 +92,8 @@ class FamilySpec:
         auto_shift: tokens of a sample -> shift, for `flow_schedule_auto_shift`.
         native_sizes: (width, height) of the sizes the model was trained at, by resolution.
         text_length_cap: longest caption in tokens.
+        text_reserve: how many of these tokens the prompt's format takes.
+        captioner: `module:Class` of what describes pictures with the checkpoint's text encoder; None if it cannot.
         lora_targets: modules that get a LoRA by default.
         lora_presets: named selections for `peft_lora_target_modules`, as regular expressions.
         adapter_classes: class names that a LyCORIS file may use, the generic ones first, as regular expressions of the
@@ -161,6 +163,8 @@ class FamilySpec:
     )
     auto_shift: AutoShift = field(default_factory=AutoShift)
     in_comfyui: bool = False
+    text_reserve: int = 0
+    captioner: str | None = None
     flavour_names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -158,6 +158,17 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
     Raises:
         ConfigError: with every problem at once.
     """
+    config, spec, path, entries = read_settings(arguments, problems)
+    if spec is None:
+        raise_if_fatal(problems)
+        raise RuntimeError("an unknown family is a fatal problem")
+    return _plan_family(config, spec, path, entries, problems)
+
+
+def read_settings(
+    arguments: Arguments, problems: list[Problem]
+) -> tuple[RunConfig, FamilySpec | None, Path, list[DatasetConfig]]:
+    """The settings, their family (None if unknown), the dataset file and its entries."""
     located = locate(arguments.selectors, problems)
     layers = [*located.layers, arguments.extended(located.extra_arguments, problems).layer()]
     spec = find_family(layers, problems)
@@ -168,10 +179,7 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
     placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
     entries = read_datasets(path, problems, placeholders=placeholders)
     problems.extend(check_cache_folders(entries))
-    if spec is None:
-        raise_if_fatal(problems)
-        raise RuntimeError("an unknown family is a fatal problem")
-    return _plan_family(config, spec, path, entries, problems)
+    return config, spec, path, entries
 
 
 def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec | None:
@@ -206,7 +214,7 @@ def _plan_family(
     flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     source = ModelSource.from_config(spec, flavour, config)
     spec = spec.for_checkpoint(flavour, source)
-    config = _fit_grid(config, spec)
+    config = fit_grid(config, spec)
     problems.extend(check_model(config, spec, flavour, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
@@ -262,7 +270,7 @@ def check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: M
     yield from check_block_numbers(config, spec, source)
 
 
-def _fit_grid(config: RunConfig, spec: FamilySpec) -> RunConfig:
+def fit_grid(config: RunConfig, spec: FamilySpec) -> RunConfig:
     """The settings with the pixel grid that the checkpoint needs, unless the user set one."""
     if config.is_explicit("aspect_bucket_alignment"):
         return config

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from simpletuner.caching.fill import (
     write_latents,
 )
 from simpletuner.caching.store import CacheStore
-from simpletuner.config.load import raise_if_fatal
+from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.data.checks import check_amount
 from simpletuner.data.context import DataContext
@@ -33,9 +34,17 @@ from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES, quantise
-from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter, LatentEncoder, TextEncoder
+from simpletuner.models.adapter import (
+    Captioner,
+    CheckpointSetup,
+    EncoderQuantiser,
+    FamilyAdapter,
+    LatentEncoder,
+    TextEncoder,
+)
 from simpletuner.models.loading import check_shapes
 from simpletuner.models.registry import load_adapter
+from simpletuner.models.source import Part
 from simpletuner.plan.build import Plan, make_sampler, plan_length
 from simpletuner.plan.checks import check_block_numbers, check_weights
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
@@ -43,6 +52,8 @@ from simpletuner.reporting.events import CACHING, EventStream
 from simpletuner.training.assemble import make_accelerator
 
 logger = logging.getLogger(__name__)
+
+AnyEncoder = TypeVar("AnyEncoder", TextEncoder, Captioner)
 
 
 @dataclass
@@ -181,23 +192,7 @@ class CacheFiller:
             raise UserError(f"{entry.sample.full_name}: its cache entry is damaged and so is the file itself.")
 
     def _load_text_encoder(self) -> TextEncoder:
-        config = self.plan.config
-        dtype = DTYPES[text_encoder_dtype(config.precision)]
-        if not config.offload.group_offload_text_encoder:
-            return self.adapter.load_text_encoder(self.device, dtype, self._quantise_encoder)
-        # Loaded on the CPU, since it may not fit on the device as a whole.
-        encoder = self.adapter.load_text_encoder(torch.device("cpu"), dtype, self._quantise_encoder)
-        for model in encoder.models:
-            offload_layers(model, config.offload, self.device)
-        encoder.device = self.device
-        return encoder
-
-    def _quantise_encoder(self, model: nn.Module, layers: str, *, encoder: int) -> None:
-        precision = self.plan.config.precision
-        name = precision.text_encoder_1_precision if encoder == 1 else precision.text_encoder_2_precision
-        stored = quantisation(name)
-        if stored is not None:
-            quantise(model, layers, stored, via=precision.quantize_via, accelerator=self.device)
+        return load_encoder(self.adapter.load_text_encoder, self.plan.config, self.device)
 
     def _load_latent_encoder(self) -> LatentEncoder:
         config = self.plan.config
@@ -211,6 +206,28 @@ class CacheFiller:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def load_encoder(
+    load: Callable[[torch.device, torch.dtype, EncoderQuantiser], AnyEncoder], config: RunConfig, device: torch.device
+) -> AnyEncoder:
+    """Load a text encoder in the precision of the settings: onto the device, or streamed to it."""
+    precision, dtype = config.precision, DTYPES[text_encoder_dtype(config.precision)]
+
+    def quantise_encoder(model: nn.Module, layers: str, *, encoder: int) -> None:
+        name = precision.text_encoder_1_precision if encoder == 1 else precision.text_encoder_2_precision
+        stored = quantisation(name)
+        if stored is not None:
+            quantise(model, layers, stored, via=precision.quantize_via, accelerator=device)
+
+    if not config.offload.group_offload_text_encoder:
+        return load(device, dtype, quantise_encoder)
+    # Loaded on the CPU, since it may not fit on the device as a whole.
+    encoder = load(torch.device("cpu"), dtype, quantise_encoder)
+    for model in encoder.models:
+        offload_layers(model, config.offload, device)
+    encoder.device = device
+    return encoder
 
 
 def build_adapter(plan: Plan) -> FamilyAdapter:
@@ -260,10 +277,7 @@ def fetch(plan: Plan, events: EventStream) -> None:
     encoders = [kind.encoder for each in plan.techniques for kind in each.features if kind.encoder]
     absent += [encoder.part for encoder in encoders if encoder.local() is None]
     if absent:
-        with events.phase("Downloading the model", len(absent), "parts", stage="init_download_model") as phase:
-            for part in absent:
-                part.fetch()
-                phase.advance(1, f"{part.location}/{part.folder}")
+        download(absent, events)
         found = plan.spec.check_checkpoint(plan.flavour, plan.source)
         found += check_weights(plan.spec, plan.flavour, plan.source)
         found += check_block_numbers(plan.config, plan.spec, plan.source)  # now that their number is known
@@ -271,6 +285,14 @@ def fetch(plan: Plan, events: EventStream) -> None:
         raise_if_fatal(found)
     for role in ("transformer", "vae"):
         check_shapes(plan.source[role])
+
+
+def download(parts: Sequence[Part], events: EventStream) -> None:
+    """Download parts of a model."""
+    with events.phase("Downloading the model", len(parts), "parts") as phase:
+        for part in parts:
+            part.fetch()
+            phase.advance(1, f"{part.location}/{part.folder}")
 
 
 def complete_catalogue(plan: Plan) -> Catalogue:

@@ -1,0 +1,51 @@
+"""`simpletuner caption`: captions for files that have none."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from simpletuner.cli.train import parse_settings, quick_imports
+
+PREVIEWED = 3
+
+
+def caption(
+    context: typer.Context,
+    dataset: Annotated[str | None, typer.Option("--dataset", metavar="ID", help="Only this dataset.")] = None,
+    style: Annotated[Literal["short", "long", "tags"], typer.Option("--style", help="How to describe.")] = "long",
+    trigger: Annotated[str, typer.Option("--trigger", metavar="WORD", help="What each caption begins with.")] = "",
+    preview: Annotated[bool, typer.Option("--preview", help="Show three captions, write nothing.")] = False,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most this many files.")] = None,
+) -> None:
+    """Write a .txt caption beside each picture or clip that has none, with the checkpoint's own Qwen2.5-VL.
+
+    Nothing is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
+    """
+    from simpletuner.plan.captions import Wording, check_captions, uncaptioned, unread
+    from simpletuner.plan.survey import survey
+    from simpletuner.reporting.events import Notice
+    from simpletuner.reporting.log import setup_logging
+    from simpletuner.reporting.progress import shown_events
+
+    arguments, problems = parse_settings(context.args)
+    wording = Wording(style, trigger)
+    found = survey(arguments, problems)
+    check_captions(found, wording, dataset)
+    files = list(uncaptioned(found.datasets, dataset))[:limit]
+    setup_logging()
+    with shown_events() as events:
+        for note in unread(files):
+            events.publish(Notice(note, warning=True))
+        if not files:
+            events.say("Every picture and clip has a caption file.")
+            return
+        with events.phase("Loading torch"), quick_imports():
+            from simpletuner.run.caption import describe, write_captions
+        if preview:
+            for file, text in describe(found, files[:: -(-len(files) // PREVIEWED)], wording, events):
+                events.say(f"{file.path}\n  {text}")
+        else:
+            written = write_captions(found, files, wording, events)
+            events.say(f"Wrote {written} captions; {len(files) - written} files are left out.")

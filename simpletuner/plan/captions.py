@@ -1,0 +1,173 @@
+"""Which files need a caption, what the captioner is asked, and what becomes of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from simpletuner.config.load import raise_if_fatal
+from simpletuner.data.captions import control_token
+from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.discovery import CAPTION_SUFFIX, is_readable, pair_key, scan
+from simpletuner.data.media import PICTURE_SUFFIXES
+from simpletuner.errors import Problem, did_you_mean
+from simpletuner.models.source import ModelSource
+from simpletuner.models.spec import FamilySpec
+from simpletuner.plan.survey import Survey
+
+Style = Literal["short", "long", "tags"]
+# Tokens that a caption of each style may take, if the prompt has room for them.
+LENGTHS: dict[Style, int] = {"short": 60, "long": 220, "tags": 90}
+PICTURE_INSTRUCTIONS: dict[Style, str] = {
+    "short": "Describe this picture in one plain sentence: the subject, what it does, where it is, and whether it is a "
+    "photo, a drawing or something else. State what is visible; guess nothing.",
+    "long": "Describe this picture in one paragraph of up to 120 words, as for somebody who will paint it without "
+    "seeing it: the kind of picture, the subject and its colours, materials and pose, what surrounds it and where each "
+    "thing is, the background, the light and the framing. Quote text that can be read. State what is visible; guess "
+    "nothing, and do not interpret.",
+    "tags": "List what this picture shows as at most twenty short tags in lower case, separated by commas, the most "
+    "important first: subject, looks, action, place, colours, light, framing, kind of picture. Write the tags alone.",
+}
+CLIP_INSTRUCTIONS: dict[Style, str] = {
+    "short": "Describe this clip in one plain sentence: the subject, how it moves, where it is, and whether it is "
+    "footage, animation or something else. State what is visible; guess nothing.",
+    "long": "Describe this clip in one paragraph of up to 120 words, as for somebody who will film it again without "
+    "seeing it: the kind of clip, the subject and its looks, what it does in which order, how fast it moves, the "
+    "place, the light, and whether the camera stands still, pans, zooms or follows. State what is visible; guess "
+    "nothing, and do not interpret.",
+    "tags": "List what this clip shows as at most twenty short tags in lower case, separated by commas, the most "
+    "important first: subject, looks, movement, place, camera, light, kind of clip. Write the tags alone.",
+}
+ENCODER = ("text_encoder", "tokenizer")  # roles of the parts that a captioner needs
+LANGUAGE_HEAD, VISION = "lm_head.weight", "visual."
+
+
+@dataclass(frozen=True)
+class Uncaptioned:
+    """A picture or clip without a caption file beside it."""
+
+    dataset: Dataset
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.dataset.root / self.name
+
+    @property
+    def caption_file(self) -> Path:
+        """Where its caption belongs."""
+        return self.path.with_suffix(CAPTION_SUFFIX)
+
+    @property
+    def clip(self) -> ClipFacts | None:
+        """Facts of a clip, as it is read for training; None for pictures."""
+        facts, rules = self.dataset.facts[self.name].clip, self.dataset.clips
+        return rules.read(facts) if rules and facts else None
+
+    @property
+    def trained_seconds(self) -> float | None:
+        """How much of a clip is trained, from its start; None for pictures."""
+        clip, rules = self.clip, self.dataset.clips
+        return min(clip.seconds, rules.frames_of(clip) / rules.rate) if rules and clip else None
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How captions are worded.
+
+    Attributes:
+        trigger: the first words of every caption; empty for none.
+    """
+
+    style: Style
+    trigger: str = ""
+
+    def problems(self) -> Iterator[Problem]:
+        """A trigger must fit at the beginning of a line."""
+        if len(self.trigger.splitlines()) > 1 or control_token(self.trigger):
+            yield Problem("--trigger", f"{self.trigger!r} is not a word or a few words on one line.")
+
+    @property
+    def lead(self) -> str:
+        """What every caption begins with."""
+        return f"{self.trigger.strip()}, " if self.trigger.strip() else ""
+
+    def instruction(self, *, is_clip: bool) -> str:
+        """What the captioner is told."""
+        return (CLIP_INSTRUCTIONS if is_clip else PICTURE_INSTRUCTIONS)[self.style]
+
+    def caption(self, text: str, *, is_whole: bool) -> str:
+        """An answer as a caption, without the beginning of a sentence or tag that was cut off; empty if it is."""
+        text = text.strip(" \"'")
+        if not is_whole:
+            ends = (text.rfind(". ") + 1, text.rfind(", "))
+            text = text[: next((end for end in ends if end > 0), len(text))]
+        return f"{self.lead}{text}" if text else ""
+
+
+def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None:
+    """Check what is asked for.
+
+    Args:
+        wanted: id of a dataset, or None.
+
+    Raises:
+        ConfigError: the checkpoint has no captioner, there is no such dataset, or the trigger is not one.
+    """
+    problems = [*wording.problems(), *check_captioner(survey.spec, survey.source)]
+    ids = [each.id for each in _described(survey.datasets)]
+    if wanted is not None and wanted not in ids:
+        message = (
+            f"{wanted!r} is not a local dataset of the configuration ({', '.join(ids)}).{did_you_mean(wanted, ids)}"
+        )
+        problems.append(Problem("--dataset", message))
+    raise_if_fatal(problems)
+
+
+def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
+    """Whether the text encoder can describe pictures; one that is not on this machine is checked after the download."""
+    if spec.captioner is None:
+        message = f"the text encoder of {spec.title} sees no pictures and writes no text; choose a Kandinsky 5 family."
+        yield Problem("model_family", message)
+        return
+    problems = ModelSource({role: source[role] for role in ENCODER}).problems()
+    yield from problems
+    part = source["text_encoder"]
+    names, settings = [] if problems else list(part.weight_shapes()), part.read_config() or {}
+    has = {
+        f"language head ({LANGUAGE_HEAD})": LANGUAGE_HEAD in names or bool(settings.get("tie_word_embeddings")),
+        f"vision tower ({VISION}*)": any(VISION in name for name in names),
+    }
+    lacks = [what for what, is_there in has.items() if not is_there]
+    if names and lacks:
+        yield Problem(part.key, f"the text encoder in {part.location!r} has no {' and no '.join(lacks)}.")
+
+
+def _described(datasets: Sequence[Dataset]) -> list[Dataset]:
+    """The datasets whose files can have captions beside them."""
+    return [each for each in datasets if each.config.type == "local" and not each.config.is_conditioning]
+
+
+def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[Uncaptioned]:
+    """The usable files without a caption file, of one dataset or of all; files of one stem share a caption."""
+    for dataset in _described(datasets):
+        if wanted in (None, dataset.id) and is_readable(dataset.root):
+            taken = set(scan(dataset.root, PICTURE_SUFFIXES | CLIP_SUFFIXES).captions)
+            names = {each.name for each in dataset.samples}
+            names |= {each.name for each in dataset.rejected if each.reason == "no caption"}
+            firsts = {pair_key(name): name for name in sorted(names, reverse=True)}
+            yield from (Uncaptioned(dataset, firsts[key]) for key in sorted(firsts.keys() - taken))
+
+
+def unread(files: Sequence[Uncaptioned]) -> list[str]:
+    """A note for each dataset that would not be trained with the new captions."""
+    configs = {file.dataset.id: file.dataset.config for file in files}
+    return [
+        f"{name}: its captions come from {config.caption_strategy}; to train with the new ones, set caption_strategy "
+        "to textfile and leave out only_instance_prompt."
+        for name, config in configs.items()
+        if config.caption_strategy != "textfile" or config.only_instance_prompt
+    ]

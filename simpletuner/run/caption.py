@@ -1,0 +1,145 @@
+"""`simpletuner caption`: describe pictures and clips with the checkpoint's own text encoder.
+
+files without caption ─► batch by batch: decode ─► describe ─► write beside each file
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from PIL import Image
+
+from simpletuner.atomic import write_atomically
+from simpletuner.caching.shrink import ShrinkingEncoder
+from simpletuner.config.load import RunConfig, raise_if_fatal
+from simpletuner.config.precision import quantisation, text_encoder_dtype
+from simpletuner.data.clips import ClipFacts, frames_of, retry_once
+from simpletuner.data.files import MediaError
+from simpletuner.data.media import decode
+from simpletuner.errors import UserError
+from simpletuner.memory.precision import DTYPES
+from simpletuner.models.adapter import Captioner, Description, DescriptionRequest
+from simpletuner.models.registry import load_captioner
+from simpletuner.models.source import Part
+from simpletuner.plan.captions import ENCODER, LENGTHS, Uncaptioned, Wording, check_captioner
+from simpletuner.plan.survey import Survey
+from simpletuner.reporting.events import EventStream
+from simpletuner.run.caches import download, load_encoder
+from simpletuner.run.train import compute_threads
+from simpletuner.training.assemble import make_accelerator
+
+logger = logging.getLogger(__name__)
+
+FRAMES = 8  # of a clip, evenly spaced over what is trained of it
+WIDEST = 100  # ratio of the sides of a picture, beyond which nothing is left of it
+BATCH = 8  # unless text_encoder_batch_size is set: streamed weights are copied once per batch and token
+FEWEST = 16  # tokens of a caption besides its trigger
+SHARE = 0.8  # of the free device memory that weights may take
+ADVICE = "These need less memory: group_offload_text_encoder, text_encoder_1_precision int8-quanto."
+
+Shown = tuple[Uncaptioned, DescriptionRequest]
+
+
+def write_captions(survey: Survey, files: Sequence[Uncaptioned], wording: Wording, events: EventStream) -> int:
+    """Write a caption file beside each file and return their number; no file is overwritten."""
+    written = 0
+    for file, caption in describe(survey, files, wording, events):
+        if not file.caption_file.exists():
+            write_atomically(file.caption_file, f"{caption}\n")
+            written += 1
+    return written
+
+
+def describe(
+    survey: Survey, files: Sequence[Uncaptioned], wording: Wording, events: EventStream
+) -> Iterator[tuple[Uncaptioned, str]]:
+    """Each file with its caption; the log names those that cannot be decoded.
+
+    Raises:
+        UserError: the model cannot be used, or does not fit into memory.
+    """
+    captioner = open_captioner(survey, events)
+    most, config = longest(survey, captioner, wording), survey.config
+    encode = ShrinkingEncoder(_describer(captioner, most), lambda: False, lambda shown: str(shown[0].path), ADVICE)
+    size = config.caching.text_encoder_batch_size if config.is_explicit("text_encoder_batch_size") else BATCH
+    with events.phase("Writing captions", len(files), survey.spec.media_noun) as phase:
+        for start in range(0, len(files), size):
+            group = files[start : start + size]
+            shown = [(file, request) for file in group if (request := _request(file, wording)) is not None]
+            for (file, _), said in zip(shown, encode(shown), strict=True):
+                caption = wording.caption(said.text, is_whole=said.is_whole)
+                if caption:
+                    yield file, caption
+                else:
+                    logger.warning("%s is left out: the model says nothing about it", file.path)
+            phase.advance(len(group), group[-1].name)
+
+
+def _describer(captioner: Captioner, most: int) -> Callable[[Sequence[Shown]], list[Description]]:
+    return lambda shown: captioner.describe([request for _, request in shown], most)
+
+
+def open_captioner(survey: Survey, events: EventStream) -> Captioner:
+    """Download what is missing, and load the captioner onto the device, or streamed to it.
+
+    Raises:
+        UserError: the checkpoint has none.
+    """
+    spec, source, config = survey.spec, survey.source, survey.config
+    torch.set_num_threads(compute_threads(config.caching.torch_num_threads))
+    absent = [source[role] for role in ENCODER if source[role].local_folder() is None]
+    if absent:
+        download(absent, events)
+        raise_if_fatal([*check_captioner(spec, source)])
+    device = make_accelerator().device
+    with events.phase("Loading the text encoder"):
+        load = partial(load_captioner(spec), source)
+        return load_encoder(load, _streamed_if_large(config, source[ENCODER[0]], device), device)
+
+
+def _streamed_if_large(config: RunConfig, part: Part, device: torch.device) -> RunConfig:
+    """With `offload: auto`, the settings with streaming if the weights would take most of the free device memory."""
+    stored = quantisation(config.precision.text_encoder_1_precision)
+    if config.offload.offload != "auto" or device.type != "cuda" or stored is not None:
+        return config
+    size = sum(map(math.prod, part.weight_shapes().values())) * DTYPES[text_encoder_dtype(config.precision)].itemsize
+    fits = size < SHARE * torch.cuda.mem_get_info(device)[0]
+    return config if fits else config.with_values({"group_offload_text_encoder": True}, "chosen by offload auto")
+
+
+def longest(survey: Survey, captioner: Captioner, wording: Wording) -> int:
+    """How many tokens may follow the trigger, so that the family's prompt truncates nothing.
+
+    Raises:
+        UserError: too few are left.
+    """
+    room = survey.spec.text_length(survey.config.text) - survey.spec.text_reserve
+    left = room - (captioner.count(wording.lead) if wording.lead else 0)
+    if left < FEWEST:
+        raise UserError(f"--trigger {wording.trigger!r} leaves {left} of {room} tokens (tokenizer_max_length).")
+    return min(left, LENGTHS[wording.style])
+
+
+def _request(file: Uncaptioned, wording: Wording) -> DescriptionRequest | None:
+    """The pictures of a file and the instruction; None if it cannot be decoded."""
+    seconds, clip = file.trained_seconds, file.clip
+    try:
+        frames = [decode(file.path)] if clip is None else retry_once(partial(_frames, file, clip))
+        width, height = frames[0].size
+        if max(width, height) > WIDEST * min(width, height):
+            raise MediaError(f"is {width}x{height}, too narrow to be described")
+    except MediaError as error:
+        logger.warning("%s is left out: it %s", file.path, error)
+        return None
+    return DescriptionRequest(frames, wording.instruction(is_clip=seconds is not None), seconds)
+
+
+def _frames(file: Uncaptioned, clip: ClipFacts) -> list[Image.Image]:
+    """Evenly spaced frames of what is trained of a clip, by time."""
+    frames = frames_of(file.path, FRAMES, FRAMES / (file.trained_seconds or clip.seconds), clip)
+    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]

@@ -1,0 +1,207 @@
+"""`simpletuner caption`, as a user calls it, with a tiny Qwen2.5-VL of random weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from simpletuner.memory.offload import attach
+from simpletuner.models.adapter import Description, DescriptionRequest
+from simpletuner.models.kandinsky5.captioner import QwenCaptioner
+from simpletuner.models.source import ModelSource, Part
+from simpletuner.plan.captions import Wording
+from tests.clips import Clip, time_in
+from tests.complaints import complaint
+from tests.memory.streaming import AdversarialLane
+from tests.pictures import photograph
+from tests.tiny import make_checkpoint
+from tests.workspace import DATASETS, Workspace
+
+Capture = pytest.CaptureFixture[str]
+PICTURES = "datasets/pictures"
+
+
+@pytest.fixture
+def bare(workspace: Workspace) -> Workspace:
+    """Four photographs of different sizes without captions, and four pictures with one."""
+    for index in range(4):
+        photograph(workspace.path(f"{PICTURES}/p{index}.png"), (64 + 16 * index, 96 - 8 * index), seed=index)
+    forget(workspace)
+    return workspace
+
+
+def forget(workspace: Workspace) -> None:
+    for path in workspace.path(PICTURES).glob("p[0-3].txt"):
+        path.unlink()
+
+
+def captions(workspace: Workspace) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(workspace.path(PICTURES).glob("*.txt"))}
+
+
+def deepen(checkpoint: Path, layers: int = 4) -> Path:
+    """More layers than stay on the device while they stream."""
+    folder = checkpoint / "text_encoder"
+    settings = json.loads((folder / "config.json").read_text())
+    settings["text_config"] |= {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**settings)).save_pretrained(folder)
+    return checkpoint
+
+
+def test_captions_are_written_where_there_are_none_and_nothing_else_changes(bare: Workspace, capsys: Capture) -> None:
+    before = captions(bare)
+    files = {path: path.stat().st_mtime_ns for path in bare.folder.rglob("*") if path.is_file()}
+    assert bare.run("caption", "--preview", "--trigger", "zkt") == 0
+    assert capsys.readouterr().out.count("  zkt, ") == 2, "of four files every second one"
+    assert bare.run("caption", "--limit", "1", "--trigger", "zkt") == 0
+    assert sorted(captions(bare).keys() - before.keys()) == ["p0.txt"]
+    (bare.path(PICTURES) / "p1.txt").write_text("my own")
+    assert bare.run("caption", "--trigger", "zkt", "--style", "tags") == 0
+    after = captions(bare)
+    new = [after[name] for name in ("p0.txt", "p2.txt", "p3.txt")]
+    assert all(text.startswith("zkt, ") and text.endswith("\n") for text in new)
+    assert len(set(new)) == 3
+    assert {name: after[name] for name in before} == before
+    assert after["p1.txt"] == "my own"
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    assert bare.run("caption") == 0
+    assert "Every picture and clip has a caption file." in capsys.readouterr().out
+
+
+def test_batches_and_streaming_do_not_change_a_caption(
+    bare: Workspace, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(t2i_checkpoint, bare.path("deep"))
+    bare.write_config(pretrained_model_name_or_path=str(deepen(bare.path("deep"))))
+    written = []
+    for settings in (("text_encoder_batch_size=1",), (), ("group_offload_text_encoder=true",)):
+        lane = AdversarialLane()
+        monkeypatch.setattr(attach, "choose_lane", lambda *_, lane=lane, **__: lane)
+        assert bare.run("caption", *settings) == 0
+        written.append(captions(bare))
+        assert bool(lane.submitted) == (len(written) == 3)
+        forget(bare)
+    assert written[0] == written[1] == written[2]
+
+
+def test_a_stop_leaves_whole_captions_and_the_next_call_continues(
+    bare: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe, calls = QwenCaptioner.describe, []
+
+    def stopped(self: QwenCaptioner, requests: list[DescriptionRequest], most: int) -> list[Description]:
+        calls.append(len(requests))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return describe(self, requests, most)
+
+    monkeypatch.setattr(QwenCaptioner, "describe", stopped)
+    assert bare.run("caption", "text_encoder_batch_size=1") == 130
+    first = captions(bare)
+    assert {"p0.txt", "p1.txt"} <= first.keys()
+    assert not {"p2.txt", "p3.txt"} & first.keys()
+    assert not list(bare.path(PICTURES).glob("*.tmp"))
+    assert bare.run("caption", "text_encoder_batch_size=1") == 0
+    assert len(calls) == 5, "two were left"
+    assert captions(bare) | first == captions(bare)
+
+
+def test_a_dataset_without_any_caption_is_described_although_it_cannot_be_trained(
+    bare: Workspace, capsys: Capture
+) -> None:
+    for path in bare.path(PICTURES).glob("*.txt"):
+        path.unlink()
+    bare.path(f"{PICTURES}/broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert "none of its files can be used" in complaint(bare, capsys, "train")
+    bare.write_datasets([{**DATASETS[0], "caption_strategy": "filename"}, DATASETS[1]])
+    assert bare.run("caption") == 0
+    assert "set caption_strategy to textfile" in capsys.readouterr().out
+    assert len(captions(bare)) == 8
+
+
+def test_frames_of_clips_are_taken_by_time_from_what_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frame rates differ, the moments do not; two seconds are there, one is trained."""
+    checkpoint = make_checkpoint(tmp_path / "t2v", "t2v")
+    settings = {"model_family": "kandinsky5-video", "model_flavour": "t2v-lite-sft-5s", "train_batch_size": 1}
+    bare = Workspace.create(tmp_path / "run", checkpoint, pictures=0, **settings)
+    video = {"num_frames": 25, "min_frames": 25, "frame_rate": 25}
+    bare.write_datasets([{**DATASETS[0], "dataset_type": "video", "video": video}, DATASETS[1]])
+    for rate in (24, 50):
+        Clip(rate=rate).write(bare.path(f"{PICTURES}/at {rate}.mp4"))
+    seen: list[DescriptionRequest] = []
+    describe = QwenCaptioner.describe
+
+    def watched(self: QwenCaptioner, requests: list[DescriptionRequest], most: int) -> list[Description]:
+        seen.extend(requests)
+        return describe(self, requests, most)
+
+    monkeypatch.setattr(QwenCaptioner, "describe", watched)
+    assert bare.run("caption", "--style", "short") == 0
+    assert sorted(captions(bare)) == ["at 24.txt", "at 50.txt"]
+    for request in seen:
+        times = [time_in(np.asarray(frame)) for frame in request.frames]
+        assert request.seconds == 1
+        assert np.allclose(times, np.arange(8) / 8, atol=0.06)
+
+
+def test_a_clip_is_read_as_frames_in_time(t2i_checkpoint: Path) -> None:
+    """Order and speed matter, and two equal frames are what Qwen makes of a picture."""
+    parts = {role: Part(role, "model", str(t2i_checkpoint), role, None, None) for role in ("text_encoder", "tokenizer")}
+    captioner = QwenCaptioner(ModelSource(parts), torch.device("cpu"), torch.float32)
+    random = np.random.default_rng(0)
+    frames = [Image.fromarray(random.integers(0, 255, (56, 84, 3), dtype=np.uint8)) for _ in range(4)]
+    clips = [DescriptionRequest(each, "say", seconds) for each, seconds in ((frames, 2.0), (frames[::-1], 2.0))]
+    clips.append(DescriptionRequest(frames, "say", 20.0))
+    told = captioner.describe([*clips, DescriptionRequest(frames[:1], "say")], 8)
+    assert len({each.text for each in told}) == 4
+    still, picture = (captioner._prepare(DescriptionRequest(frames[:1] * count, "say", 1.0 if count > 1 else None))
+                      for count in (2, 1))  # fmt: skip
+    assert torch.equal(still["pixel_values_videos"], picture["pixel_values"])
+    both = captioner._prepare(clips[0])["pixel_values_videos"].unflatten(1, (3, 2, 14, 14))
+    last = captioner._prepare(DescriptionRequest(frames[3:], "say"))["pixel_values"].unflatten(1, (3, 2, 14, 14))
+    assert torch.equal(both[-len(last) :, :, 1], last[:, :, 0])
+
+
+def test_what_is_cut_off_ends_with_a_whole_sentence_or_tag() -> None:
+    words = Wording("long", " zkt ")
+    assert words.caption('"A cat. It sleeps on a"', is_whole=False) == "zkt, A cat."
+    assert words.caption("cat, grey, on a so", is_whole=False) == "zkt, cat, grey"
+    assert words.caption("A cat. It sleeps", is_whole=True) == "zkt, A cat. It sleeps"
+    assert words.caption(" ", is_whole=True) == ""
+
+
+def test_captions_fit_into_the_prompt(bare: Workspace, capsys: Capture) -> None:
+    assert bare.run("caption", "tokenizer_max_length=32", "--trigger", "zkt") == 0
+    forget(bare)
+    many = " ".join(["word"] * 40)
+    assert bare.run("caption", "tokenizer_max_length=32", "--trigger", many) == 2
+    assert "leaves" in capsys.readouterr().err
+
+
+def test_without_a_language_head_there_is_no_captioner(
+    bare: Workspace, t2i_checkpoint: Path, sana_checkpoint: Path, capsys: Capture
+) -> None:
+    shutil.copytree(t2i_checkpoint, bare.path("headless"))
+    weights = bare.path("headless/text_encoder/model.safetensors")
+    save_file({name: each for name, each in load_file(weights).items() if name != "lm_head.weight"}, weights)
+    headless = complaint(bare, capsys, "caption", f"pretrained_model_name_or_path={bare.path('headless')}")
+    assert headless.startswith("pretrained_model_name_or_path: ")
+    assert "has no language head (lm_head.weight)" in headless
+    sana = ("model_family=sanavideo", "model_flavour=null", f"pretrained_model_name_or_path={sana_checkpoint}")
+    assert "writes no text" in complaint(bare, capsys, "caption", *sana)
+    unknown = complaint(bare, capsys, "caption", "--dataset", "picture")
+    assert unknown.startswith("--dataset: 'picture'")
+    assert "Did you mean 'pictures'?" in unknown
+    assert "--trigger" in complaint(bare, capsys, "caption", "--trigger", "a\nb")
