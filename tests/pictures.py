@@ -77,7 +77,9 @@ def rotated(path: Path, orientation: int) -> None:
     quality = {"quality": 95, "subsampling": 0} if path.suffix == ".jpg" else {}
     if path.suffix == ".webp":
         quality = {"lossless": True}
-    stored.save(path, exif=exif, **quality)
+    if path.suffix in (".avif", ".heic"):
+        quality = {"quality": 95}
+    stored.save(path, exif=exif.tobytes(), **quality)
 
 
 def late_exif_png(path: Path) -> None:

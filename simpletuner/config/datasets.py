@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,7 +31,9 @@ from simpletuner.config.option import (
     parse_flag,
     parse_number,
 )
+from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults
+from simpletuner.config.upstream import DATASET_INSTEAD, foreign_key_problem
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import hide_secrets
 
@@ -107,7 +109,7 @@ def _positive(value: object, *, or_zero: bool = False) -> float:
 Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 
 
-class DatasetConfig(Group):
+class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     """Dataset"""
 
     id: Text = option(..., "Name of the dataset, once in the file.")
@@ -185,24 +187,8 @@ class DatasetConfig(Group):
     conditioning_data: TextList | None = option(None, "Ids of conditioning entries, paired one to one by path.")
     source_dataset_id: Text | None = option(None, "The dataset a conditioning entry belongs to.")
     conditioning: Json | None = option(None, "Generate a conditioning dataset.")
-    dataset_name: Text | None = option(None, "Hub dataset (huggingface).")
-    split: Text = option("train", "Split (huggingface).")
-    revision: Text | None = option(None, "Revision (huggingface).")
-    image_column: Text = option("image", "Column (huggingface).")
-    video_column: Text = option("video", "Column (huggingface).")
-    caption_column: Text = option("caption", "Column (huggingface).")
-    fallback_caption_column: Text | None = option(None, "Column (huggingface).")
-    huggingface: Json | None = option(None, "The same keys inside an object.")
-    csv_file: PathText | None = option(None, "Table (csv).")
-    csv_cache_dir: PathText | None = option(None, "Folder for downloads (csv).")
-    csv_caption_column: Text | None = option(None, "Column (csv).")
-    csv_url_column: Text | None = option(None, "Column (csv).")
-    aws_bucket_name: Text | None = option(None, "Bucket (aws).")
-    aws_region_name: Text | None = option(None, "Region (aws).")
-    aws_endpoint_url: Text | None = option(None, "Endpoint (aws).")
-    aws_access_key_id: Text | None = option(None, "Key (aws).")
-    aws_secret_access_key: Text | None = option(None, "Secret (aws).")
-    aws_data_prefix: Text | None = option(None, "Prefix (aws).")
+    allow_private_urls: Flag = option(False, "Addresses in a table may lead into private networks.")
+    huggingface: Json | None = option(None, "The keys of type huggingface inside an object.")
     video: VideoConfig = option(VideoConfig(), "Rules for clips.")
     sana_motion_score: Number | None = option(
         None, "Motion score of its captions (Sana Video), instead of the run's. A caption that ends with one keeps it."
@@ -244,7 +230,14 @@ class DatasetConfig(Group):
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
 LONGEST_ID = 100
 UNSAFE_ID = re.compile(r"[/\\\x00-\x1f\x7f]")
-PATH_KEYS = ("cache_dir", "cache_dir_vae", "instance_data_dir", "csv_file", "csv_cache_dir")
+PATH_KEYS = ("cache_dir", "cache_dir_vae", "instance_data_dir", "csv_file", "csv_cache_dir", "huggingface_cache_dir")
+PARTS: Mapping[str, type[Group]] = {
+    "video": VideoConfig,
+    "parquet": ParquetConfig,
+    "caption_shuffle": CaptionShuffle,
+    "filter_func": RowFilter,
+    "composite_image_config": CompositeImage,
+}
 
 
 def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str, str]) -> list[DatasetConfig]:
@@ -312,14 +305,23 @@ def _read_entry(
     name = entry.get("id") or entry.get("--id")
     where = f"{path.name}: {name}" if isinstance(name, str | int) and name else where
     found: list[Problem] = []
+    inner = entry.get("huggingface")
+    if isinstance(inner, dict):
+        entry = {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
     keys = _canonical_keys(entry, DatasetConfig, where, found)
     if _is_disabled(keys):
         return DatasetConfig(id=where, disabled=True)
     problems.extend(found)
-    for part, group in (("video", VideoConfig), ("parquet", ParquetConfig), ("caption_shuffle", CaptionShuffle)):
+    for part, group in PARTS.items():
         if isinstance(keys.get(part), dict):
             keys[part] = _canonical_keys(keys[part], group, f"{where}.{part}", problems)
+    for key in ("type", "dataset_type"):
+        if str(keys.get(key)) in DATASET_INSTEAD:
+            problems.append(
+                Problem(f"{where}.{key}", f"{keys[key]!r} does not exist here: {DATASET_INSTEAD[keys.pop(key)]}.")
+            )
     hide_secrets(keys)
+    problems.extend(check_written(keys, where))
     keys = {key: expand_environment(value, f"{where}.{key}", problems) for key, value in keys.items()}
     values = {**placeholders, "id": str(keys.get("id", ""))}
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
@@ -355,7 +357,9 @@ def _canonical_keys(entry: dict[str, Any], group: Any, where: str, problems: lis
         key = written.removeprefix("--").replace("-", "_")
         if key not in names:
             if not key.startswith("_"):
-                problems.append(Problem(f"{where}.{written}", unknown_key(key, list(names))))
+                unknown = Problem(f"{where}.{written}", unknown_key(key, list(names)))
+                foreign = foreign_key_problem(f"{where}.{written}", key, value, "dataset file", DATASET_INSTEAD)
+                problems.append(foreign or unknown)
             continue
         if value is None or value == "":
             continue

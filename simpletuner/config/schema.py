@@ -626,6 +626,7 @@ class DatasetDefaults(Group):
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
     preserve_data_backend_cache: Flag = option(False, "Do not look for added files.")
     ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
+    retry_failed: Flag = option(False, "Download again what remote datasets could not download in earlier runs.")
     metadata_update_interval: Integer = option(3600, "Accepted; the index is saved once, before training.", ge=60)
     disable_bucket_pruning: Flag = option(
         False, "Keep buckets that are too small for a batch, and fill the batch by repeating samples."

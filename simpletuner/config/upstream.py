@@ -95,14 +95,28 @@ INSTEAD: Mapping[str, str] = {
                     "the score of a few previews says little; eval_steps_interval measures the loss on held-out data"),
 }  # fmt: skip
 
+# The same for entries of the dataset file: their keys, and values of their keys `type` and `dataset_type`.
+DATASET_INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("text_cache_ondemand", "text_cache_disable"), "captions are encoded before training starts"),
+    "vae_cache_ondemand": "vae_cache_ondemand is a key of config.json, for all datasets",
+    "enable_nsfw_check": "no file is judged by its content; leave out what should not be trained",
+    "shorten_filenames": "downloads are named by the hash of their address",
+    **dict.fromkeys(("audio", "s2v_datasets"), "the models here have no sound"),
+    **dict.fromkeys(("grounding", "bbox"), "no model here takes boxes; a mask says what part of a picture is learned"),
+    "webshart": "unpack the shards into a folder or a bucket (type local or aws)",
+    "memory": "the next batches are read ahead from the disk; cache_dir_vae may be on a RAM disk",
+}  # fmt: skip
 
-def foreign_key_problem(written: str, key: str, value: Any, source: str) -> Problem | None:
+
+def foreign_key_problem(
+    written: str, key: str, value: Any, source: str, table: Mapping[str, str] = INSTEAD
+) -> Problem | None:
     """The problem for a key of another trainer; None for any other key.
 
     A value that switches nothing on is not an error, since the run is what the user wants.
     """
-    if key not in INSTEAD:
+    if key not in table:
         return None
     off = value is None or str(value).strip().lower().removesuffix(".0") in (*OFF, NEUTRAL.get(key))
     note = " It is off and is ignored." if off else ""
-    return Problem(written, f"is not a key here: {INSTEAD[key]}.{note} ({source})", fatal=not off)
+    return Problem(written, f"is not a key here: {table[key]}.{note} ({source})", fatal=not off)

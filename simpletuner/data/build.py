@@ -1,15 +1,16 @@
 """Datasets from the entries of the dataset file: every file becomes a sample or is rejected with a reason.
 
-All problems are collected; nothing is decoded and nothing is written.
+All problems are collected; nothing is decoded, and nothing is written but downloads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
+from simpletuner.config.remote import check_source
 from simpletuner.data.buckets import OutsideLimitsError
 from simpletuner.data.captions import (
     CaptionError,
@@ -39,8 +40,9 @@ from simpletuner.data.checks import (
 from simpletuner.data.clip_rules import ClipLengthError, build_clip_rules, check_frame_rate
 from simpletuner.data.context import DataContext, latent_dir_of, text_entry_of
 from simpletuner.data.dataset import Dataset, Partners, is_stretched, names_by_key
-from simpletuner.data.discovery import FileFacts, Folder, read_folder
+from simpletuner.data.discovery import FileFacts, Folder, Scan, read_folder
 from simpletuner.data.masks import measure_masks
+from simpletuner.data.remote.collect import Announce, collect, silent
 from simpletuner.data.rules import build_rules
 from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, shorten
@@ -104,13 +106,17 @@ def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, capti
     return replace(sample, mask=dataset.masks.mask_of(sample)) if dataset.masks else sample
 
 
-def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> list[Dataset]:
-    """Look at every file of every entry.
+def build_datasets(
+    configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce = silent
+) -> list[Dataset]:
+    """Look at every file of every entry, after downloading those of remote ones.
 
     Args:
         configs: the enabled entries of the dataset file.
         context: the run.
-        problems: receives everything that is wrong or worth knowing; nothing is raised.
+        problems: receives everything that is wrong or worth knowing; nothing is raised. With a fatal one in it,
+            nothing is downloaded.
+        announce: starts the display of a download.
 
     Returns:
         one `Dataset` for each entry of pictures or clips: first those with captions, in file order, then the
@@ -118,15 +124,16 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
     """
     entries = [context.fill(config) for config in configs]
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
-    for entry in entries:
+    for written, entry in zip(configs, entries, strict=True):
         check_entry(entry, context, problems)
+        problems.extend(check_source(entry.id, entry.type, written.model_dump(include=written.model_fields_set)))
     check_folders(entries, context, problems)
     check_output_folder(entries, context, problems)
     check_caches(entries, context, problems)
     check_start(entries, problems)
     check_default_text_cache(entries, problems)
     links = link_partners(entries, context, problems)
-    builder = _Builder(entries, context, problems)
+    builder = _Builder(entries, context, problems, collect(entries, context, problems, announce))
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
         if entry.id not in links:
@@ -147,18 +154,19 @@ class _Builder:
     entries: Sequence[DatasetConfig]
     context: DataContext
     problems: list[Problem]
+    listings: Mapping[str, Scan]
     folders: dict[str, Folder] = field(default_factory=dict)
     partners: dict[str, Partners | None] = field(default_factory=dict)
     filters: dict[str, Edit | None] = field(default_factory=dict)
 
     def folder(self, entry: DatasetConfig) -> Folder:
         if entry.id not in self.folders:
-            self.folders[entry.id] = read_folder(entry, self.context)
+            self.folders[entry.id] = read_folder(entry, self.context, self.listings.get(entry.id))
         return self.folders[entry.id]
 
     def hint_at_caption_files(self, written: DatasetConfig, entry: DatasetConfig) -> None:
         """Unused text files beside pictures or clips are most likely captions."""
-        found = len(self.folder(entry).captions)
+        found = len(self.folder(entry).listing.captions)
         if written.caption_strategy is None and entry.caption_strategy == "filename" and found:
             message = (
                 f"captions come from the file names, and {found} caption files beside them are not used. "
@@ -188,6 +196,7 @@ class _Builder:
             facts={**folder.facts, **folder.damaged},
             partners=tuple(partner for partner in partners if partner is not None),
             clips=clips,
+            origins=folder.listing.origins,
         )
         dataset = self._read_masks(self._choose(self._fill(dataset, folder, captions)))
         summarise_rejected(dataset, self.problems)
@@ -265,7 +274,7 @@ class _Builder:
 
     def caption_source(self, entry: DatasetConfig, folder: Folder) -> CaptionSource:
         """Caption table and edits of an entry; errors in them go to the problems."""
-        table: dict[str, tuple[str, ...]] = {}
+        table = folder.listing.table
         if entry.metadata_backend == "parquet" and entry.parquet is not None:
             rows = read_caption_table(entry.parquet, entry.id, self.problems)
             table, unused = match_rows(rows, folder.facts)
@@ -273,7 +282,7 @@ class _Builder:
                 message = f"{len(unused)} names in the table have no picture: {shorten(unused)}."
                 self.problems.append(Problem(f"{entry.id}.parquet.path", message, fatal=False))
         edits = tuple(edit for edit in (self._filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
-        return CaptionSource(entry, folder.root, folder.captions, table, edits)
+        return CaptionSource(entry, folder.root, folder.listing.captions, table, edits)
 
     def _filter(self, entry: DatasetConfig) -> Edit | None:
         text_entry = text_entry_of(entry, self.entries)
@@ -321,7 +330,7 @@ def _unused_captions(entry: DatasetConfig, folder: Folder) -> list[Rejected]:
         return []
     origin = "instance_prompt" if entry.only_instance_prompt else entry.caption_strategy
     detail = f"is not read: captions come from {origin}"
-    return [Rejected(entry.id, name, "unused caption", detail) for name in folder.captions.values()]
+    return [Rejected(entry.id, name, "unused caption", detail) for name in folder.listing.captions.values()]
 
 
 def _conditioning_dataset(
@@ -344,4 +353,5 @@ def _conditioning_dataset(
         rules=partners.rules,
         seed=context.seed or 0,
         facts=partners.facts,
+        origins=folder.listing.origins,
     )

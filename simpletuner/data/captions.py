@@ -52,7 +52,7 @@ class CaptionSource:
         config: the dataset's entry with its defaults filled in.
         root: its folder.
         files: caption file by `pair_key`, as found by the scan.
-        table: captions by picture name, from a parquet table.
+        table: captions by picture name, from a table or from the hub.
         edits: applied to each caption, in this order.
     """
 
@@ -100,7 +100,7 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
 def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     if source.config.caption_strategy == "filename":
         return (caption_of_name(name),)
-    if source.config.caption_strategy == "parquet":
+    if source.config.caption_strategy in ("parquet", "csv", "huggingface"):
         captions = source.table.get(name, ())
         if not captions:
             raise CaptionError("has no caption in the table")

@@ -26,8 +26,8 @@ TINY_MASK = 0.01
 
 
 def holds_files(config: DatasetConfig) -> bool:
-    """Whether an entry is a folder of pictures or clips that this package can read."""
-    return config.type == "local" and (config.dataset_type in FILE_KINDS or config.is_conditioning)
+    """Whether an entry is a set of pictures or clips that this package can read."""
+    return config.dataset_type in FILE_KINDS or config.is_conditioning
 
 
 def check_entry(config: DatasetConfig, context: DataContext, problems: list[Problem]) -> None:
@@ -51,8 +51,10 @@ def check_entry(config: DatasetConfig, context: DataContext, problems: list[Prob
 
 
 def _check_kind(config: DatasetConfig, context: DataContext, problems: list[Problem]) -> None:
-    if config.type != "local":
-        message = f"{config.type!r} is not available yet; put the files into a folder and use local."
+    if config.type != "local" and config.dataset_type in CACHE_KINDS:
+        problems.append(Problem(f"{config.id}.type", f"{config.type!r} is for pictures and clips; caches are local."))
+    elif config.type == "csv" and config.is_conditioning:
+        message = "'csv' names files by the hash of their address, so they have no partners; use another type."
         problems.append(Problem(f"{config.id}.type", message))
     elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS) or (
         config.dataset_type == "video" and context.spec.media != "video"
@@ -76,14 +78,18 @@ def _check_not_built(config: DatasetConfig, problems: list[Problem]) -> None:
 
 def _check_captions(config: DatasetConfig, problems: list[Problem]) -> None:
     strategy = config.caption_strategy
-    if config.metadata_backend == "huggingface":
+    if config.metadata_backend == "huggingface" and config.type != "huggingface":
         problems.append(Problem(f"{config.id}.metadata_backend", "'huggingface' needs type huggingface."))
     if config.metadata_backend == "parquet" and config.parquet is None:
         message = "'parquet' needs the object parquet with the path of the table."
         problems.append(Problem(f"{config.id}.metadata_backend", message))
     if strategy == "parquet" and config.metadata_backend != "parquet":
         problems.append(Problem(f"{config.id}.caption_strategy", "'parquet' needs metadata_backend parquet."))
-    if strategy in ("csv", "huggingface") and config.type != strategy:
+    allowed = (config.type, "instanceprompt", "instance_prompt")
+    if config.type in ("csv", "huggingface") and (strategy not in allowed or config.metadata_backend == "parquet"):
+        message = f"{config.type!r} has captions in a column: caption_strategy {config.type} or instanceprompt."
+        problems.append(Problem(f"{config.id}.type", message))
+    elif strategy in ("csv", "huggingface") and config.type != strategy:
         problems.append(Problem(f"{config.id}.caption_strategy", f"{strategy!r} needs type {strategy}."))
     if config.instance_prompt:
         return
@@ -108,7 +114,8 @@ def check_folders(configs: Sequence[DatasetConfig], context: DataContext, proble
     missing = []
     for config in configs:
         folder = Path(config.instance_data_dir or "")
-        if not holds_files(config) or not config.instance_data_dir or is_readable(folder):
+        local = config.type == "local" and config.instance_data_dir
+        if not holds_files(config) or not local or is_readable(folder):
             continue
         if not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder)):
             missing.append(f"{config.id}: {config.instance_data_dir!r}")

@@ -22,7 +22,7 @@ from PIL import Image
 
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, UnreadableError
-from simpletuner.data.media import fit
+from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, fit
 
 T = TypeVar("T")
 
@@ -31,6 +31,17 @@ logger = logging.getLogger(__name__)
 CLIP_SUFFIXES = frozenset(
     {".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".3gp", ".ogv"}
 )
+
+# First bytes of a file, and the extension for it.
+CLIP_MAGIC = (
+    (b"\x1aE\xdf\xa3", ".mkv"),
+    (b"FLV", ".flv"),
+    (b"0&\xb2u\x8ef\xcf\x11", ".wmv"),
+    (b"\0\0\1\xba", ".mpg"),
+    (b"\0\0\1\xb3", ".mpg"),
+    (b"OggS", ".ogv"),
+)
+BRANDS = {b"qt  ": ".mov", b"M4V ": ".m4v"}
 
 ColorMatrix = Literal["bt601", "bt709"]
 
@@ -42,6 +53,17 @@ REPEAT_TOLERANCE = 3 * TOLERANCE
 MISSING_SECONDS = 0.25
 # Relative. NTSC video runs at 1000/1001 of its nominal rate, so 23.976 and 24 frames a second are the same rate.
 SAME_RATE = 0.002
+
+
+def clip_suffix(head: bytes) -> str | None:
+    """The extension of a clip by its first 12 bytes or more; None for what is no clip."""
+    if head[4:8] == b"ftyp" and head[8:12] not in AVIF_BRANDS + HEIF_BRANDS:
+        return ".3gp" if head[8:10] == b"3g" else BRANDS.get(head[8:12], ".mp4")
+    if head[4:8] in (b"moov", b"mdat", b"wide"):
+        return ".mov"
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        return ".avi"
+    return next((suffix for magic, suffix in CLIP_MAGIC if head.startswith(magic)), None)
 
 
 @dataclass(frozen=True)

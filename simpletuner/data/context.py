@@ -46,6 +46,7 @@ class DataContext:
         spec, task: the model family and the task of its flavour.
         latent_root: parent folder of the latent caches of datasets that name none.
         text_root: text cache of datasets that name none.
+        download_root: parent folder of the downloads of datasets that name none.
         output_dir: of the run.
         frame_rate: default frames per second of clips; None for picture families.
         train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step.
@@ -59,6 +60,7 @@ class DataContext:
     task: Task
     latent_root: Path
     text_root: Path
+    download_root: Path = Path("output/cache")
     output_dir: Path = Path("output")
     frame_rate: float | None = None
     train_batch_size: int = 1
@@ -82,6 +84,7 @@ class DataContext:
             task=task,
             latent_root=Path(run.cache_dir_vae or cache / "vae").expanduser() / spec.name,
             text_root=Path(run.cache_dir_text or cache / "text").expanduser() / spec.name,
+            download_root=cache.expanduser(),
             output_dir=Path(run.output_dir).expanduser(),
             frame_rate=config.validation.framerate or spec.frame_rate if spec.media == "video" else None,
             train_batch_size=config.schedule.train_batch_size,
@@ -98,6 +101,8 @@ class DataContext:
 
     def fill(self, config: DatasetConfig) -> DatasetConfig:
         """The entry with all defaults filled in except `repeats`, where None means that the user did not set it."""
+        if config.type in ("csv", "huggingface") and config.caption_strategy is None:
+            config = config.model_copy(update={"caption_strategy": config.type})
         filled = config.with_defaults(
             self.defaults,
             train_batch_size=1 if config.dataset_type == "eval" else self.train_batch_size,
@@ -108,7 +113,9 @@ class DataContext:
             cache_dir_vae=str(self.latent_root / _folder_name(config.id)),
             vae_cache_clear_each_epoch=_has_random_crops(config) and config.dataset_type != "eval",
         )
-        folders = filled.model_dump(include={"instance_data_dir", "cache_dir", "cache_dir_vae"})
+        if config.type != "local":
+            filled = filled.model_copy(update={"instance_data_dir": str(self._downloads(config))})
+        folders = filled.model_dump(include={"instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file"})
         update: dict[str, Any] = {key: str(Path(value).expanduser()) for key, value in folders.items() if value}
         update |= {
             key: self.spec.defaults[key]
@@ -116,6 +123,12 @@ class DataContext:
             if getattr(filled, key) is None and key in self.spec.defaults
         }
         return filled.model_copy(update=update)
+
+    def _downloads(self, config: DatasetConfig) -> Path:
+        """Where the files of a remote entry are downloaded to."""
+        hub = (config.huggingface_cache_dir or config.cache_dir) if config.type == "huggingface" else None
+        named = config.csv_cache_dir if config.type == "csv" else hub
+        return Path(named or self.download_root / config.type / _folder_name(config.id))
 
 
 def _folder_name(dataset_id: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from simpletuner.config.datasets import MASKS, ConditioningType, DatasetConfig
@@ -107,6 +107,7 @@ class Dataset:
         partners: the conditioning datasets that it is paired with.
         epoch: the epoch that random crops were drawn for.
         clips: how many frames are trained at which rate; None for pictures.
+        origins: where downloaded files come from, by name.
     """
 
     config: DatasetConfig
@@ -120,6 +121,7 @@ class Dataset:
     partners: tuple[Partners, ...] = ()
     epoch: int = 1
     clips: ClipRules | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -218,7 +220,7 @@ class Dataset:
             LedgerEntry(
                 self.id,
                 sample.name,
-                note=f"counts as {' and '.join(sample.read_as)}" if sample.read_as else "",
+                note=self._note(sample),
                 original_size=sample.original_size,
                 geometry=sample.geometry,
                 captions=len(sample.captions),
@@ -226,8 +228,14 @@ class Dataset:
             )
             for sample in self.samples
         ]
-        unused = [LedgerEntry(self.id, file.name, file.detail) for file in self.rejected]
+        unused = [
+            LedgerEntry(self.id, file.name, file.detail, note=self.origins.get(file.name, "")) for file in self.rejected
+        ]
         return sorted([*used, *unused], key=lambda entry: entry.name)
+
+    def _note(self, sample: Sample) -> str:
+        read_as = f"counts as {' and '.join(sample.read_as)}" if sample.read_as else ""
+        return ", ".join(filter(None, (self.origins.get(sample.name), read_as)))
 
     def counts(self) -> Counter[Reason]:
         """Number of rejected files, by reason."""

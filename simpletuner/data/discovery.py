@@ -44,11 +44,15 @@ class Scan:
         files: names of pictures or of clips, sorted; a name is the path below the folder with `/`.
         captions: name of the caption file by the `pair_key` of the files it belongs to.
         ignored: everything else by name, with the reason as a category and as text.
+        table: captions by name, where a table has them.
+        origins: where a downloaded file comes from, by name.
     """
 
     files: tuple[str, ...] = ()
     captions: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
+    table: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 def pair_key(name: str) -> str:
@@ -75,9 +79,19 @@ def scan(root: Path, wanted: frozenset[str] = PICTURE_SUFFIXES) -> Scan:
     Raises:
         OSError: `root` itself cannot be listed.
     """
+    return classify(_walk(root), wanted)
+
+
+def classify(names: Iterable[tuple[str, tuple[Reason, str] | None]], wanted: frozenset[str]) -> Scan:
+    """Tell pictures or clips, their captions and other files apart.
+
+    Args:
+        names: paths below the folder, with the reason if one cannot be used.
+        wanted: extensions of the files to look for.
+    """
     files, texts = [], []
     ignored: dict[str, tuple[Reason, str]] = {}
-    for name, problem in sorted(_walk(root)):
+    for name, problem in sorted(names):
         if problem is not None:
             ignored[_printable(name)] = problem
         elif _suffix(name) in wanted:
@@ -132,14 +146,15 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
         visited.add(identity)
         for entry in entries:
             name = prefix + entry.name
-            problem = _name_problem(entry.name)
+            problem = name_problem(entry.name)
             if problem is None and Path(entry.path).is_dir():
                 stack.append((Path(entry.path), name + "/"))
             else:
                 yield name, problem
 
 
-def _name_problem(name: str) -> tuple[Reason, str] | None:
+def name_problem(name: str) -> tuple[Reason, str] | None:
+    """Why a file or folder of this name is not used, or None."""
     if name.startswith("."):
         return "hidden", "is hidden: its name starts with a dot"
     if _printable(name) != name:
@@ -157,8 +172,8 @@ def _suffix(name: str) -> str:
 
 INDEX_NAME = "index.json"
 # Raised when files must be read again.
-# 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips.
-INDEX_VERSION = 3
+# 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips. 4: AVIF and HEIC.
+INDEX_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -267,7 +282,7 @@ class Folder:
         root: the folder.
         facts: of each undamaged picture or clip, sorted by name.
         damaged: facts of those with a problem.
-        captions: caption file by `pair_key`.
+        listing: caption files, captions of a table, origins.
         gone: captions of those that are used although their files are gone.
         rejected: every other file.
     """
@@ -275,7 +290,7 @@ class Folder:
     root: Path
     facts: Mapping[str, FileFacts]
     damaged: Mapping[str, FileFacts]
-    captions: Mapping[str, str]
+    listing: Scan
     gone: Mapping[str, tuple[str, ...]]
     rejected: tuple[Rejected, ...]
 
@@ -285,11 +300,16 @@ class Folder:
         return is_readable(self.root) or bool(self.facts)
 
 
-def read_folder(config: DatasetConfig, context: DataContext) -> Folder:
-    """Inspect every file of an entry; one that has not changed since the last run is not read again."""
+def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | None = None) -> Folder:
+    """Inspect every file of an entry; one that has not changed since the last run is not read again.
+
+    Args:
+        listing: what a remote dataset consists of; its folder of downloads may hold more.
+    """
     root = Path(config.instance_data_dir or "")
     known = load_index(Path(config.cache_dir_vae or ""), root)
-    listing = scan(root, _suffixes(config, context)) if is_readable(root) else Scan()
+    if listing is None:
+        listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
     rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
     names = list(listing.files)
     if known and _keeps_list(config):
@@ -310,14 +330,14 @@ def read_folder(config: DatasetConfig, context: DataContext) -> Folder:
         root=root,
         facts={name: facts[name] for name in sorted(facts) if facts[name].problem is None},
         damaged={name: fact for name, fact in facts.items() if fact.problem is not None},
-        captions=listing.captions,
+        listing=listing,
         gone={name: fact.captions for name, fact in lost.items() if name in facts},
         rejected=tuple(rejected),
     )
 
 
-def _suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:
-    """The mask of a clip may be a picture."""
+def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:
+    """Extensions of the files of an entry. The mask of a clip may be a picture."""
     if context.spec.media == "video" and config.conditioning_type in MASKS:
         return PICTURE_SUFFIXES | CLIP_SUFFIXES
     return CLIP_SUFFIXES if context.spec.media == "video" and config.holds_clips else PICTURE_SUFFIXES

@@ -6,12 +6,14 @@ one, is checked when the run is planned, and PNG has checksums that Pillow does 
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,10 +31,11 @@ from PIL import (
     TiffImagePlugin,
     UnidentifiedImageError,
     WebPImagePlugin,  # noqa: F401
+    features,
 )
 
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.files import LARGEST_PICTURE, MediaError, read
+from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError, read
 
 # Importing the readers above registers them, so that opening a file does not import all of Pillow's.
 # First bytes of a file, and the name of Pillow's reader for it.
@@ -47,8 +50,18 @@ MAGIC = (
     (b"GIF87a", "GIF"),
     (b"GIF89a", "GIF"),
 )
-# Formats of cameras and browsers that are not supported; naming them helps the user to convert.
-FOREIGN = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF"}
+# Brands of the container that AVIF and HEIC share; mif1 and msf1 stand for either, and further brands say which.
+AVIF_BRANDS, HEIF_BRANDS = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")
+SUFFIXES = {
+    "JPEG": ".jpg",
+    "PNG": ".png",
+    "WEBP": ".webp",
+    "BMP": ".bmp",
+    "TIFF": ".tif",
+    "GIF": ".gif",
+    "AVIF": ".avif",
+    "HEIF": ".heic",
+}
 
 # Chunks that affect what is shown; a damaged comment does no harm.
 PNG_SHOWN = frozenset({b"IHDR", b"PLTE", b"IDAT", b"tRNS", b"eXIf"})
@@ -62,7 +75,7 @@ def sniff(head: bytes) -> str:
     """Pillow's name of a file's format, by its first bytes.
 
     Args:
-        head: the first 16 bytes or more.
+        head: the first 64 bytes or more.
 
     Raises:
         MediaError: empty, or not a supported picture format.
@@ -74,10 +87,25 @@ def sniff(head: bytes) -> str:
             return kind
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "WEBP"
-    if head[4:8] == b"ftyp" and head[8:12] in FOREIGN:
-        kind = FOREIGN[head[8:12]]
-        raise MediaError(f"is a picture in {kind} format, which is not supported; convert it to PNG or JPEG")
+    if head[4:8] == b"ftyp" and head[8:12] in AVIF_BRANDS + HEIF_BRANDS:
+        brands = head[8 : int.from_bytes(head[:4], "big")]
+        return "AVIF" if any(brand in brands for brand in AVIF_BRANDS) else "HEIF"
     raise MediaError("is not a picture")
+
+
+@cache
+def reader_problem(kind: str) -> str | None:
+    """Why this machine cannot read a format, or None; registers the reader of HEIC."""
+    if kind == "AVIF":
+        if "avif" not in features.modules or not features.check("avif"):
+            return "is in AVIF format, which needs a newer Pillow: pip install -U 'pillow>=11.3'"
+        importlib.import_module("PIL.AvifImagePlugin")
+    if kind == "HEIF":
+        try:
+            importlib.import_module("pillow_heif").register_heif_opener()
+        except ImportError:
+            return "is in HEIC format, which needs a package: pip install 'simpletuner[heic]'"
+    return None
 
 
 def check_complete(file: BinaryIO, kind: str, size: int) -> None:
@@ -163,7 +191,7 @@ def _jpeg_end(file: BinaryIO, size: int) -> bool:
     return data[position : position + 2] == JPEG_END
 
 
-PICTURE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
+PICTURE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif"})
 
 # What Pillow's readers raise on damaged data. Not MemoryError, which is not the file's fault.
 DAMAGE = (
@@ -257,7 +285,10 @@ def _opened(source: Path | bytes) -> Iterator[tuple[BinaryIO, Image.Image, str]]
     data = source if isinstance(source, bytes) else read(source, LARGEST_PICTURE)
     file = io.BytesIO(data)
     try:
-        kind = sniff(data[:16])
+        kind = sniff(data[:64])
+        problem = reader_problem(kind)
+        if problem is not None:
+            raise UnreadableError(problem)  # nothing is wrong with the file
         check_complete(file, kind, len(data))
         file.seek(0)
         with Image.open(file, formats=[kind]) as picture:

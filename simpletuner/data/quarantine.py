@@ -25,6 +25,8 @@ REASONS_NAME = "reasons.jsonl"
 
 def files_to_move(dataset: Dataset) -> list[Rejected]:
     """The files that the dataset's entry asks to quarantine."""
+    if dataset.config.type != "local":
+        return []  # a moved download would be fetched again
     reasons: set[Reason] = set()
     if dataset.config.delete_problematic_images:
         reasons.add("damaged")

@@ -29,6 +29,7 @@ Reason = Literal[
     "partner unusable",
     "no source picture",
     "not in the table",
+    "not downloaded",
 ]
 # Expected in any folder, or asked for by the config; only the ledger mentions them.
 EXPECTED = {"not a picture", "not a clip", "caption without a file", "unused caption", "hidden", "not chosen"}

@@ -1,12 +1,15 @@
 """From typed settings to a plan: what will be trained, on which data, for how long, and every problem found.
 
-Nothing here loads a weight, imports torch or writes a file. Problems are collected and reported together.
+Nothing here loads a weight or imports torch, and nothing is written but files of remote datasets. Problems are
+collected and reported together.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +51,8 @@ from simpletuner.plan.checks import (
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
+from simpletuner.reporting.events import RunningPhase
+from simpletuner.reporting.progress import shown_events
 from simpletuner.techniques.spec import TechniqueSpec, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, result_step
 from simpletuner.validation.adapters import adapter_runs, check_adapters
@@ -224,7 +229,7 @@ def _plan_family(
     resume = check_resume(config, spec, flavour, source, targets, problems)
     seed = decide_seed(config.run.seed, resume)
     context = DataContext.of(config, spec, flavour.task)
-    datasets = build_datasets(entries, context, problems) if entries else []
+    datasets = build_datasets(entries, context, problems, show_download) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     if not trained and not any(problem.fatal for problem in problems):
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
@@ -258,6 +263,13 @@ def _plan_family(
         warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)),
         lora_bytes=max((run.size for run in adapter_runs(config)), default=0) if prompts else 0,
     )
+
+
+@contextmanager
+def show_download(title: str, total: int, unit: str) -> Iterator[RunningPhase]:
+    """Progress on stderr, since the plan itself may go to a pipe."""
+    with shown_events(sys.stderr) as events, events.phase(title, total, unit) as phase:
+        yield phase
 
 
 def check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:

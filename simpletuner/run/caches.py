@@ -289,7 +289,7 @@ def fetch(plan: Plan, events: EventStream) -> None:
 
 def download(parts: Sequence[Part], events: EventStream) -> None:
     """Download parts of a model."""
-    with events.phase("Downloading the model", len(parts), "parts") as phase:
+    with events.phase("Downloading the model", len(parts), "parts", stage="init_download_model") as phase:
         for part in parts:
             part.fetch()
             phase.advance(1, f"{part.location}/{part.folder}")

@@ -20,17 +20,10 @@ from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import INDEX_NAME
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.spec import Task
 from tests import pictures
 
 Build = Callable[..., tuple[list[Dataset], list[Problem]]]
-
-
-@pytest.fixture
-def context(tmp_path: Path) -> DataContext:
-    defaults = DatasetDefaults(resolution=64)
-    return DataContext(defaults, KANDINSKY5_IMAGE, "t2i", tmp_path / "latents", tmp_path / "texts")
 
 
 @pytest.fixture
@@ -109,7 +102,6 @@ def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: D
 @pytest.mark.parametrize(
     ("entry", "where", "words"),
     [
-        ({"type": "huggingface"}, "type", "not available yet"),
         ({"dataset_type": "video"}, "dataset_type", "not available yet"),
         ({"instance_data_dir": None}, "instance_data_dir", "required"),
         ({"caption_strategy": "instanceprompt"}, "caption_strategy", "needs instance_prompt"),

@@ -2,17 +2,22 @@ from __future__ import annotations
 
 import errno
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
+import pillow_heif
 import pytest
 from PIL import Image, ImageFile
 
 from simpletuner.data import media
 from simpletuner.data.buckets import Geometry
+from simpletuner.data.files import UnreadableError
 from simpletuner.data.media import MediaError, decode, fit, probe
 from tests import pictures
 from tests.pictures import BLUE, BROKEN, DAMAGED_INSIDE, GREEN, GREY, HEIGHT, RED, WHITE, WHOLE, WIDTH, corners, scene
+
+pillow_heif.register_heif_opener()  # to write such files
 
 
 def assert_colours(picture: Image.Image, expected: list[tuple[int, ...]], tolerance: int) -> None:
@@ -43,7 +48,7 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(decode(tmp_path / "ramp.png"))[0, :, 0], np.arange(256))
 
 
-@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif", ".avif", ".heic"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_every_exif_orientation_is_applied(orientation: int, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"turned{suffix}"
@@ -122,10 +127,20 @@ def test_a_picture_without_pixels_is_damaged(tmp_path: Path) -> None:
         probe(tmp_path / "a.bmp")
 
 
-def test_foreign_formats_are_named(tmp_path: Path) -> None:
-    BROKEN["phone.jpg"](tmp_path / "phone.jpg")
-    with pytest.raises(MediaError, match="HEIC"):
-        probe(tmp_path / "phone.jpg")
+@pytest.mark.parametrize(("suffix", "remedy"), [(".heic", r"simpletuner\[heic\]"), (".avif", "pillow>=11.3")])
+def test_a_missing_reader_is_no_fault_of_the_file(
+    suffix: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"phone{suffix}"
+    scene().save(path)
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    monkeypatch.setattr(media.features, "check", lambda name: False)
+    media.reader_problem.cache_clear()
+    try:
+        with pytest.raises(UnreadableError, match=f"pip install .*{remedy}"):
+            probe(path)
+    finally:
+        media.reader_problem.cache_clear()
 
 
 def test_memory_is_never_blamed_on_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,4 +204,5 @@ def test_a_very_long_picture_needs_little_memory() -> None:
 
 
 def test_suffixes_are_those_of_the_specification() -> None:
-    assert {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"} == media.PICTURE_SUFFIXES
+    known = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif"}
+    assert known == media.PICTURE_SUFFIXES

@@ -1,0 +1,115 @@
+"""Keys of datasets whose files are elsewhere: rows of a table with addresses, objects in a bucket, rows on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from simpletuner.config.option import Flag, Group, Integer, Number, PathText, Text, TextList, option
+from simpletuner.errors import Problem
+from simpletuner.redaction import REFERENCE
+
+SECRETS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+
+
+class TableKeys(Group):
+    """type csv: a table with addresses and captions."""
+
+    csv_file: PathText | None = option(None, "The table; its first line names the columns.")
+    csv_cache_dir: PathText | None = option(None, "Folder for what is downloaded.")
+    csv_caption_column: Text | None = option(None, "Column of captions.")
+    csv_url_column: Text = option("url", "Column of http(s) addresses, or of paths relative to the table.")
+
+
+class BucketKeys(Group):
+    """type aws: objects in a bucket of S3 or of a compatible server."""
+
+    aws_bucket_name: Text | None = option(None, "Name of the bucket.")
+    aws_endpoint_url: Text | None = option(None, "Address of the server; unset: Amazon's own.")
+    aws_region_name: Text | None = option(None, "Region; an endpoint decides it by itself.")
+    aws_access_key_id: Text | None = option(None, "Key, best as {env:NAME}; unset: boto3 looks where the AWS CLI does.")
+    aws_secret_access_key: Text | None = option(None, "Secret of the key, best as {env:NAME}.")
+    aws_session_token: Text | None = option(None, "Token of temporary keys, best as {env:NAME}.")
+    aws_data_prefix: Text | None = option(None, "Only objects whose keys start with this; like a folder.")
+    aws_max_pool_connections: Integer = option(128, "Most connections that are kept open.", ge=1)
+
+
+class RowFilter(Group):
+    """Which rows of a hub dataset are downloaded."""
+
+    collection: TextList | None = option(None, "Only rows whose column `collection` is one of these.")
+    quality_thresholds: dict[str, Number] | None = option(None, "Smallest value of each quality metric.")
+    quality_column: Text = option("quality_assessment", "Column of an object with the metrics.")
+    min_width: Integer | None = option(None, "Smallest width, by the column of widths.", ge=1)
+    min_height: Integer | None = option(None, "Smallest height, by the column of heights.", ge=1)
+
+
+class CompositeImage(Group):
+    """Pictures that hold several side by side."""
+
+    enabled: Flag = option(False, "Whether to cut one out.")
+    image_count: Integer = option(1, "How many stand side by side.", ge=1)
+    select_index: Integer = option(0, "Which one is trained, counted from 0.", ge=0)
+
+
+class HubKeys(Group):
+    """type huggingface: rows of a dataset of the hub."""
+
+    dataset_name: Text | None = option(None, "owner/name on the hub, or a folder.")
+    split: Text = option("train", "Which split.")
+    revision: Text | None = option(None, "Branch, tag or commit; it is resolved to a commit.")
+    image_column: Text = option("image", "Column of pictures.")
+    video_column: Text = option("video", "Column of clips.")
+    caption_column: TextList = option(["caption"], "Column of captions, or several; `meta.caption` looks inside.")
+    fallback_caption_column: Text | None = option(None, "Used if the caption is empty.")
+    description_column: Text | None = option(None, "Used if the fallback is empty, too.")
+    width_column: Text = option("width", "Column of widths, for filter_func.")
+    height_column: Text = option("height", "Column of heights, for filter_func.")
+    num_frames_column: Text | None = option(None, "Must exist; lengths are read from the clips.")
+    fps_column: Text | None = option(None, "Must exist; rates are read from the clips.")
+    huggingface_cache_dir: PathText | None = option(None, "Folder for what is downloaded; cache_dir is another name.")
+    num_proc: Integer = option(16, "Processes that prepare the rows, at most the machine's cores.", ge=1)
+    auto_load: Flag = option(False, "Accepted; rows are loaded when the run is planned.")
+    streaming: Flag = option(False, "Refused: buckets need all rows.")
+    filter_func: RowFilter | None = option(None, "Which rows are used.")
+    composite_image_config: CompositeImage | None = option(None, "Cuts a picture out of a row of several.")
+
+
+SOURCES: Mapping[str, type[Group]] = {"csv": TableKeys, "aws": BucketKeys, "huggingface": HubKeys}
+REQUIRED = {
+    "csv": ("csv_file", "csv_cache_dir", "csv_caption_column"),
+    "aws": ("aws_bucket_name",),
+    "huggingface": ("dataset_name",),
+}
+
+
+def check_written(entry: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """What only the text of an entry shows: secrets in the file."""
+    for key in SECRETS:
+        if entry.get(key) and not REFERENCE.search(str(entry[key])):
+            message = "is a secret in a file that people share; write {env:NAME} and set that variable."
+            yield Problem(f"{where}.{key}", message, fatal=False)
+
+
+def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys that a type needs, and keys of another type.
+
+    Args:
+        name: id of the entry.
+        source: its type.
+        keys: what is set in it, by key.
+    """
+    for key in REQUIRED.get(source, ()):
+        if not keys.get(key):
+            yield Problem(f"{name}.{key}", f"is required with type {source}.")
+    for other, group in SOURCES.items():
+        for key in sorted(group.model_fields.keys() & keys.keys() if other != source else ()):
+            yield Problem(f"{name}.{key}", f"needs type {other}; the type is {source}.")
+    if source != "local" and keys.get("instance_data_dir"):
+        yield Problem(f"{name}.instance_data_dir", f"is for type local; with type {source} files are downloaded.")
+    if keys.get("streaming"):
+        yield Problem(f"{name}.streaming", "is not possible: buckets need the sizes of all files.")
+    composite = keys.get("composite_image_config")
+    if composite is not None and composite.select_index >= composite.image_count:
+        message = f"{composite.select_index} is beyond image_count {composite.image_count}, counted from 0."
+        yield Problem(f"{name}.composite_image_config.select_index", message)

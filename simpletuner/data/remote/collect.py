@@ -1,0 +1,80 @@
+"""Remote datasets become folders: their files are listed and downloaded, and the rest works as for local ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.data.context import DataContext
+from simpletuner.data.discovery import Scan, classify, wanted_suffixes
+from simpletuner.data.remote.store import Offer, ProgressBar, Store
+from simpletuner.data.remote.table import list_table
+from simpletuner.errors import Problem, UserError
+
+# Starts the display of so many units of work: title, total, unit.
+Announce = Callable[[str, int, str], AbstractContextManager[ProgressBar]]
+Lister = Callable[[DatasetConfig, Store, list[Problem]], Offer]
+LISTERS: Mapping[str, Lister] = {"csv": list_table}
+RETRY = "; --retry-failed tries again"
+
+
+class _Silent:
+    def advance(self, count: int = 1, note: str = "") -> None:
+        pass
+
+
+@contextmanager
+def silent(*_: Any) -> Iterator[ProgressBar]:
+    """Shows nothing."""
+    yield _Silent()
+
+
+def collect(
+    entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce
+) -> dict[str, Scan]:
+    """What each remote entry consists of, by id, after downloading what is missing.
+
+    Args:
+        entries: with their defaults filled in.
+        problems: receives errors. With a fatal one, nothing is downloaded.
+    """
+    offers: dict[str, tuple[Store, Offer]] = {}
+    for entry in entries:
+        if entry.type in LISTERS and not any(each.fatal and each.where.startswith(entry.id) for each in problems):
+            wanted, retry = wanted_suffixes(entry, context), context.defaults.retry_failed
+            store = Store(Path(entry.instance_data_dir or ""), wanted, retry_failed=retry)
+            try:
+                offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
+            except UserError as error:
+                problems.append(Problem(entry.id, str(error)))
+    if any(problem.fatal for problem in problems):
+        return {}
+    return {name: _download(name, *offer, problems, announce) for name, offer in offers.items()}
+
+
+def _download(name: str, store: Store, offer: Offer, problems: list[Problem], announce: Announce) -> Scan:
+    missing = store.missing(offer.items)
+    try:
+        if missing:
+            with announce(f"Downloading {name}", len(missing), "files") as bar:
+                store.fetch(missing, bar)
+    except UserError as error:
+        problems.append(Problem(name, str(error)))
+    return _listing(store, offer)
+
+
+def _listing(store: Store, offer: Offer) -> Scan:
+    """What is there, as if a folder had been listed, and why the rest is not."""
+    names = {name: item.key for item in offer.items if (name := store.name_of(item)) is not None}
+    failed = {item.key: store.failed[item.key].reason + RETRY for item in offer.items if item.key in store.failed}
+    found = classify([(name, None) for name in names], store.wanted)
+    return replace(
+        found,
+        ignored={**found.ignored, **offer.ignored, **{key: ("not downloaded", why) for key, why in failed.items()}},
+        table={name: offer.captions[key] for name, key in names.items() if key in offer.captions},
+        origins=names,
+    )

@@ -1,0 +1,210 @@
+"""The folder that remote files are downloaded to: what is there, what failed, and the downloads themselves.
+
+`downloads.jsonl` says which file was downloaded as what and in which version, so that nothing is fetched twice and a
+killed download continues; `failed.jsonl` names what could not be had, which is tried again only when asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import TypeAdapter, ValidationError
+
+from simpletuner.atomic import open_atomically, sweep, write_atomically
+from simpletuner.data.clips import clip_suffix
+from simpletuner.data.files import MediaError
+from simpletuner.data.media import SUFFIXES, sniff
+from simpletuner.data.sample import Reason
+from simpletuner.errors import UserError
+
+WORKERS = 8
+CHUNK = 1 << 18
+PAUSES = (1.0, 4.0)  # seconds before the second and the third try
+DOWNLOADS, FAILED = "downloads.jsonl", "failed.jsonl"
+HEAD = 64  # bytes that show what a file is
+
+
+class DownloadError(Exception):
+    """A file that cannot be had; the text says why and fits after its address."""
+
+
+class UnreachableError(DownloadError):
+    """No answer, or not a complete one; another try may help."""
+
+
+class ProgressBar(Protocol):
+    """Receives the progress of downloads."""
+
+    def advance(self, count: int = 1, note: str = "") -> None: ...
+
+
+@dataclass(frozen=True)
+class Item:
+    """A remote file.
+
+    Attributes:
+        key: its address, unique in its source.
+        name: path below the store; without a suffix if the content decides it.
+        read: its content in chunks; may raise DownloadError.
+        version: changes with the content, as far as the source tells.
+        size: bytes, if the source tells; else 0.
+    """
+
+    key: str
+    name: str
+    read: Callable[[], Iterable[bytes]]
+    version: str = ""
+    size: int = 0
+    has_suffix: bool = False
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a remote dataset consists of.
+
+    Attributes:
+        items: its files.
+        captions: by the key of an item, where a table has them.
+        ignored: what is not downloaded, with the reason as a category and as text.
+    """
+
+    items: Sequence[Item]
+    captions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ignored: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of `downloads.jsonl` or, with a reason, of `failed.jsonl`."""
+
+    key: str
+    version: str = ""
+    name: str = ""
+    size: int = 0
+    reason: str = ""
+
+
+_RECORD = TypeAdapter(Record)
+
+
+class Store:
+    """A folder of downloads.
+
+    Args:
+        wanted: suffixes of files that the dataset takes.
+        retry_failed: try again what failed in an earlier run.
+    """
+
+    def __init__(self, root: Path, wanted: frozenset[str], *, retry_failed: bool = False) -> None:
+        self.root, self.wanted, self._lock = root, wanted, threading.Lock()
+        self._done = {record.key: record for record in _read_records(root / DOWNLOADS)}
+        failed = [] if retry_failed else _read_records(root / FAILED)
+        self.failed = {record.key: record for record in failed}
+
+    def name_of(self, item: Item) -> str | None:
+        """The local file of an item, or None if that version is not there or not whole."""
+        record = self._done.get(item.key)
+        if record is None or record.version != item.version:
+            return None
+        path = self.root / record.name
+        return record.name if path.is_file() and path.stat().st_size == record.size else None
+
+    def missing(self, items: Iterable[Item]) -> list[Item]:
+        """What has to be downloaded: neither there nor known to fail."""
+        return [item for item in items if not self._has_failed(item) and self.name_of(item) is None]
+
+    def _has_failed(self, item: Item) -> bool:
+        return item.key in self.failed and self.failed[item.key].version == item.version
+
+    def fetch(self, items: Sequence[Item], bar: ProgressBar) -> None:
+        """Download items, several at a time.
+
+        Raises:
+            UserError: no server answers at all, or the disk is too small.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        sweep(self.root, "**/", older_than=3600)
+        needed, free = sum(item.size for item in items), shutil.disk_usage(self.root).free
+        if needed > free:
+            raise UserError(
+                f"{self.root}: {needed / 1e9:.1f} GB are to be downloaded, and {free / 1e9:.1f} GB are free."
+            )
+        pool = ThreadPoolExecutor(WORKERS)
+        failures: dict[str, tuple[Record, bool]] = {}
+        try:
+            for future in as_completed([pool.submit(self._fetch, item, failures) for item in items]):
+                bar.advance(1, future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+            if len(failures) < len(items) or not all(unreachable for _, unreachable in failures.values()):
+                self._note(record for record, _ in failures.values())
+        if failures and not any(key in self.failed for key in failures):
+            first = next(record for record, _ in failures.values())
+            raise UserError(f"none of {len(failures)} files can be downloaded. {first.key} {first.reason}.")
+
+    def _fetch(self, item: Item, failures: dict[str, tuple[Record, bool]]) -> str:
+        for pause in (*PAUSES, None):
+            try:
+                self._save(item)
+                break
+            except DownloadError as error:
+                unreachable = isinstance(error, UnreachableError)
+                if unreachable and pause is not None:
+                    time.sleep(pause)
+                    continue
+                failures[item.key] = Record(item.key, item.version, reason=str(error)), unreachable
+                break
+        return item.key
+
+    def _save(self, item: Item) -> None:
+        chunks = iter(item.read())
+        head = b""
+        while len(head) < HEAD and (chunk := next(chunks, b"")):
+            head += chunk
+        name = item.name if item.has_suffix else item.name + self._suffix(head)
+        with open_atomically(self.root / name, durable=False) as file:
+            file.write(head)
+            for chunk in chunks:
+                file.write(chunk)
+            size = file.tell()
+        record = Record(item.key, item.version, name, size)
+        with self._lock, (self.root / DOWNLOADS).open("a", encoding="utf-8") as journal:
+            journal.write(_line(record))
+        self._done[item.key] = record
+
+    def _suffix(self, head: bytes) -> str:
+        try:
+            suffix = clip_suffix(head) or SUFFIXES[sniff(head)]
+        except MediaError as error:
+            raise DownloadError("is neither a picture nor a clip") from error
+        if suffix not in self.wanted:
+            raise DownloadError(f"is a {suffix} file, which this dataset does not take")
+        return suffix
+
+    def _note(self, failures: Iterable[Record]) -> None:
+        self.failed |= {record.key: record for record in failures}
+        if self.failed or (self.root / FAILED).exists():
+            write_atomically(self.root / FAILED, "".join(map(_line, self.failed.values())))
+
+
+def _line(record: Record) -> str:
+    return json.dumps({key: value for key, value in asdict(record).items() if value}, ensure_ascii=False) + "\n"
+
+
+def _read_records(path: Path) -> Iterator[Record]:
+    """The lines of a journal; a kill may have cut the last one."""
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            yield _RECORD.validate_json(line)
+        except ValidationError:
+            continue
