@@ -14,7 +14,7 @@ import typer
 from typer.exceptions import TyperException
 
 from simpletuner.atomic import DISK_FULL_CODES, READ_ONLY_CODES
-from simpletuner.cli import cache, caption, examples, help, sample, server, train
+from simpletuner.cli import cache, caption, examples, help, publish, sample, server, train
 from simpletuner.errors import ConfigError, SimpleTunerError
 from simpletuner.redaction import redact
 
@@ -33,6 +33,7 @@ app.command("plan", cls=help.SettingsCommand, context_settings=train.PASS_THROUG
 app.command("sample", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(sample.sample)
 app.command("sweep", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(sample.sweep)
 app.command("caption", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(caption.caption)
+app.command("publish", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(publish.publish)
 app.command("configure")(train.configure)
 app.command("server")(server.server)
 app.command("help")(help.show_help)

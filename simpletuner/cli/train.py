@@ -63,6 +63,7 @@ def train(
     from simpletuner.reporting.payloads import EventLog, Payloads
     from simpletuner.reporting.progress import shown_events
     from simpletuner.reporting.requests import signals_as_interrupt
+    from simpletuner.reporting.upload import prepared_destinations
     from simpletuner.run.lock import lock_output
 
     plan, budget = ready_plan(arguments, problems)
@@ -78,6 +79,10 @@ def train(
         if plan.is_finished:
             events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
             return
+        # Whoever cannot upload the result learns it now, not after hours of training.
+        places = prepared_destinations(
+            plan.config.publish, plan.config.tracking.tracker_project_name, plan.output_dir, events
+        )
         begun = plan.resume.step if plan.resume else 0
         summary = "\n".join(start_lines(plan, budget))
         events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
@@ -86,7 +91,7 @@ def train(
             from simpletuner.run.train import run_plan
 
             load_adapter(plan.spec)
-        run_plan(plan, budget, events)
+        run_plan(plan, budget, events, destinations=places)
 
 
 def prepare_output(plan: Plan) -> None:

@@ -24,6 +24,7 @@ from simpletuner.config.masked_loss import MaskedLossConfig
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
 from simpletuner.config.option import Group
 from simpletuner.config.preservation import PreservationConfig
+from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.upstream import foreign_key_problem
 from simpletuner.errors import ConfigError, Problem
@@ -68,7 +69,7 @@ class RunConfig:
     model: schema.ModelConfig
     run: schema.RunOptions
     tracking: schema.TrackingConfig
-    publish: schema.PublishConfig
+    publish: PublishConfig
     schedule: schema.ScheduleConfig
     checkpoints: schema.CheckpointConfig
     optimizer: schema.OptimizerConfig

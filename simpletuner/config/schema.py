@@ -22,7 +22,6 @@ from simpletuner.config.option import (
     Gigabytes,
     Group,
     Integer,
-    Json,
     Number,
     Option,
     PathText,
@@ -35,6 +34,7 @@ from simpletuner.config.option import (
     parse_text,
 )
 from simpletuner.config.preservation import PreservationConfig
+from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import Route, Routes
 from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
@@ -139,26 +139,6 @@ class TrackingConfig(Group):
     )
     tracker_project_name: Text = option("simpletuner", "Project name for trackers.")
     tracker_run_name: Text = option("simpletuner-testing", "Run name for trackers.")
-
-
-class PublishConfig(Group):
-    """Publishing"""
-
-    push_to_hub: Flag = option(False, "Upload the result at the end.", planned="switch")
-    hub_model_id: Text | None = option(
-        None, "Repository name on the hub.", planned="detail", default_note="the project name"
-    )
-    push_checkpoints_to_hub: Flag = option(False, "Upload each checkpoint too.", planned="switch")
-    push_to_hub_background: Flag = option(False, "Upload without blocking training.", planned="detail")
-    model_card_private: Flag = option(True, "Create the repository as private.", planned="detail")
-    model_card_safe_for_work: Flag = option(False, "Safe-for-work flag of the model card.", planned="detail")
-    model_card_note: Text | None = option(None, "A note at the top of the model card.", planned="detail")
-    modelspec_comment: Texts | None = option(
-        None,
-        "Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, "
-        "`{current_epoch}` and `{timestamp}` expand.",
-    )
-    webhook_config: Json | None = option(None, "File, object or list of objects describing webhooks.", planned="switch")
 
 
 class ScheduleConfig(Group):

@@ -19,7 +19,6 @@ CONTROL = "control models are not supported; conditioning datasets give i2i flav
 
 SIGMAS = "flow_* keys and a dataset's timestep_sampling_offset decide which noise levels are trained"
 RECOMPUTED = "gradient_checkpointing_interval and speed_keep_attention decide what is recomputed"
-SCRIPTS = "no scripts are run; checkpoints appear complete or not at all, so another program can watch for them"
 DISK = "below disk_low_threshold a run stops with a checkpoint, and the same command continues it"
 
 # Values of single keys that ask for what is done anyway.
@@ -87,7 +86,6 @@ INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("gradient_checkpointing_backend", "gradient_checkpointing_segment_stride"), RECOMPUTED),
     "gradient_checkpointing_offload_attention": "offload_block_inputs keeps saved block inputs in host memory",
     **dict.fromkeys(("disk_low_action", "disk_low_script", "disk_low_check_interval"), DISK),
-    **dict.fromkeys(("post_checkpoint_script", "post_upload_script"), SCRIPTS),
     "delete_invalid_checkpoints": "a run continues from the newest complete checkpoint and deletes no incomplete one",
     "validation_guidance_rescale": "diffusers' pipelines of these families cannot rescale guidance, so nobody could "
                                    "sample what such previews show; use a lower validation_guidance",

@@ -13,6 +13,7 @@ from simpletuner.config.lora import check_kind
 from simpletuner.config.masked_loss import check_masked_loss
 from simpletuner.config.optimizers import check_optimizer, learning_rate, optimizer_name
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
+from simpletuner.config.publishing import check_publishing
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
 from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
@@ -190,6 +191,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
+    yield from check_publishing(config.publish, config.tracking.tracker_project_name, config.is_explicit)
     yield from config.preservation.check(config.model.model_type)
     yield from check_crepa(config.crepa, config.is_explicit)
     if config.crepa.needs_encoder:

@@ -22,7 +22,7 @@ ENDED: frozenset[RunState] = frozenset({"finished", "failed", "interrupted"})
 # States whose message a display shows. The command line reports why a run failed or was interrupted.
 SHOWN: frozenset[RunState] = frozenset({"starting", "stopping", "finished"})
 # Kinds of phases that recur during training.
-CACHING, EVALUATION, PREVIEWS, SAVING = "caching", "evaluation", "previews", "saving"
+CACHING, EVALUATION, PREVIEWS, SAVING, UPLOADING = "caching", "evaluation", "previews", "saving", "uploading"
 
 EVALUATED = "loss/val/"  # prefix of the names of evaluation losses
 
@@ -140,6 +140,20 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
+class Uploaded:
+    """An upload is complete.
+
+    Attributes:
+        name: of what was uploaded to where, for people.
+        url: where it is.
+    """
+
+    name: str
+    url: str
+    step: int
+
+
+@dataclass(frozen=True)
 class Notice:
     """A line for people; a `warning` deserves attention."""
 
@@ -187,7 +201,7 @@ class StateChanged:
 
 Event = (
     PhaseStarted | PhaseAdvanced | PhaseEnded | StepDone | Evaluated | MediaRendered | PreviewGrew | CheckpointSaved
-    | Notice | StateChanged
+    | Uploaded | Notice | StateChanged
 )  # fmt: skip
 Subscriber = Callable[[Event], None]
 

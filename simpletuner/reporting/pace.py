@@ -19,6 +19,7 @@ from simpletuner.reporting.events import (
     Rounds,
     StateChanged,
     StepDone,
+    Uploaded,
 )
 
 # The loss depends strongly on the noise level that was drawn; an average over some fifty steps shows the trend.
@@ -222,7 +223,7 @@ def mfu_text(mfu: float) -> str:
     return f"MFU {mfu * 100:.0f} %"
 
 
-def line_of(event: CheckpointSaved | Evaluated | MediaRendered | PreviewGrew | Notice) -> str:
+def line_of(event: CheckpointSaved | Evaluated | MediaRendered | PreviewGrew | Uploaded | Notice) -> str:
     """What a display prints about an event; empty if a bar shows it already."""
     match event:
         case CheckpointSaved():
@@ -231,6 +232,8 @@ def line_of(event: CheckpointSaved | Evaluated | MediaRendered | PreviewGrew | N
         case Evaluated():
             losses = ", ".join(f"{name.removeprefix(EVALUATED)} {loss:.5g}" for name, loss in event.losses.items())
             return f"Evaluation loss at step {event.step}: {losses}"
+        case Uploaded():
+            return f"Uploaded {event.name}: {event.url}"
         case Notice():
             return f"warning: {event.text}" if event.warning else event.text
         case MediaRendered() | PreviewGrew():

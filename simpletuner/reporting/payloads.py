@@ -21,6 +21,7 @@ from simpletuner.atomic import writing_to
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import (
     ENDED,
+    UPLOADING,
     CheckpointSaved,
     Evaluated,
     Event,
@@ -33,6 +34,7 @@ from simpletuner.reporting.events import (
     RunState,
     StateChanged,
     StepDone,
+    Uploaded,
 )
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.pace import Pace, ending, line_of
@@ -94,6 +96,9 @@ class Payloads:
                 checkpoint = {"path": event.path.name, "label": f"Step {event.step}", "is_final": self._is_last(event)}
                 yield {"type": "training.checkpoint", "title": line_of(event), "checkpoint": checkpoint}
                 yield _lifecycle("checkpoint_save", "Saving a checkpoint", "completed", message=line_of(event))
+            case Uploaded():
+                status = _status("model_available", event.step)
+                yield {**status, "message": line_of(event), "data": {**status["data"], "url": event.url}}
             case Notice():
                 severity = "warning" if event.warning else "info"
                 yield {"type": "notification", "severity": severity, "message": event.text}
@@ -111,6 +116,8 @@ class Payloads:
     def _phase(self, event: PhaseStarted | PhaseAdvanced | PhaseEnded) -> Iterator[Payload]:
         if isinstance(event, PhaseStarted):
             self._began[event] = self.now()
+            if event.kind == UPLOADING:
+                yield {**_status("uploading_model", self._pace.step if self._pace else 0), "message": event.title}
             yield _phase_payload(event, 0, None, "running", event.title)
         elif isinstance(event, PhaseEnded):
             del self._began[event.phase]

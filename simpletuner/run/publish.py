@@ -57,6 +57,8 @@ def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
         "modelspec.title": plan.config.tracking.tracker_run_name,
         STEP_NOTE: str(state.global_step),
     }
+    if plan.config.publish.trigger:  # Kandinsky's own program puts it before prompts
+        note["trigger"] = plan.config.publish.trigger
     comment: Any = plan.config.publish.modelspec_comment
     if comment:
         text = comment if isinstance(comment, str) else "\n".join(map(str, comment))

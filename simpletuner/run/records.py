@@ -187,18 +187,25 @@ def find_result(plan: Plan, step: int) -> Result | None:
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
     errors = tuple(notes[key] for key in (WEIGHT_ERROR, FORWARD_ERROR) if key in notes)
-    return Result(path.name, sum(each.stat().st_size for each in files), snippet_for(plan), errors)
+    result = str(plan.output_dir if path.is_file() else path)
+    snippet = snippet_for(plan, plan.source["transformer"].location, result)
+    return Result(path.name, sum(each.stat().st_size for each in files), snippet, errors)
 
 
-def snippet_for(plan: Plan) -> str:
-    """A program that samples the newest preview of the main prompt; empty for LoRA files in ComfyUI's form."""
+def snippet_for(plan: Plan, base: str, result: str) -> str:
+    """A program that samples the newest preview of the main prompt; empty for LoRA files in ComfyUI's form.
+
+    Args:
+        base: hub id or folder of the base model, for a LoRA.
+        result: hub id or folder of the LoRA, or of the fine-tuned pipeline.
+    """
     config, is_lora = plan.config, plan.config.model.model_type == "lora"
     if is_lora and config.lora.lora_format == "comfyui":
         return ""
-    validation, base = config.validation, plan.source["transformer"].location
+    validation = config.validation
     usage = Usage(
-        model=base if is_lora else str(plan.output_dir / PIPELINE_FOLDER),
-        lora=str(plan.output_dir) if is_lora else None,
+        model=base if is_lora else result,
+        lora=result if is_lora else None,
         task=plan.flavour.task,
         dtype=DTYPE_NAMES[config.precision.mixed_precision],
         prompt=plan.prompts[-1].prompt if plan.prompts else "",

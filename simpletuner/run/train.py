@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch
@@ -24,14 +24,17 @@ from simpletuner.errors import Interrupted
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import feature_kinds, text_folder
+from simpletuner.reporting.card import CARD_FOLDER
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
+from simpletuner.reporting.upload import Destination
 from simpletuner.run.caches import build_adapter, prepare_caches
 from simpletuner.run.publish import publish, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
-from simpletuner.run.watchers import Session, build_callbacks, build_validation
+from simpletuner.run.uploads import Uploads, repeat_command
+from simpletuner.run.watchers import Session, build_callbacks, build_uploads, build_validation
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator, peak_learning_rate
 from simpletuner.training.checkpoints import load_checkpoint
 from simpletuner.training.ema import Ema
@@ -44,22 +47,32 @@ from simpletuner.validation.runner import PREVIEW_FOLDERS
 ABANDONED = 3600.0
 
 
-def run_plan(plan: Plan, budget: Budget, events: EventStream, *, rehearsed: bool | None = None) -> None:
+def run_plan(
+    plan: Plan,
+    budget: Budget,
+    events: EventStream,
+    *,
+    rehearsed: bool | None = None,
+    destinations: Sequence[Destination] = (),
+) -> None:
     """Run a plan, or resume it where an earlier session stopped, and publish the verified result.
 
     Args:
         budget: the plan's estimate of memory and time.
         rehearsed: whether to try the most memory-hungry moments first; None does so on a GPU.
+        destinations: where the result is uploaded to; they are prepared.
 
     Raises:
         UserError: something the user can fix; checkpoints are kept.
         Interrupted: Ctrl-C; a checkpoint of the last step is on disk.
     """
     with announced_end(events, plan.length.total_steps):
-        _run(plan, budget, events, rehearsed)
+        _run(plan, budget, events, rehearsed, destinations)
 
 
-def _run(plan: Plan, budget: Budget, events: EventStream, rehearsed: bool | None) -> None:
+def _run(
+    plan: Plan, budget: Budget, events: EventStream, rehearsed: bool | None, destinations: Sequence[Destination]
+) -> None:
     prepare_machine(plan)
     accelerator = make_accelerator()
     device, config = accelerator.device, plan.config
@@ -85,7 +98,8 @@ def _run(plan: Plan, budget: Budget, events: EventStream, rehearsed: bool | None
 
     with closing(loader):
         record = keep_records(plan, events, state.global_step)
-        session = Session(plan, caches.catalogue, reader, loader, ema, record, events, rates, budget)
+        uploads = build_uploads(plan, destinations, events)
+        session = Session(plan, caches.catalogue, reader, loader, ema, record, events, rates, budget, uploads)
         validation = build_validation(session, state)
         callbacks = build_callbacks(session, validation)
         if rehearsed or (rehearsed is None and device.type == "cuda"):
@@ -98,7 +112,9 @@ def _run(plan: Plan, budget: Budget, events: EventStream, rehearsed: bool | None
         result = publish(
             plan, assembly, ema, weight_note(plan, state), lambda: reader(loader.sampler.batches(loader.epoch)[0])
         )
-        events.publish(StateChanged("finished", state.global_step, total_steps, "\n".join(end_lines(plan, result))))
+        uploads.finish(state.global_step, state.epoch)
+        lines = "\n".join(end_lines(plan, result, uploads))
+        events.publish(StateChanged("finished", state.global_step, total_steps, lines))
 
 
 @contextmanager
@@ -113,17 +129,19 @@ def announced_end(events: EventStream, total_steps: int) -> Iterator[None]:
         raise
 
 
-def end_lines(plan: Plan, result: str) -> Iterator[str]:
-    """The last lines of a finished run: the result, the report, the next command."""
+def end_lines(plan: Plan, result: str, uploads: Uploads) -> Iterator[str]:
+    """The last lines of a finished run: the result, the report, the next commands."""
     yield result
     yield f"Report: {plan.output_dir / REPORT_FILE}"
     yield f'Look at it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."'
     yield "To train longer, start the same command with a larger max_train_steps."
+    if uploads.failed:
+        yield f"Not everything was uploaded; the next command tries again: {repeat_command(plan.output_dir)}"
 
 
 def sweep_strays(plan: Plan) -> None:
     """Remove temporary files of killed runs; in caches only old ones, since other runs may use the same cache."""
-    names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|unverified")
+    names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|{CARD_FOLDER}|unverified")
     for folder in (plan.output_dir, plan.output_dir / "ema"):
         sweep(folder)
         sweep_folders(folder, names)

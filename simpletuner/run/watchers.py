@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.option import Size
+from simpletuner.config.publishing import repository_name
 from simpletuner.config.schema import ScheduleConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
@@ -22,10 +24,14 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, preview_sources
 from simpletuner.plan.resume import identify
 from simpletuner.redaction import redact_settings
+from simpletuner.reporting.card import NOBODY
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import EventStream
+from simpletuner.reporting.upload import Destination, Hub
+from simpletuner.run.model_card import describe
 from simpletuner.run.publish import weight_note
 from simpletuner.run.records import RunRecord
+from simpletuner.run.uploads import Uploads
 from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema, EmaUpdater
 from simpletuner.training.loop import Callback
@@ -77,6 +83,7 @@ class Session:
         ema: the moving average, if `use_ema` is set.
         rates: measured speed of the device, if it was measured.
         budget: the estimate of memory and time from before the run.
+        uploads: what uploads checkpoints.
     """
 
     plan: Plan
@@ -88,6 +95,7 @@ class Session:
     events: EventStream
     rates: DeviceRates | None
     budget: Budget
+    uploads: Uploads
 
 
 def build_callbacks(session: Session, validation: ValidationRunner) -> list[Callback]:
@@ -100,7 +108,7 @@ def build_callbacks(session: Session, validation: ValidationRunner) -> list[Call
         {"save": checkpoints.save, "preview": validation.render},
         session.plan.config.checkpoints.disk_low_threshold or 0.0,
     )
-    return [*averaging, evaluation, recorder, requests, checkpoints, validation]
+    return [*averaging, evaluation, recorder, requests, checkpoints, validation, session.uploads]
 
 
 def build_validation(session: Session, state: TrainState) -> ValidationRunner:
@@ -156,7 +164,21 @@ def build_checkpoints(session: Session) -> CheckpointWriter:
         settings=redact_settings(config.flat()),
         events=session.events,
         note=lambda state: weight_note(plan, state),
+        in_use=session.uploads.in_use,
     )
+
+
+def build_uploads(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Uploads:
+    """What uploads checkpoints and the result, and runs the user's scripts."""
+    tracking, publish = plan.config.tracking, plan.config.publish
+    name = repository_name(publish.hub_model_id or tracking.tracker_project_name)
+    hubs = [each.repository for each in destinations if isinstance(each, Hub)]
+    repository = hubs[0] if hubs else name if "/" in name else f"{NOBODY}/{name}"
+    uploads = Uploads(
+        publish, plan.output_dir, tracking.tracker_run_name, destinations, events, partial(describe, plan, repository)
+    )
+    events.subscribe(uploads)
+    return uploads
 
 
 def build_evaluation(session: Session) -> EvaluationLoss:

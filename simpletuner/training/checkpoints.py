@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,7 @@ class CheckpointWriter:
 
     Attributes:
         note: header entries of weight files for a state of the run.
+        in_use: checkpoints that may not be removed now.
         saved_step: step of the newest checkpoint.
     """
 
@@ -166,6 +167,7 @@ class CheckpointWriter:
     settings: Mapping[str, Any]
     events: EventStream
     note: Callable[[TrainState], Mapping[str, str]]
+    in_use: Collection[Path] = ()
     saved_step: int | None = field(default=None, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
@@ -194,6 +196,6 @@ class CheckpointWriter:
         save_checkpoint(path, assembly, state, self.loader, self.ema, self.identity, self.settings, note)
         self.saved_step = state.global_step
         limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
-        removed = prune(self.output_dir, limit, rolling=rolling)
+        removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use)
         seconds = time.monotonic() - started
         self.events.publish(CheckpointSaved(path, state.global_step, seconds, removed))

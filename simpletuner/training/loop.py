@@ -18,10 +18,10 @@ from simpletuner.training.step import StepReport, optimizer_step
 
 
 class Callback(Protocol):
-    """Called in a fixed order: EMA, evaluation, record, requests, checkpoints, previews.
+    """Called in a fixed order: EMA, evaluation, record, requests, checkpoints, previews, uploads.
 
     A step is recorded before its checkpoint, so that a run resumed from it has every line. Previews take long and come
-    after it; those lost to a kill are rendered on resume.
+    after it; those lost to a kill are rendered on resume. Uploads include them.
     """
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,13 +158,13 @@ def select_checkpoint(wanted: str, output_dir: Path, problems: list[Problem]) ->
     return None
 
 
-def prune(output_dir: Path, limit: int, *, rolling: bool) -> list[Path]:
+def prune(output_dir: Path, limit: int, *, rolling: bool, in_use: Collection[Path] = ()) -> list[Path]:
     """Delete the oldest checkpoints of one kind beyond the limit (0 keeps all); returns the deleted folders.
 
-    Only complete checkpoints are touched, never other folders.
+    Only complete checkpoints are touched, never other folders, and none that are in use.
     """
     mine = [each for each in find_checkpoints(output_dir)[0] if each.rolling == rolling]
-    surplus = [each.path for each in mine[:-limit]] if limit > 0 else []
+    surplus = [each.path for each in mine[:-limit] if each.path not in in_use] if limit > 0 else []
     for path in surplus:
         # The manifest goes first, so that an interrupted deletion leaves a folder that does not count as complete.
         (path / FILE_NAME).unlink()

@@ -1,0 +1,229 @@
+"""Publishing: the hub repository, its model card, copies in other stores, scripts after a save. Free of torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from simpletuner.config.json_files import read_json
+from simpletuner.config.option import (
+    BOTO3,
+    Flag,
+    Group,
+    Json,
+    Text,
+    TextList,
+    Texts,
+    check_installed,
+    option,
+    parse_json_text,
+)
+from simpletuner.errors import Problem
+from simpletuner.redaction import HIDDEN, hide_secrets
+from simpletuner.s3 import S3Login
+
+KEY = "publishing_config"
+PROVIDERS = {"s3-compatible": "s3", "b2": "backblaze_b2"}
+ELSEWHERE = ("azure_blob", "azure", "dropbox")
+PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step", "tracker_run_name")
+REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?:[\w.-]{0,94}\w)?", re.ASCII)
+NEEDS_HUB = ("hub_model_id", "push_checkpoints_to_hub", "model_card_private")
+# Amazon's names for three of the keys.
+AMAZON = {f"aws_{key}": key for key in ("session_token", "region")} | {
+    "aws_access_key_id": "access_key",
+    "aws_secret_access_key": "secret_key",
+}
+
+
+def parse_hooks(value: object) -> object:
+    value = parse_json_text(value)
+    if isinstance(value, str):
+        problems: list[Problem] = []
+        if not Path(value).expanduser().is_file():
+            raise ValueError("does not exist; it is a file, an object or a list of objects")
+        value = read_json(Path(value).expanduser(), problems)
+        if problems:
+            raise ValueError(problems[0].message.removesuffix("."))
+    return [value] if isinstance(value, dict) else value
+
+
+def parse_stores(value: object) -> object:
+    """The list of stores, with one name for each key and provider."""
+    value = parse_hooks(value)
+    hide_secrets({KEY: value})
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _plain(store: Any) -> Any:
+    if not isinstance(store, dict):
+        return store
+    plain = {AMAZON.get(key, key): each for key, each in store.items()}
+    if plain.get("provider") in ELSEWHERE:
+        message = f"{plain['provider']!r} is not built; use post_upload_script, for example with rclone"
+        raise ValueError(f"has the provider {message}")
+    return plain | {"provider": PROVIDERS.get(plain.get("provider", ""), plain.get("provider"))}
+
+
+@dataclass(frozen=True)
+class Store:
+    """A bucket that gets a copy of the output folder."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    provider: Literal["s3", "backblaze_b2"]
+    bucket: Annotated[Text, Field(min_length=1)]
+    region: Text | None = None
+    access_key: Text | None = None
+    secret_key: Text | None = None
+    session_token: Text | None = None
+    profile: Text | None = None
+    endpoint_url: Text | None = None
+    base_path: Text = ""
+    public_base_url: Text | None = None
+    use_ssl: Flag = True
+    force_single_part: Flag = False
+    request_headers: dict[str, Text] = field(default_factory=dict)
+
+    @property
+    def endpoint(self) -> str | None:
+        """The store's address; None is Amazon's."""
+        if self.provider == "backblaze_b2" and self.endpoint_url is None:
+            return f"https://s3.{self.region}.backblazeb2.com"
+        return self.endpoint_url
+
+    @property
+    def login(self) -> S3Login:
+        """How to connect."""
+        keys = self.access_key, self.secret_key, self.session_token
+        return S3Login(self.endpoint, self.region, *keys, self.profile, self.use_ssl, headers=self.request_headers)
+
+
+class PublishConfig(Group):
+    """Publishing"""
+
+    push_to_hub: Flag = option(False, "Upload the result to the Hugging Face hub at the end.")
+    hub_model_id: Text | None = option(
+        None,
+        "Repository on the hub: `owner/name`, its address, or a name, which then belongs to the login.",
+        default_note="tracker_project_name",
+    )
+    push_checkpoints_to_hub: Flag = option(False, "Upload each checkpoint, too; the newest is also at the root.")
+    push_to_hub_background: Flag = option(False, "Upload beside training instead of waiting for each upload.")
+    model_card_private: Flag = option(True, "Create the repository as private. An existing one stays as it is.")
+    model_card_safe_for_work: Flag = option(
+        False, "Tag the model card as safe-for-work; otherwise it is tagged not-for-all-audiences."
+    )
+    model_card_note: Text | None = option(None, "A note at the top of the model card.")
+    model_card_trigger: TextList | None = option(
+        None, "Words that call up what was trained, for the model card and the header of weight files."
+    )
+    modelspec_comment: Texts | None = option(
+        None,
+        "Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, "
+        "`{current_epoch}` and `{timestamp}` expand.",
+    )
+    publishing_config: Annotated[list[Annotated[Store, Field(title="store")]], BeforeValidator(parse_stores)] | None = (
+        option(
+            None,
+            "S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2), "
+            "`bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md.",
+            form="JSON or file",
+        )
+    )
+    post_checkpoint_script: Text | None = option(
+        None,
+        "A program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`, `{global_step}` and "
+        "`{tracker_run_name}` expand.",
+    )
+    post_upload_script: Text | None = option(
+        None, "The same after each upload, also with `{remote_checkpoint_path}`, the address of the upload."
+    )
+    webhook_config: Json | None = option(None, "File, object or list of objects describing webhooks.", planned="switch")
+
+    @property
+    def stores(self) -> list[Store]:
+        return self.publishing_config or []
+
+    @property
+    def trigger(self) -> str:
+        """The trigger words as one text."""
+        return ", ".join(self.model_card_trigger or [])
+
+
+def without_hidden(value: Any) -> Any:
+    """A recorded setting without the secrets that were hidden in it."""
+    if isinstance(value, list):
+        return [without_hidden(each) for each in value]
+    if isinstance(value, dict):
+        return {key: without_hidden(each) for key, each in value.items() if each != HIDDEN}
+    return value
+
+
+def repository_name(written: str) -> str:
+    """`owner/name` or `name` from a name or an address on the hub."""
+    path = urlsplit(written).path if "://" in written else written.partition("?")[0]
+    parts = path.strip("/").split("/")
+    return "/".join(parts[:2] if "://" in written else parts)
+
+
+def check_publishing(publish: PublishConfig, project: str, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
+    """What would make an upload fail for certain, and keys without effect.
+
+    Args:
+        project: value of `tracker_project_name`.
+    """
+    uploads = publish.push_to_hub or bool(publish.stores)
+    if publish.push_to_hub:
+        yield from _check_hub(publish.hub_model_id, project)
+    else:
+        for key in filter(is_explicit, NEEDS_HUB):
+            yield Problem(key, "has no effect without push_to_hub.", fatal=False)
+    for index, store in enumerate(publish.stores):
+        yield from check_installed(BOTO3, KEY, store.provider)
+        yield from _check_store(store, f"{KEY}[{index}]")
+    yield from _check_script("post_checkpoint_script", publish.post_checkpoint_script)
+    yield from _check_script("post_upload_script", publish.post_upload_script)
+    for key in filter(is_explicit, () if uploads else ("push_to_hub_background", "post_upload_script")):
+        yield Problem(key, "has no effect without push_to_hub or publishing_config.", fatal=False)
+
+
+def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
+    # Imported late: most runs do not need it.
+    from huggingface_hub import constants, get_token
+
+    if not REPOSITORY.fullmatch(repository_name(name or project)):
+        key, rule = "hub_model_id" if name else "tracker_project_name", "letters, digits, '-', '_' and '.'"
+        yield Problem(key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora.")
+    if constants.HF_HUB_OFFLINE:
+        yield Problem("push_to_hub", "the hub is offline (HF_HUB_OFFLINE), so nothing can be uploaded.")
+    elif get_token() is None:
+        yield Problem("push_to_hub", "there is no login of the hub: run `hf auth login`, or set HF_TOKEN.")
+
+
+def _check_store(store: Store, where: str) -> Iterator[Problem]:
+    if store.provider == "backblaze_b2" and not (store.region or store.endpoint_url):
+        yield Problem(f"{where}.region", "is required for backblaze_b2, such as us-west-004; or give endpoint_url.")
+    if store.endpoint_url and urlsplit(store.endpoint_url).scheme not in ("http", "https"):
+        yield Problem(f"{where}.endpoint_url", f"{store.endpoint_url!r} does not begin with https:// or http://.")
+    if (store.access_key is None) != (store.secret_key is None):
+        yield Problem(f"{where}.access_key", "and secret_key must be given together.")
+
+
+def _check_script(key: str, script: str | None) -> Iterator[Problem]:
+    if script is None:
+        return
+    try:
+        command = shlex.split(script)
+    except ValueError as error:
+        yield Problem(key, f"{script!r} cannot be split into words: {error}.")
+        return
+    if shutil.which(command[0]) is None:
+        yield Problem(key, f"{command[0]!r} is not a program that can be run here.")
