@@ -107,7 +107,6 @@ class Hub:
         return HfApi()
 
     def prepare(self) -> str:
-        import httpx
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
@@ -119,7 +118,9 @@ class Hub:
             return self._check_repository()
         except HfHubHTTPError as error:
             raise UserError(self._refusal(error)) from None
-        except (httpx.HTTPError, OSError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of the HTTP library, which depends on the hub's version
             message = f"push_to_hub: {self._api.endpoint} cannot be reached ({type(error).__name__}: {error})."
             raise UserError(redact(message)) from None
 

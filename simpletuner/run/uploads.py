@@ -52,7 +52,7 @@ class Uploads:
     destinations: Sequence[Destination]
     events: EventStream
     describe: Callable[[int, int], None] | None = None
-    waits: Sequence[float] = WAITS
+    waits: Sequence[float] = field(default_factory=lambda: WAITS)
     in_use: list[Path] = field(default_factory=list, init=False)
     failed: list[str] = field(default_factory=list, init=False)
     _saved: CheckpointSaved | None = field(default=None, init=False)

@@ -1,0 +1,197 @@
+"""Results reach the hub as they are on disk, and no failure of the hub ends a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from simpletuner.training.manifest import LORA_FILE
+from tests.hub import GUEST, OWNER, READ, FakeHub, used_hub
+from tests.workspace import Workspace
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.setattr("simpletuner.run.uploads.WAITS", (0.0, 0.0))
+    with used_hub(monkeypatch) as hub:
+        yield hub
+
+
+def test_a_lora_with_its_checkpoints_is_uploaded(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+    keys: dict[str, Any] = {"hub_model_id": "https://huggingface.co/me/my-star?x=1", "validation_disable": False}
+    keys |= {"push_to_hub": True, "push_checkpoints_to_hub": True, "use_ema": True, "ema_validation": "ema_only"}
+    workspace.write_config(**keys, model_card_trigger=["a sks star"], model_card_note="Mind the *gap*.")
+    assert workspace.train("validation_step_interval=2", "checkpoint_step_interval=2") == 0
+    repository = hub.repositories["me/my-star"]
+    assert repository.private
+    result = workspace.path(f"output/{LORA_FILE}").read_bytes()
+    assert repository.files[LORA_FILE] == repository.files[f"checkpoint-4/{LORA_FILE}"] == result
+    first = workspace.path(f"output/checkpoint-2/{LORA_FILE}").read_bytes()
+    assert repository.files[f"checkpoint-2/{LORA_FILE}"] == first != result
+    assert {f"ema/{LORA_FILE}", "README.md", "simpletuner_config.json", "assets/image_0_0.png"} <= {*repository.files}
+    assert not any("training_state" in path or path.endswith("manifest.json") for path in repository.files)
+    assert [each["summary"] for each in repository.commits] == [
+        "Trained for 1 epoch and 2 steps.", "Trained for 1 epoch and 4 steps.",
+    ]  # fmt: skip
+    assert "Training objective: flow matching." in repository.commits[-1]["description"]
+    card = ModelCard(repository.text("README.md"))
+    assert (card.data.base_model_relation, card.data.pipeline_tag) == ("adapter", "text-to-image")
+    assert card.data.instance_prompt == "a sks star"
+    assert 'pipe.load_lora_weights("me/my-star")' in card.text
+    assert "Verified by reloading: the weights load through the stock pipeline" in card.text
+    assert "Uploaded step 4 to the hub as me/my-star" in capsys.readouterr().out
+
+
+def test_a_full_fine_tune_is_uploaded_as_a_pipeline(hub: FakeHub, tmp_path: Path, t2i_checkpoint: Path) -> None:
+    workspace = Workspace.create(tmp_path, t2i_checkpoint, model_type="full", max_train_steps=1, push_to_hub=True)
+    workspace.write_config(tracker_project_name="stars", push_to_hub_background=True)
+    assert workspace.train() == 0
+    files = hub.repositories[f"{OWNER}/stars"].files
+    pipeline = workspace.path("output/pipeline")
+    expected = {each.relative_to(pipeline).as_posix(): each for each in pipeline.rglob("*") if each.is_file()}
+    assert "model_index.json" in expected
+    assert all(files[path] == local.read_bytes() for path, local in expected.items())
+    assert ModelCard(files["README.md"].decode()).data.base_model_relation == "finetune"
+
+
+def test_a_server_that_recovers_is_asked_again(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+    hub.broken_commits = 2
+    assert workspace.train("push_to_hub=true", "hub_model_id=star", "max_train_steps=1") == 0
+    assert len(hub.repositories["me/star"].commits) == 1
+    assert "simpletuner publish" not in capsys.readouterr().out
+
+
+def test_what_failed_is_uploaded_later_without_training(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+    hub.broken_commits = 3
+    assert workspace.train("push_to_hub=true", "hub_model_id=star", "max_train_steps=1") == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-1].endswith("the next command tries again: simpletuner publish output")
+    repository = hub.repositories["me/star"]
+    assert (repository.commits, repository.files) == ([], {})
+    hub.requests.clear()
+    assert workspace.run("publish", "output") == 0
+    assert not [each for each in hub.requests if each.startswith("PUT")], "large files had arrived"
+    assert repository.files[LORA_FILE] == workspace.path(f"output/{LORA_FILE}").read_bytes()
+    assert len(repository.commits) == 1
+    assert workspace.run("publish", "output") == 0
+    assert len(repository.commits) == 1, "nothing has changed, so nothing is committed"
+    assert workspace.run("publish", "output", "--hub_model_id=elsewhere") == 0
+    text = hub.repositories["me/elsewhere"].text("README.md")
+    assert 'pipe.load_lora_weights("me/elsewhere")' in text
+    assert "me/star" not in text
+
+
+def test_publish_reports_what_it_cannot_do(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.run("publish", "nowhere") == 2
+    assert "'nowhere' is not the output folder of a run" in capsys.readouterr().err
+    assert workspace.train("max_train_steps=1") == 0, "a run that was not to be uploaded"
+    capsys.readouterr()
+    assert workspace.run("publish", "output", "lora_rank=4") == 2
+    assert "lora_rank: has no effect" in capsys.readouterr().err
+    hub.broken_commits = 3
+    assert workspace.run("publish", "output", "--hub_model_id=star") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "Not everything was uploaded; the same command tries again."
+    assert workspace.run("publish", "output", "--hub_model_id=star") == 0
+    assert 'pipe.load_lora_weights("me/star")' in hub.repositories["me/star"].text("README.md")
+
+
+@pytest.mark.parametrize(
+    ("token", "complaint"),
+    [
+        (None, "push_to_hub: there is no login of the hub: run `hf auth login`, or set HF_TOKEN."),
+        ("hf_unknownunknownunknown", "push_to_hub: the hub does not accept the token"),
+        (READ, "push_to_hub: the token of the hub can only read"),
+        (GUEST, "push_to_hub: the token of the hub has no permission to write to me/star."),
+    ],
+)
+def test_who_may_not_write_learns_it_before_training(
+    token: str | None, complaint: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    with used_hub(monkeypatch, token) as hub:
+        assert workspace.train("push_to_hub=true", "hub_model_id=star") == 2
+    shown = capsys.readouterr()
+    assert complaint in shown.err
+    assert "Loading torch" not in shown.out
+    assert hub.repositories == {}
+    assert token is None or token not in shown.err + shown.out
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_at_the_start(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    with used_hub(monkeypatch) as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        assert workspace.train("push_to_hub=true") == 2
+        assert "push_to_hub: http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert workspace.train("push_to_hub=true") == 2
+        assert "the hub is offline (HF_HUB_OFFLINE)" in capsys.readouterr().err
+    assert hub.requests == []
+
+
+def test_an_existing_public_repository_is_mentioned(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+    from tests.hub import Repository
+
+    hub.repositories["me/star"] = Repository(private=False)
+    assert workspace.train("push_to_hub=true", "hub_model_id=me/star", "max_train_steps=1") == 0
+    assert "me/star exists on the hub and is public" in capsys.readouterr().out
+
+
+def test_nothing_private_is_published(hub: FakeHub, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "sesame-sesame")
+    workspace.write_config(push_to_hub=True, hub_model_id="star", max_train_steps=1, validation_disable=False)
+    workspace.write_config(model_card_note="{env:MY_API_KEY}", output_dir=str(workspace.path("output")))
+    workspace.write_config(modelspec_comment=f"see {Path.home()}/notes/star.txt", tracker_run_name="and/or")
+    assert workspace.train() == 0
+    files = hub.repositories["me/star"].files
+    for secret in (b"sesame-sesame", str(workspace.folder).encode(), b"multidatabackend"):
+        assert not [path for path, content in files.items() if secret in content]
+    settings = json.loads(files["simpletuner_config.json"])["config"]
+    assert settings["learning_rate"] == 1e-3
+    assert settings["tracker_run_name"] == "and/or"
+    assert "modelspec_comment" not in settings
+
+
+def test_scripts_run_after_checkpoints_and_uploads(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
+    script = workspace.path("note it.py")
+    script.write_text("import json, sys\nopen('notes', 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n")
+    note = f"{sys.executable} '{script}'"
+    workspace.write_config(push_to_hub=True, hub_model_id="star", max_train_steps=2, tracker_run_name="a; rm -rf b")
+    workspace.write_config(
+        post_checkpoint_script=f"{note} {{global_step}} {{local_checkpoint_path}} {{tracker_run_name}}"
+    )
+    workspace.write_config(post_upload_script=f"{note} {{remote_checkpoint_path}}")
+    assert workspace.train() == 0
+    lines = [json.loads(line) for line in workspace.path("notes").read_text().splitlines()]
+    assert lines == [
+        ["2", str(workspace.path("output/checkpoint-2")), "a; rm -rf b"],
+        [f"{hub.address}/me/star"],
+    ]
+    script.write_text("raise SystemExit('no way')")
+    assert workspace.train("max_train_steps=3") == 0
+    assert "warning: post_upload_script ended with code 1: no way" in capsys.readouterr().out
+
+
+def test_the_yaml_of_a_card_cannot_be_broken_by_prompts(hub: FakeHub, workspace: Workspace) -> None:
+    prompt = "a \"star\": [x]\n---\nlicense: stolen\n# 'quoted' | {{ 7 * 7 }} ``` </Gallery> \u2028 \t end"
+    workspace.write_config(push_to_hub=True, hub_model_id="star", max_train_steps=1, validation_disable=False)
+    workspace.write_config(validation_prompt=prompt, disable_benchmark=True, tracker_run_name="# a | b\n---")
+    assert workspace.train() == 0
+    text = hub.repositories["me/star"].text("README.md")
+    card = ModelCard(text)
+    assert yaml.safe_load(text.split("---\n")[1]) == card.data.to_dict()
+    assert card.data.license == "mit"
+    texts = {each["text"]: each for each in card.data.widget}
+    assert set(texts) == {"unconditional (blank prompt)", prompt}
+    assert texts[prompt]["output"]["url"].removeprefix("./") in hub.repositories["me/star"].files
+    assert f"````\n{prompt}\n````" in card.text
+    assert "# \\# a \\| b ---" in card.text
