@@ -197,7 +197,7 @@ class Bucket:
 
         whole = {"multipart_threshold": 5 * 2**30} if self.store.force_single_part else {}
         there = self._objects()
-        for path, local in copied_files(upload.folder).items():
+        for path, local in copied_files(self.output_dir).items():
             key, facts = f"{self.prefix}/{path}", local.stat()
             if there.get(key, (-1, 0.0))[0] != facts.st_size or there[key][1] < facts.st_mtime:
                 self._client.upload_file(str(local), self.store.bucket, key, Config=TransferConfig(**whole))

@@ -121,7 +121,7 @@ def _training(plan: Plan, step: int, epoch: int, public: Mapping[str, Any]) -> I
     config = plan.config
     optimizer, schedule = config.optimizer, config.schedule
     rate, batch = learning_rate(optimizer, config.model.model_type), _effective_batch(config)
-    yield "Steps", f"{step} of {plan.length.total_steps}, {epoch} epochs"
+    yield "Steps, epochs", f"{step} of {plan.length.total_steps}, {epoch}"
     yield "Learning rate", f"{rate:g}, {optimizer.lr_scheduler}, {optimizer.lr_warmup_steps} steps of warm-up"
     clipped = f"{optimizer.grad_clip_method} {optimizer.max_grad_norm:g}" if optimizer.max_grad_norm else "none"
     yield "Gradient clipping", clipped

@@ -30,6 +30,7 @@ from simpletuner.reporting.events import (
     EventStream,
     MediaRendered,
     PhaseEnded,
+    PhaseStarted,
     StateChanged,
     StepDone,
 )
@@ -139,6 +140,8 @@ class RunReport:
                     self.write()
             case PhaseEnded() if event.phase.kind == PREVIEWS:
                 self.write()
+            case PhaseStarted(kind="uploading") if self._step == self.plan.length.total_steps:
+                self.write("finished")  # so that a copy of the output folder has the whole report
             case StateChanged(state="running"):
                 self._step = event.step
                 self.write()

@@ -116,8 +116,12 @@ class Uploads:
 
     def join(self) -> None:
         """Wait for all uploads and scripts."""
-        while self._jobs.unfinished_tasks:  # `Queue.join` would not let Ctrl-C through
-            time.sleep(0.02)
+        try:
+            while self._jobs.unfinished_tasks:  # `Queue.join` would not let Ctrl-C through
+                time.sleep(0.02)
+        except KeyboardInterrupt:
+            self.events.say(f"An upload was interrupted; to upload the rest: {repeat_command(self.output_dir)}")
+            raise
 
     def _checkpoints(self, step: int) -> list[Path]:
         """The checkpoint of a step, if it is to be uploaded; rolling ones are for resuming only."""
