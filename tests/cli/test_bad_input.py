@@ -243,7 +243,16 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
         ("adam_beta1=1", "adam_beta1: '1'"),
         ("optimizer_beta1=0.9", "optimizer_beta1: and optimizer_beta2 must be given together."),
         ("validation_resolution=1.0", "sizes are pixels, not megapixels"),
-        ("push_to_hub=true", "push_to_hub: true is not available yet"),
+        ("fsdp_enable=true", "fsdp_enable: true is not available yet"),
+        (
+            "post_upload_script=no-such-program {global_step}",
+            "'no-such-program' is not a program that",
+        ),
+        ('post_checkpoint_script="echo', "cannot be split into words: No closing quotation."),
+        (
+            "publishing_config=stores.json",
+            "publishing_config: 'stores.json' does not exist",
+        ),
         ("webhook_config=hooks.json", "webhook_config: 'hooks.json' is not available yet"),
         ("model_type=fulll", "Did you mean 'full'?"),
     ],

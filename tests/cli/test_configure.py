@@ -372,14 +372,14 @@ def test_what_training_would_refuse_can_be_left_out(configure: Configure, capsys
             "model_family": "stable-diffusion",
             "lora_rnak": 8,
             "seed": "x",
-            "push_to_hub": True,
+            "fsdp_enable": True,
         }
     )
     configure()
     shown = capsys.readouterr().out
     assert "Did you mean 'lora_rank'?" in shown
     assert "not available yet" in shown
-    assert not {"lora_rnak", "push_to_hub"} & set(written())
+    assert not {"lora_rnak", "fsdp_enable"} & set(written())
     assert (written()["seed"], written()["model_family"]) == (42, "kandinsky5-image")
 
 

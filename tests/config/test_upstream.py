@@ -47,7 +47,6 @@ def test_what_is_done_anyway_is_no_error(pair: tuple[str, str]) -> None:
         ("flow_custom_timesteps", "801,694", "timestep_sampling_offset"),
         ("gradient_checkpointing_backend", "unsloth", "gradient_checkpointing_interval"),
         ("disk_low_action", "wait", "disk_low_threshold"),
-        ("post_checkpoint_script", "x.sh", "no scripts are run"),
         ("validation_guidance_rescale", 0.7, "validation_guidance"),
         ("evaluation_type", "clip", "eval_steps_interval"),
         ("validation_lycoris_strength", 0.8, "`simpletuner sample --strength` renders"),

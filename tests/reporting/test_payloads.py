@@ -11,15 +11,18 @@ import pytest
 
 from simpletuner.redaction import HIDDEN
 from simpletuner.reporting.events import (
+    UPLOADING,
     CheckpointSaved,
     Evaluated,
     Event,
     EventStream,
     MediaRendered,
     Notice,
+    PhaseStarted,
     PreviewGrew,
     StateChanged,
     StepDone,
+    Uploaded,
 )
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payload, Payloads, read_events
@@ -57,6 +60,8 @@ def told(*events: Event) -> list[Payload]:
         (MediaRendered(PICTURE), ["training.validation"]),
         (PreviewGrew(PICTURE, 5, 20, 750.0), ["validation.image"]),
         (CheckpointSaved(Path("x/checkpoint-4"), 4, 1.0), ["training.checkpoint", "lifecycle.stage"]),
+        (PhaseStarted("Uploading", kind=UPLOADING), ["training.status", "lifecycle.stage"]),
+        (Uploaded("step 4 to the hub", "https://hub/me/star", 4), ["training.status"]),
         (Notice("hot", warning=True), ["notification"]),
     ],
 )

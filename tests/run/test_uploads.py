@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from simpletuner.training.manifest import LORA_FILE
-from tests.hub import GUEST, OWNER, READ, FakeHub, used_hub
+from simpletuner.config.publishing import PublishConfig
+from simpletuner.reporting.events import CheckpointSaved, EventStream, Uploaded
+from simpletuner.reporting.upload import Upload
+from simpletuner.run.uploads import Uploads
+from simpletuner.training.manifest import LORA_FILE, Identity, Manifest, describe_files, prune, write_manifest
+from simpletuner.training.state import TrainState
+from tests.hub import GUEST, OWNER, READ, FakeHub, Repository, used_hub
 from tests.workspace import Workspace
 
+IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, 0, "", {})
+NO_REPORT: Any = None
 Capture = pytest.CaptureFixture[str]
 
 
@@ -139,8 +149,6 @@ def test_a_hub_that_cannot_be_reached_is_an_error_at_the_start(
 
 
 def test_an_existing_public_repository_is_mentioned(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
-    from tests.hub import Repository
-
     hub.repositories["me/star"] = Repository(private=False)
     assert workspace.train("push_to_hub=true", "hub_model_id=me/star", "max_train_steps=1") == 0
     assert "me/star exists on the hub and is public" in capsys.readouterr().out
@@ -195,3 +203,50 @@ def test_the_yaml_of_a_card_cannot_be_broken_by_prompts(hub: FakeHub, workspace:
     assert texts[prompt]["output"]["url"].removeprefix("./") in hub.repositories["me/star"].files
     assert f"````\n{prompt}\n````" in card.text
     assert "# \\# a \\| b ---" in card.text
+
+
+@dataclass
+class Slow:
+    """A destination that takes its time; the first of its uploads fails."""
+
+    title: str = "a slow place"
+    gate: threading.Event = field(default_factory=threading.Event)
+    seen: list[tuple[str, bool]] = field(default_factory=list)
+
+    def prepare(self) -> str:
+        return ""
+
+    def upload(self, upload: Upload) -> str:
+        assert self.gate.wait(10)
+        self.seen.append((upload.name, upload.folder.is_dir()))
+        if len(self.seen) == 1:
+            raise RuntimeError("the line broke")
+        return "slow://there"
+
+
+def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Path) -> None:
+    place, said, described = Slow(), list[object](), list[int]()
+    events = EventStream(said.append)
+    publish = PublishConfig(push_to_hub=True, push_checkpoints_to_hub=True, push_to_hub_background=True)
+    uploads = Uploads(
+        publish, tmp_path, "run", [place], events, lambda step, epoch: described.append(step), waits=(0.0,)
+    )
+    events.subscribe(uploads)
+    assembly: Any = SimpleNamespace(settings=SimpleNamespace(total_steps=9))
+    for step in (1, 2):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / LORA_FILE).write_bytes(b"weights")
+        write_manifest(folder, Manifest(step, 1, IDENTITY, describe_files(folder)))
+        events.publish(CheckpointSaved(folder, step, 0.0))
+        uploads.on_step_end(assembly, TrainState(step, 1), NO_REPORT)
+        assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [], "none that waits is deleted"
+    assert place.seen == []
+    place.gate.set()
+    uploads.finish(9, 1)
+    assert [name for name, _ in place.seen] == ["checkpoint-1", "checkpoint-1", "checkpoint-2", "step 9"]
+    assert all(there for _, there in place.seen)
+    assert described == [1, 2, 9]
+    assert (uploads.failed, uploads.in_use) == ([], [])
+    assert [each.step for each in said if isinstance(each, Uploaded)] == [1, 2, 9]
+    assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [tmp_path / "checkpoint-1"]
