@@ -22,7 +22,6 @@ from simpletuner.config.option import (
     Gigabytes,
     Group,
     Integer,
-    Json,
     Number,
     Option,
     PathText,
@@ -38,6 +37,7 @@ from simpletuner.config.preservation import PreservationConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import Route, Routes
 from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
+from simpletuner.config.webhooks import WebhookConfig
 
 CaptionStrategy = Literal[
     "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
@@ -158,7 +158,6 @@ class PublishConfig(Group):
         "Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, "
         "`{current_epoch}` and `{timestamp}` expand.",
     )
-    webhook_config: Json | None = option(None, "File, object or list of objects describing webhooks.", planned="switch")
 
 
 class ScheduleConfig(Group):
@@ -649,6 +648,7 @@ GROUPS: dict[str, type[Group]] = {
     "run": RunOptions,
     "tracking": TrackingConfig,
     "publish": PublishConfig,
+    "webhooks": WebhookConfig,
     "schedule": ScheduleConfig,
     "checkpoints": CheckpointConfig,
     "optimizer": OptimizerConfig,

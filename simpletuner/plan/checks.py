@@ -17,6 +17,7 @@ from simpletuner.config.scheduled_sampling import check_scheduled_sampling
 from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
+from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
 from simpletuner.errors import Problem, shorten
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault
@@ -191,6 +192,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
     yield from config.preservation.check(config.model.model_type)
+    yield from check_webhooks(config.webhooks, config.is_explicit)
     yield from check_crepa(config.crepa, config.is_explicit)
     if config.crepa.needs_encoder:
         yield from VisionEncoder(config.crepa.crepa_encoder).problems()

@@ -244,7 +244,7 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
         ("optimizer_beta1=0.9", "optimizer_beta1: and optimizer_beta2 must be given together."),
         ("validation_resolution=1.0", "sizes are pixels, not megapixels"),
         ("push_to_hub=true", "push_to_hub: true is not available yet"),
-        ("webhook_config=hooks.json", "webhook_config: 'hooks.json' is not available yet"),
+        ("webhook_config=hooks.json", "webhook_config: 'hooks.json' does not exist"),
         ("model_type=fulll", "Did you mean 'full'?"),
     ],
 )
