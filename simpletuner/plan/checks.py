@@ -180,7 +180,9 @@ def check_text(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    """Intervals of the evaluation loss."""
+    """Intervals of the evaluation loss, and previews that are watched."""
+    if config.validation.validation_preview and config.validation.validation_disable:
+        yield Problem("validation_preview", "has no effect with validation_disable.", fatal=False)
     evaluation = config.evaluation
     if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
         yield Problem("eval_epoch_interval", "and eval_steps_interval are both given; both are used.", fatal=False)
