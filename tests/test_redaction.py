@@ -28,7 +28,7 @@ def forget_secrets() -> Iterator[None]:
 @pytest.mark.parametrize(
     "webhook",
     [
-        {"webhook_type": "raw", "callback_url": f"https://example.org/{SECRET}", "auth_token": SECRET},
+        {"webhook_type": "raw", "callback_url": f"ftp://example.org/{SECRET}", "auth_token": SECRET},
         [{"callback_url": "https://example.org/{env:MY_HOOK}"}],
         "https://example.org/{env:MY_HOOK}",
     ],
@@ -39,7 +39,7 @@ def test_no_error_shows_a_webhook(
     monkeypatch.setenv("MY_HOOK", SECRET)
     workspace.write_config(webhook_config=webhook)
     told = complaint(workspace, capsys)
-    assert told.startswith("webhook_config: ")
+    assert "webhook_config" in told
     assert "opensesame" not in told
 
 

@@ -150,6 +150,8 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
         sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
         yield f"Previews every {plan.config.validation.validation_step_interval} steps at {sizes}: {names}"
+    for hook in plan.config.webhooks.hooks:
+        yield f"Events are sent to a {hook}"
 
 
 SHOWN_BUCKETS = 4

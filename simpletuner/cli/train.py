@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,8 +70,16 @@ def train(
     prepare_output(plan)
     setup_logging()
     log_plan(plan, budget)
-    with lock_output(plan.output_dir), signals_as_interrupt(), shown_events() as events:
-        events.subscribe(EventLog(plan.output_dir, Payloads()))
+    with ExitStack() as stack:
+        stack.enter_context(lock_output(plan.output_dir))
+        stack.enter_context(signals_as_interrupt())
+        events = stack.enter_context(shown_events())
+        payloads = Payloads()
+        events.subscribe(EventLog(plan.output_dir, payloads))
+        if plan.config.webhooks.hooks:
+            from simpletuner.reporting.webhooks import delivered
+
+            stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
         for warning in plan.warnings:
             events.publish(Notice(str(warning), warning=True))
         for decision in budget.decisions:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.json_files import json_kind, read_json, same_value
-from simpletuner.config.load import build_group, expand_environment
+from simpletuner.config.json_files import expand_environment, json_kind, read_json, same_value
+from simpletuner.config.load import build_group
 from simpletuner.config.locate import resolve_alias
 from simpletuner.config.messages import unknown_key
 from simpletuner.config.option import (

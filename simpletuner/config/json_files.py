@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from simpletuner.errors import Problem
+from simpletuner.redaction import SECRET_NAME, hide
 
 # A comma before a closing bracket, and every string (so that commas inside strings are left alone).
 TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
+ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 DEEPEST_NESTING = 100
 Pairs = list[tuple[str, Any]]
 
@@ -82,6 +85,30 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
         raise UnusableJsonError("contains a number with thousands of digits") from None
     _check_usable(value)
     return value
+
+
+def expand_environment(value: Any, where: str, problems: list[Problem], *, secret: bool = False) -> Any:
+    """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a problem.
+
+    Args:
+        secret: hide the variables' values in all output. Variables whose names look like secrets are always hidden.
+    """
+    if isinstance(value, dict):
+        return {key: expand_environment(inner, where, problems, secret=secret) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [expand_environment(inner, where, problems, secret=secret) for inner in value]
+    if not isinstance(value, str):
+        return value
+
+    def lookup(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if secret or SECRET_NAME.search(name):
+            hide(os.environ.get(name, ""))
+        if name not in os.environ:
+            problems.append(Problem(where, f"{value!r} needs the environment variable {name}, which is not set."))
+        return os.environ.get(name, "")
+
+    return ENVIRONMENT_REFERENCE.sub(lookup, value)
 
 
 def same_value(one: Any, other: Any) -> bool:

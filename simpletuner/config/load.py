@@ -6,7 +6,6 @@ records which one each value comes from, and collects all problems.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from pydantic import ValidationError
 
 from simpletuner.config import schema
 from simpletuner.config.crepa import CrepaConfig
-from simpletuner.config.json_files import json_kind, read_json, same_value
+from simpletuner.config.json_files import expand_environment, json_kind, read_json, same_value
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.masked_loss import MaskedLossConfig
@@ -27,15 +26,15 @@ from simpletuner.config.preservation import PreservationConfig
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.upstream import foreign_key_problem
+from simpletuner.config.webhooks import WebhookConfig
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
+from simpletuner.redaction import hide_secrets
 
 GroupType = TypeVar("GroupType", bound=Group)
 FAMILY_DEFAULT = "family default"
 FAMILY_FIXED = "fixed by the family"
 CHOSEN = "chosen by offload auto"
 NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN)
-ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,7 @@ class RunConfig:
     run: schema.RunOptions
     tracking: schema.TrackingConfig
     publish: PublishConfig
+    webhooks: WebhookConfig
     schedule: schema.ScheduleConfig
     checkpoints: schema.CheckpointConfig
     optimizer: schema.OptimizerConfig
@@ -212,30 +212,6 @@ def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
     """The problem with the source of its value, such as a file, appended."""
     origin = origins.get(re.split(r"[.\[]", problem.where)[0])
     return replace(problem, message=f"{problem.message} ({origin})") if origin else problem
-
-
-def expand_environment(value: Any, where: str, problems: list[Problem], *, secret: bool = False) -> Any:
-    """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a problem.
-
-    Args:
-        secret: hide the variables' values in all output. Variables whose names look like secrets are always hidden.
-    """
-    if isinstance(value, dict):
-        return {key: expand_environment(inner, where, problems, secret=secret) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [expand_environment(inner, where, problems, secret=secret) for inner in value]
-    if not isinstance(value, str):
-        return value
-
-    def lookup(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if secret or SECRET_NAME.search(name):
-            hide(os.environ.get(name, ""))
-        if name not in os.environ:
-            problems.append(Problem(where, f"{value!r} needs the environment variable {name}, which is not set."))
-        return os.environ.get(name, "")
-
-    return ENVIRONMENT_REFERENCE.sub(lookup, value)
 
 
 def raise_if_fatal(problems: Sequence[Problem]) -> None:

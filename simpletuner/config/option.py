@@ -245,8 +245,9 @@ class Option:
 
     @property
     def may_hold_secret(self) -> bool:
-        """Whether values from `{env:...}` are hidden: true of texts for tracking and publishing services."""
-        return self.section in ("Tracking", "Publishing") and self.type_name in ("text", "list", "JSON")
+        """Whether values from `{env:...}` are hidden: true of texts for services elsewhere."""
+        outside = self.section in ("Tracking", "Publishing", "Webhooks")
+        return outside and self.type_name in ("text", "list", "JSON", "JSON or file")
 
     @property
     def is_flag(self) -> bool:

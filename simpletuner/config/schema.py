@@ -38,6 +38,7 @@ from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import Route, Routes
 from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
+from simpletuner.config.webhooks import WebhookConfig
 
 CaptionStrategy = Literal[
     "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
@@ -546,8 +547,10 @@ class ValidationConfig(Group):
     )
     validation_using_datasets: Flag = option(False, "Use pictures of a dataset as conditions of previews.")
     eval_dataset_id: TextList | None = option(None, "The dataset (or list) those pictures come from.")
-    validation_preview: Flag = option(False, "Webhook events while rendering; off without a webhook.", planned="detail")
-    validation_preview_steps: Integer = option(1, "Steps between these events.", ge=1, planned="detail")
+    validation_preview: Flag = option(
+        False, "Show previews while they are sampled, as small pictures: in the output folder and in raw webhooks."
+    )
+    validation_preview_steps: Integer = option(1, "Sampling steps between two of these pictures.", ge=1)
     disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
     validation_disable: Flag = option(False, "No validation at all.")
     validation_disable_unconditional: Flag = option(False, "Do not render the empty prompt.")
@@ -629,6 +632,7 @@ GROUPS: dict[str, type[Group]] = {
     "run": RunOptions,
     "tracking": TrackingConfig,
     "publish": PublishConfig,
+    "webhooks": WebhookConfig,
     "schedule": ScheduleConfig,
     "checkpoints": CheckpointConfig,
     "optimizer": OptimizerConfig,

@@ -210,6 +210,7 @@ class PreviewRequest:
         source: the source picture of an i2i or i2v preview, of any size.
         num_frames: frames of a clip; 1 for pictures.
         between_steps: called after each sampling step; an exception from it stops the rendering.
+        watch: called after each sampling step with the number of steps done, the timestep, sigma and z `1 C F H W`.
     """
 
     embeds: TextEmbeds
@@ -223,11 +224,23 @@ class PreviewRequest:
     source: Image | None = None
     num_frames: int = 1
     between_steps: Callable[[], None] = lambda: None
+    watch: Callable[[int, float, float, Tensor], None] | None = None
 
-    def on_step_end(self, pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """A `callback_on_step_end` for diffusers' pipelines; changes no tensor."""
-        self.between_steps()
-        return {}
+    def on_step_end(self, z_of: Callable[[Tensor], Tensor]) -> Callable[..., dict[str, Any]]:
+        """A `callback_on_step_end` for diffusers' pipelines, which changes no tensor.
+
+        Args:
+            z_of: the pipeline's latents -> z.
+        """
+
+        def after_step(pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            self.between_steps()
+            if self.watch is not None:
+                sigma = float(pipeline.scheduler.sigmas[index + 1])
+                self.watch(index + 1, float(timestep), sigma, z_of(tensors["latents"]))
+            return {}
+
+        return after_step
 
     @property
     def start(self) -> Image | None:
@@ -238,9 +251,14 @@ class PreviewRequest:
 
 
 class PreviewPipeline(Protocol):
-    """The family's stock diffusers pipeline, ready to sample from cached embeddings."""
+    """The family's stock diffusers pipeline, ready to sample from cached embeddings.
+
+    Attributes:
+        encoder: around the same VAE.
+    """
 
     vae: Any
+    encoder: LatentEncoder
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size; returns its frames in order."""

@@ -18,6 +18,7 @@ from simpletuner.config.scheduled_sampling import check_scheduled_sampling
 from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
+from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
 from simpletuner.errors import Problem, shorten
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault
@@ -180,7 +181,9 @@ def check_text(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    """Intervals of the evaluation loss."""
+    """Intervals of the evaluation loss, and previews that are watched."""
+    if config.validation.validation_preview and config.validation.validation_disable:
+        yield Problem("validation_preview", "has no effect with validation_disable.", fatal=False)
     evaluation = config.evaluation
     if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
         yield Problem("eval_epoch_interval", "and eval_steps_interval are both given; both are used.", fatal=False)
@@ -193,6 +196,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_trackers(config.tracking.report_to)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name, config.is_explicit)
     yield from config.preservation.check(config.model.model_type)
+    yield from check_webhooks(config.webhooks, config.is_explicit)
     yield from check_crepa(config.crepa, config.is_explicit)
     if config.crepa.needs_encoder:
         yield from VisionEncoder(config.crepa.crepa_encoder).problems()

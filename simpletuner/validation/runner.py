@@ -41,6 +41,7 @@ from simpletuner.training.step import StepReport
 from simpletuner.validation.adapters import AdapterRun
 from simpletuner.validation.clip_writer import write_mp4
 from simpletuner.validation.prompts import ValidationPrompt
+from simpletuner.validation.sketch import ColourMap, GrowingPreview, discard_unfinished
 
 REHEARSED_STEPS = 2  # the fewest that every sampler accepts
 IMAGE_FOLDER, BENCHMARK_FOLDER = "validation_images", "benchmarks/base_model"
@@ -224,6 +225,7 @@ class ValidationRunner:
     lacking: bool = False
     renderer: Renderer = field(init=False)
     _rendered_at: int | None = field(default=None, init=False)
+    _colours: ColourMap | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.renderer = Renderer(self.config, self.frame_rate)
@@ -268,6 +270,7 @@ class ValidationRunner:
         shots = [shot for shot in self._shots(step, benchmark) if not any(map(shot.is_in, recorded))]
         if not shots or self._rendered_at == step or not assembly.world.is_main:
             return
+        discard_unfinished(self.output_dir)
         title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
         stage = "final_validation" if step >= assembly.settings.total_steps else "validation"
         stage = "benchmark_base_model" if benchmark else stage
@@ -310,6 +313,8 @@ class ValidationRunner:
         """Sample one preview and write it."""
         request = self.renderer.request(shot.subject, (shot.width, shot.height), shot.seed)
         request = replace(request, between_steps=lambda: phase.advance(0, shot.name))
+        if self.config.validation.validation_preview:
+            request = replace(request, watch=self._growing(assembly, shot, step, request))
         frames = self._pipeline(assembly).render(request)
         path = self._path(shot, step, frames, benchmark)
         self.renderer.write(frames, path)
@@ -318,6 +323,17 @@ class ValidationRunner:
             path=path.relative_to(self.output_dir).as_posix(), width=frames[0].width, height=frames[0].height,
             seed=shot.seed, ema=shot.ema, index=shot.index,
         )  # fmt: skip
+
+    def _growing(self, assembly: Assembly, shot: Shot, step: int, request: PreviewRequest) -> GrowingPreview:
+        """What writes a preview while it is sampled."""
+        if self._colours is None:
+            self._colours = ColourMap.fit(self._pipeline(assembly).encoder, assembly.adapter.spec)
+        media = MediaRecord(
+            step, shot.name, shot.subject.prompt.prompt, "", shot.width, shot.height, shot.seed, shot.ema, shot.index
+        )
+        every, total = self.config.validation.validation_preview_steps, request.num_inference_steps
+        seconds = request.num_frames / (self.frame_rate or 1)
+        return GrowingPreview(self._colours, every, total, media, seconds, self.output_dir, self.events.publish)
 
     def _path(self, shot: Shot, step: int, frames: list[Image], benchmark: bool) -> Path:
         dimensions, suffix = self.renderer.dimensions(frames), self.renderer.suffix

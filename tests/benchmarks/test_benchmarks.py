@@ -27,6 +27,7 @@ SMALLEST = {
     "step": "--size tiny --batches 1 --steps 1",
     "text_cache": "--captions 1",
     "tread": "",
+    "webhooks": "--size tiny --steps 1",
 }
 ELSEWHERE = {"ablation", "first_gpu", "cost_table"}  # their parts have tests of their own
 

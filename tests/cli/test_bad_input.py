@@ -253,7 +253,7 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
             "publishing_config=stores.json",
             "publishing_config: 'stores.json' does not exist",
         ),
-        ("webhook_config=hooks.json", "webhook_config: 'hooks.json' is not available yet"),
+        ("webhook_config=hooks.json", "webhook_config: 'hooks.json' does not exist"),
         ("model_type=fulll", "Did you mean 'full'?"),
     ],
 )

@@ -88,10 +88,10 @@ def test_twice_on_the_command_line_is_a_correction() -> None:
 
 def test_variables_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHERE", "/data")
-    config, problems = load(("output_dir", "{env:WHERE}/run"), ("webhook_config", {"a": ["{env:WHERE}"]}))
+    config, problems = load(("output_dir", "{env:WHERE}/run"), ("instance_prompt", ["{env:WHERE}"]))
     assert problems == []
     assert config.run.output_dir == "/data/run"
-    assert config.publish.webhook_config == {"a": ["/data"]}
+    assert config.datasets.instance_prompt == ["/data"]
     monkeypatch.setenv("WHERE", "")
     assert load(("validation_prompt", "{env:WHERE}"))[0].validation.validation_prompt is None
 

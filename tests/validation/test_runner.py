@@ -61,6 +61,7 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     assembly: Any = SimpleNamespace(
         accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load), transformer=nn.Identity(),
         sampling_weights=nullcontext, world=World(), parameters={}, module_parameters={},
+        settings=SimpleNamespace(total_steps=9),
     )  # fmt: skip
     for step in range(2):
         validation.rehearse(assembly) if rehearsed else validation.render(assembly, TrainState(step))

@@ -10,7 +10,7 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transf
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, PreviewPipeline
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, LatentEncoder, PreviewPipeline
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
 from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale
@@ -29,6 +29,7 @@ class Kandinsky5Adapter:
 
     Attributes:
         vae_class: diffusers class of its VAE.
+        encoder_class: wraps that VAE.
         preview_class: wraps the stock pipeline for previews.
         takes_picture: the task starts from a picture (i2i, i2v).
         dtype: dtype that the transformer was loaded in.
@@ -36,7 +37,8 @@ class Kandinsky5Adapter:
 
     spec: FamilySpec
     vae_class: Any
-    preview_class: Callable[[Any, torch.device, bool], PreviewPipeline]
+    encoder_class: Callable[[Any, torch.device, torch.dtype], LatentEncoder]
+    preview_class: Callable[[Any, LatentEncoder, torch.device, bool], PreviewPipeline]
 
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
@@ -96,7 +98,7 @@ class Kandinsky5Adapter:
         vae = self.load_vae(device, self.dtype)
         sampler = self.load_sampler(shift, from_picture=self.takes_picture)
         pipeline = loading.stock_pipeline(self._pipeline_class(), transformer, vae, sampler)
-        return self.preview_class(pipeline, device, self.takes_picture)
+        return self.preview_class(pipeline, self.encoder_class(vae, device, self.dtype), device, self.takes_picture)
 
     def velocity(
         self,

@@ -59,6 +59,7 @@ class Kandinsky5ImageAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Image checkpoint."""
 
     spec, vae_class, preview_class = KANDINSKY5_IMAGE, AutoencoderKL, StockImagePipeline
+    encoder_class = FluxLatentEncoder
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxLatentEncoder:
         return FluxLatentEncoder(self.load_vae(device, dtype), device, dtype)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from simpletuner.models.adapter import PreviewRequest
+from simpletuner.models.adapter import LatentEncoder, PreviewRequest
 from simpletuner.models.loading import load_whole
 from simpletuner.models.source import Part
 
@@ -50,8 +50,13 @@ def stock_pipeline(pipeline_class: Any, transformer: nn.Module, vae: Any, schedu
 class StockPipeline:
     """diffusers' own pipeline of the flavour, called with cached embeddings; a subclass defines `render`."""
 
-    def __init__(self, pipeline: Any, device: torch.device, takes_picture: bool) -> None:
+    def __init__(self, pipeline: Any, encoder: LatentEncoder, device: torch.device, takes_picture: bool) -> None:
         self.pipeline, self.vae, self.device, self.takes_picture = pipeline, pipeline.vae, device, takes_picture
+        self.encoder = encoder
+
+    def z_of(self, latents: Tensor) -> Tensor:
+        """z `B C F H W` out of the pipeline's `B F H W C'`, which may hold conditions after the channels of z."""
+        return latents[..., : self.pipeline.transformer.config.out_visual_dim].movedim(-1, 1)
 
     def inputs(self, request: PreviewRequest) -> dict[str, Any]:
         """Arguments of the pipeline's call for one preview."""
@@ -61,7 +66,7 @@ class StockPipeline:
             "num_inference_steps": request.num_inference_steps,
             "guidance_scale": request.guidance_scale,
             "generator": torch.Generator(request.seed_device).manual_seed(request.seed),
-            "callback_on_step_end": request.on_step_end,
+            "callback_on_step_end": request.on_step_end(self.z_of),
             **({"image": request.start} if self.takes_picture else {}),
         }
         for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):

@@ -61,6 +61,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Video checkpoint; the size that the result will be sampled at decides the RoPE scale."""
 
     spec, vae_class, preview_class = KANDINSKY5_VIDEO, AutoencoderKLHunyuanVideo, StockVideoPipeline
+    encoder_class = HunyuanLatentEncoder
 
     def __init__(self, setup: CheckpointSetup) -> None:
         super().__init__(setup)

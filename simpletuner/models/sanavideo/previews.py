@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.sanavideo.denoiser import collate_text
+from simpletuner.models.sanavideo.denoiser import WanLatentEncoder, collate_text
 
 WITHOUT_TEXT = ("tokenizer", "text_encoder")
 # Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.
@@ -27,7 +27,7 @@ class StockSanaPipelines:
     def __init__(
         self, transformer: nn.Module, vae: AutoencoderKLWan, samplers: tuple[Any, Any], device: torch.device
     ) -> None:
-        self.vae, self.device = vae, device
+        self.vae, self.device, self.encoder = vae, device, WanLatentEncoder(vae, device, torch.float32)
         parts: dict[str, Any] = {"transformer": transformer, "vae": vae, **dict.fromkeys(WITHOUT_TEXT)}
         self.from_text: Any = diffusers.SanaVideoPipeline(**parts, scheduler=samplers[0])
         self.from_picture: Any = diffusers.SanaImageToVideoPipeline(**parts, scheduler=samplers[1])
@@ -58,5 +58,5 @@ class StockSanaPipelines:
             "generator": torch.Generator(request.seed_device).manual_seed(request.seed),
             "use_resolution_binning": False,
             "output_type": "pil",
-            "callback_on_step_end": request.on_step_end,
+            "callback_on_step_end": request.on_step_end(lambda latents: latents),
         }

@@ -1,0 +1,252 @@
+"""Sends the events of a run to webhooks, each from a thread of its own, so that a slow receiver delays no step.
+
+A message that cannot be delivered is lost; it is neither repeated nor does it end the run.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import av
+import httpx
+from PIL import Image
+
+from simpletuner.config.load import RunConfig
+from simpletuner.config.webhooks import Hook
+from simpletuner.redaction import hide
+from simpletuner.reporting.events import Event, EventStream
+from simpletuner.reporting.payloads import Payload, Payloads
+from simpletuner.reporting.previews import MIME
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = 5.0  # seconds, of a delivery and of the end of a run
+WAITING = 64  # messages in a queue
+SECONDS_BETWEEN_WARNINGS = 60.0
+MOST_REDIRECTS = 3
+LEVELS = {"critical": 0, "error": 1, "warning": 2, "success": 3, "info": 3, "debug": 4}
+# Limits of Discord: characters of a message, and bytes of a file.
+LONGEST_TEXT, LARGEST_FILE = 2000, 10_000_000
+DISCORD_TYPES = {"training.status", "training.checkpoint", "training.validation", "notification", "error"}
+
+
+class Outbox:
+    """Messages that wait for their delivery, at most `WAITING`.
+
+    In a full queue the oldest message about progress gives way, else the oldest other one, but never one about a
+    checkpoint, an error or the end of the run.
+
+    Attributes:
+        dropped: how many messages have given way.
+    """
+
+    def __init__(self) -> None:
+        self._messages: deque[Payload] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def put(self, message: Payload) -> None:
+        """Add a message; never blocks."""
+        with self._changed:
+            self._messages.append(message)
+            if len(self._messages) > WAITING:
+                victim = min(self._messages, key=_worth)
+                if _worth(victim) < KEPT:
+                    self._messages.remove(victim)
+                    self.dropped += 1
+            self._changed.notify()
+
+    def take(self) -> Payload | None:
+        """The oldest message, once there is one; None if the queue is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._messages or self._closed)
+            return self._messages.popleft() if self._messages else None
+
+    def close(self) -> None:
+        """What is in the queue can still be taken."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+
+KEPT = 2
+
+
+def _worth(message: Payload) -> int:
+    """0 for progress, 1 for other messages, `KEPT` for those that are never dropped."""
+    if message["type"] in ("training.checkpoint", "error"):
+        return KEPT
+    if message["type"] == "training.status":
+        return 0 if message["data"]["status"] == "running" else KEPT
+    return 0 if message["type"] in ("validation.image", "lifecycle.stage") else 1
+
+
+@dataclass
+class Delivery:
+    """Subscriber that sends events to one webhook.
+
+    Attributes:
+        folder: the output folder, which the paths in payloads are relative to.
+    """
+
+    hook: Hook
+    payloads: Payloads
+    folder: Path
+    images: str = "data_uri"
+    outbox: Outbox = field(default_factory=Outbox, init=False)
+    _warned_at: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"webhook {self.hook.host}", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: Event) -> None:
+        for payload in self.payloads(event):
+            if LEVELS[payload["severity"]] <= LEVELS[self.hook.log_level] and self._concerns(payload):
+                self.outbox.put(payload)
+
+    def _concerns(self, payload: Payload) -> bool:
+        """People who read a Discord channel need no progress."""
+        if self.hook.webhook_type == "raw":
+            return True
+        return payload["type"] in DISCORD_TYPES and payload.get("data", {}).get("status") not in (
+            "running",
+            "failed",
+        )  # an error follows
+
+    def finish(self, deadline: float) -> None:
+        """Deliver what is left, until a time of `time.monotonic`."""
+        self.outbox.close()
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        lost = self.outbox.dropped + len(self.outbox)
+        if lost:
+            logger.warning("The webhook at %s was too slow: %d messages were not sent.", self.hook.host, lost)
+
+    def _run(self) -> None:
+        token = {"X-API-Key": self.hook.auth_token} if self.hook.auth_token else {}
+        with httpx.Client(timeout=TIMEOUT, verify=self.hook.verifies, headers=token) as client:
+            while (payload := self.outbox.take()) is not None:
+                try:
+                    self._post(client, payload)
+                except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+                    logger.debug("The webhook at %s could not be reached: %s", self.hook.host, type(error).__name__)
+
+    def _post(self, client: httpx.Client, payload: Payload) -> None:
+        content = discord_form(self.hook, payload, self.folder) if self.hook.webhook_type == "discord" else None
+        body = content or {"json": inlined(payload, self.folder, self.images)}
+        request: httpx.Request | None = client.build_request("POST", self.hook.address, **body)
+        for _ in range(MOST_REDIRECTS):
+            if request is None:
+                return
+            hide(str(request.url))  # libraries log it in this form
+            response = client.send(request, stream=True)  # the answer itself is of no interest
+            response.close()
+            if response.is_error:
+                self._warn(response.status_code)
+            request = response.next_request if is_same_host(request.url, response.next_request) else None
+
+    def _warn(self, status: int) -> None:
+        now = time.monotonic()
+        if self._warned_at is None or now - self._warned_at >= SECONDS_BETWEEN_WARNINGS:
+            self._warned_at = now
+            logger.warning("The webhook at %s answers with status %d.", self.hook.host, status)
+
+
+def is_same_host(url: httpx.URL, target: httpx.Request | None) -> bool:
+    """Whether a redirect stays on its host, and on HTTPS; others would learn the token."""
+    return target is not None and target.url.host == url.host and target.url.scheme in (url.scheme, "https")
+
+
+def inlined(payload: Payload, folder: Path, images: str) -> Payload:
+    """The payload with its pictures and clips as data URIs, or as base64; files that are gone are left out."""
+    if not payload.get("images") and not payload.get("videos"):
+        return payload
+    pictures = [(MIME[Path(path).suffix], _encoded(folder / path)) for path in payload["images"]]
+    clips = [(clip["mime_type"], _encoded(folder / clip["src"])) for clip in payload["videos"]]
+    head = "data:{};base64,{}" if images == "data_uri" else "{1}"
+    return {
+        **payload,
+        "images": [head.format(kind, data) for kind, data in pictures if data],
+        "videos": [{"src": f"data:{kind};base64,{data}", "mime_type": kind} for kind, data in clips if data],
+    }
+
+
+def _encoded(path: Path) -> str:
+    try:
+        return base64.b64encode(path.read_bytes()).decode()
+    except OSError:
+        return ""
+
+
+def discord_form(hook: Hook, payload: Payload, folder: Path) -> dict[str, Any]:
+    """The body of a Discord message, as arguments of httpx: its text, and its pictures and clips as files."""
+    text = payload.get("message") or payload.get("title") or ""
+    if payload["type"] == "training.validation":
+        noun, name = "video" if payload["videos"] else "image", payload["data"]["name"]
+        text = f"Validation {noun} for `{name}`\nValidation prompt: {payload['body']}"
+    paths = [*payload.get("images", ()), *(clip["src"] for clip in payload.get("videos", ()))]
+    files, notes = _attachments([folder / path for path in paths])
+    text = "\n".join([f"`({hook.message_prefix})` {text}" if hook.message_prefix else text, *notes])
+    text = text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
+    # Discord reads payload_json where there is one; prompts may name people, who should not be called.
+    settings = json.dumps({"content": text, "allowed_mentions": {"parse": []}})
+    fields = {"content": (None, text), "payload_json": (None, settings, "application/json")}
+    return {"files": {**fields, **{f"file{number}": file for number, file in enumerate(files)}}}
+
+
+def _attachments(paths: Sequence[Path]) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """The files' names and contents, and notes about those that are too large to send."""
+    files, notes = [], []
+    for path in filter(Path.is_file, paths):
+        if path.stat().st_size <= LARGEST_FILE:
+            files.append((path.name, path.read_bytes()))
+            continue
+        files.append((f"{path.stem}.jpg", still(path)))
+        notes.append(f"{path.name} is too large for Discord; this is a picture of it.")
+    return files, notes
+
+
+def still(path: Path) -> bytes:
+    """A picture, or the first frame of a clip, as JPEG of at most 1024 pixels a side."""
+    if path.suffix == ".mp4":
+        with av.open(str(path)) as clip:
+            picture = next(clip.decode(video=0)).to_image()
+    else:
+        picture = Image.open(path).convert("RGB")
+    picture.thumbnail((1024, 1024))
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+@contextmanager
+def delivered(config: RunConfig, folder: Path, events: EventStream, job_id: str) -> Iterator[None]:
+    """Send the events of a run to its webhooks; what waits at the end is delivered within `TIMEOUT`."""
+    project = config.tracking.tracker_project_name
+    settings, deliveries = config.webhooks, []
+    for hook in settings.hooks:
+        payloads = Payloads(settings.webhook_reporting_interval, job_id)
+        named = hook if hook.message_prefix is not None else replace(hook, message_prefix=project)
+        deliveries.append(Delivery(named, payloads, folder, settings.webhook_images))
+        events.subscribe(deliveries[-1])
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + TIMEOUT
+        for delivery in deliveries:
+            delivery.finish(deadline)

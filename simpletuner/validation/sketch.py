@@ -1,0 +1,136 @@
+"""Pictures of previews that are still being sampled (`validation_preview`).
+
+Decoding with the VAE at every sampling step would cost more than the step, so one linear map turns the channels of a
+latent position into its colour. It is fitted to the checkpoint's own VAE when it is first needed, by least squares on a
+few small latents that the VAE decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from simpletuner.atomic import open_atomically
+from simpletuner.models.adapter import LatentEncoder
+from simpletuner.models.spec import FamilySpec
+from simpletuner.reporting.events import PreviewGrew
+from simpletuner.reporting.metrics import MediaRecord
+
+IN_PROGRESS = "validation_images/in_progress"
+CELLS = 12  # latent positions per side of what the map is fitted to
+
+
+class ColourMap:
+    """A linear map from the `C` channels of a latent position and a constant to its colour in [0, 1]: `C+1 3`."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+
+    @classmethod
+    @torch.no_grad()
+    def fit(cls, encoder: LatentEncoder, spec: FamilySpec) -> ColourMap:
+        """Fit the map to what a VAE decodes: a chart of colours, and random latents around it at several scales."""
+        frames = 1 if spec.media == "image" else 2
+        colours = smooth_noise(3, 1, CELLS // 3).clamp(-1, 1)
+        pixels = interpolate(colours[:, :, 0], scale_factor=spec.vae_stride, mode="bicubic").clamp(-1, 1).unsqueeze(2)
+        chart = encoder.encode(pixels.expand(-1, -1, 1 + (frames - 1) * spec.frame_stride, -1, -1), [0])
+        latents = [chart, *(smooth_noise(chart.shape[1], frames, CELLS * scale // 6) for scale in (1, 2, 4))]
+        targets = torch.cat([_colours(encoder.decode(z), frames) for z in latents])
+        inputs = torch.cat([_inputs(z) for z in latents])
+        return cls(torch.linalg.lstsq(inputs, targets).solution)
+
+    def __call__(self, z: Tensor) -> list[Image.Image]:
+        """One small picture per latent frame of z, `1 C F H W`."""
+        frames, height, width = z.shape[2:]
+        colours = (_inputs(z) @ self.weights).nan_to_num().clamp(0, 1) * 255
+        array = colours.round().to(torch.uint8).reshape(frames, height, width, 3).numpy()
+        return [Image.fromarray(frame) for frame in array]
+
+
+def smooth_noise(channels: int, frames: int, details: int) -> Tensor:
+    """Noise of unit variance, `1 channels frames CELLS CELLS`, with so many details per side; always the same."""
+    draw = torch.Generator().manual_seed(details)
+    noise = torch.randn(frames, channels, details, details, generator=draw)
+    noise = interpolate(noise, size=(CELLS, CELLS), mode="bicubic")
+    return (noise / noise.std()).movedim(0, 1).unsqueeze(0)
+
+
+def _colours(pixels: Tensor, frames: int) -> Tensor:
+    """The mean colour in [0, 1] that each latent position decodes to: `frames*CELLS*CELLS 3`.
+
+    The first latent frame stands for one frame, each further one for the same number.
+    """
+    parts = [pixels[:, :, :1], *pixels[:, :, 1:].tensor_split(frames - 1, dim=2)] if frames > 1 else [pixels]
+    means = [interpolate(part.mean(2).cpu().double(), size=(CELLS, CELLS), mode="area") for part in parts]
+    return (torch.stack(means, dim=1).movedim(2, -1).reshape(-1, 3) + 1) / 2
+
+
+def _inputs(z: Tensor) -> Tensor:
+    """The latent positions of `1 C F H W`, each followed by 1: float64 on the CPU, `F*H*W C+1`."""
+    positions = z.detach().cpu().double().movedim(1, -1).reshape(-1, z.shape[1])
+    return torch.cat([positions, torch.ones(len(positions), 1, dtype=torch.float64)], dim=1)
+
+
+@dataclass
+class GrowingPreview:
+    """Writes what a preview will look like while it is sampled; called after every sampling step.
+
+    Attributes:
+        every: pictures are written at the multiples of this many sampling steps.
+        total: sampling steps.
+        media: the finished preview, without its path.
+        seconds: duration of a clip.
+    """
+
+    colours: ColourMap
+    every: int
+    total: int
+    media: MediaRecord
+    seconds: float
+    output_dir: Path
+    publish: Callable[[PreviewGrew], None]
+    _before: tuple[float, Tensor] | None = field(default=None, init=False)
+
+    def __call__(self, done: int, timestep: float, sigma: float, z: Tensor) -> None:
+        """`done` steps are done, and `z` is at noise level `sigma`."""
+        z = z.detach().float().clone()  # the pipeline may go on in place
+        clean, self._before = self._clean(sigma, z), (sigma, z)
+        if done % self.every == 0:
+            media, prefix = self.media, f"step_{self.media.step}_{self.media.short_name}_{self.media.index}"
+            name = f"{prefix}_{media.width}x{media.height}{'_ema' if media.ema else ''}_{done:03d}"
+            path = self._write(self.colours(clean), self.output_dir / IN_PROGRESS / name)
+            media = replace(media, path=path.relative_to(self.output_dir).as_posix())
+            self.publish(PreviewGrew(media, done, self.total, timestep))
+
+    def _clean(self, sigma: float, z: Tensor) -> Tensor:
+        """The clean latents that the last step points to.
+
+        On the path (1 - sigma) clean + sigma noise, the velocity is dz/dsigma, and clean = z - sigma velocity.
+        """
+        if self._before is None or self._before[0] == sigma:
+            return z
+        before, earlier = self._before
+        return z - sigma * (z - earlier) / (sigma - before)
+
+    def _write(self, frames: list[Image.Image], stem: Path) -> Path:
+        moves = len(frames) > 1
+        path = stem.with_name(stem.name + (".gif" if moves else ".png"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        loop = {"save_all": True, "append_images": frames[1:], "loop": 0}
+        loop |= {"duration": round(1000 * self.seconds / len(frames))}
+        with open_atomically(path, durable=False) as file:
+            frames[0].save(file, "GIF" if moves else "PNG", **(loop if moves else {}))
+        return path
+
+
+def discard_unfinished(output_dir: Path) -> None:
+    """Remove the pictures of an earlier round of previews."""
+    for suffix in ("png", "gif"):
+        for path in (output_dir / IN_PROGRESS).glob(f"step_*.{suffix}"):
+            path.unlink(missing_ok=True)

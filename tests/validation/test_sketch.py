@@ -1,0 +1,139 @@
+"""Previews that are watched while they are sampled: what they show, when, and that they change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.models.kandinsky5.image import FluxLatentEncoder
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.reporting.events import Event, PreviewGrew
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.payloads import read_events
+from simpletuner.validation.sketch import IN_PROGRESS, ColourMap, GrowingPreview
+from tests.closeness import SAMPLING, assert_close
+from tests.fidelity.family import CPU, make_adapter, picture
+from tests.fidelity.sana import make_sana_adapter
+from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.run.test_interruption import PREVIEWED, train
+from tests.tiny import TOKENIZERS, make_checkpoint
+from tests.tiny_sana import make_sana_checkpoint
+from tests.workspace import Workspace
+
+DEMO = TOKENIZERS.parent
+LARGEST_ERROR = 0.1  # of a colour, on average; what is shown is far from noise, which is off by a third
+
+
+def test_the_colours_are_close_to_what_the_vae_decodes() -> None:
+    vae = AutoencoderKL.from_pretrained(DEMO / "checkpoint" / "vae").eval()
+    encoder = FluxLatentEncoder(vae, CPU, torch.float32)
+    colours = ColourMap.fit(encoder, KANDINSKY5_IMAGE)
+    sketches, pictures = [], []
+    for file in sorted((DEMO / "pictures").glob("*.png"))[:6]:
+        array = np.asarray(Image.open(file).convert("RGB").resize((128, 128)), dtype=np.float32)
+        z = encoder.encode(torch.from_numpy(array).permute(2, 0, 1)[None, :, None] / 127.5 - 1, [0])
+        (sketch,) = colours(z)
+        assert sketch.size == (16, 16)
+        sketches.append(torch.from_numpy(np.asarray(sketch).copy()).permute(2, 0, 1) / 255)
+        with torch.no_grad():
+            pictures.append((interpolate(encoder.decode(z)[:, :, 0], size=(16, 16), mode="area")[0] + 1) / 2)
+    shown, decoded = torch.stack(sketches), torch.stack(pictures)
+    assert (shown - decoded).abs().mean() < LARGEST_ERROR
+    assert torch.corrcoef(torch.stack([shown.flatten(), decoded.flatten()]))[0, 1] > 0.8
+
+
+@dataclass
+class Watched:
+    """What a pipeline showed at its sampling steps."""
+
+    steps: list[tuple[int, float, float, Tensor]]
+
+    def __call__(self, done: int, timestep: float, sigma: float, z: Tensor) -> None:
+        self.steps.append((done, timestep, sigma, z.clone()))
+
+
+@pytest.mark.parametrize("task", ["t2i", "i2i", "t2v", "sana", "sana i2v"])
+def test_every_pipeline_shows_its_latents(tmp_path: Path, task: str) -> None:
+    """The latents after the last step are those that the pipeline decodes."""
+    frames = 1 if task in ("t2i", "i2i") else 5
+    if frames == 1:
+        adapter: Any = make_adapter(make_checkpoint(tmp_path / task, task), task)
+    elif task == "t2v":
+        adapter = make_video_adapter(make_checkpoint(tmp_path / task, task), task)
+    else:
+        adapter = make_sana_adapter(make_sana_checkpoint(tmp_path / "sana"))
+    source = picture(64, 64) if task in ("i2i", "sana i2v") else None
+    prompt = TextRequest("a star", source if task == "i2i" else None)
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([prompt])[0]
+    stock = adapter.load_preview_pipeline(adapter.load_transformer(torch.float32).eval(), CPU, None)
+    watched = Watched([])
+    request = PreviewRequest(embeds, embeds, 64, 64, 4, 1.0, 5, source=source, num_frames=frames, watch=watched)
+    with torch.no_grad():
+        seen = stock.render(request)
+        plain = stock.render(replace(request, watch=None))
+        decoded = stock.encoder.decode(watched.steps[-1][-1])
+    assert [np.asarray(frame).tolist() for frame in seen] == [np.asarray(frame).tolist() for frame in plain]
+    assert [done for done, *_ in watched.steps] == [1, 2, 3, 4]
+    timesteps, sigmas = ([step[place] for step in watched.steps] for place in (1, 2))
+    assert timesteps == sorted(timesteps, reverse=True)
+    assert sigmas == sorted(sigmas, reverse=True)
+    assert sigmas[-1] == 0
+    rendered = torch.from_numpy(np.stack([np.asarray(frame) for frame in seen])).permute(3, 0, 1, 2)
+    assert (rendered - (decoded[0] + 1) * 127.5).abs().max() <= 1.01
+
+
+@pytest.fixture
+def previewed(workspace: Workspace) -> Workspace:
+    workspace.write_config(max_train_steps=2, checkpoint_step_interval=2, validation_num_inference_steps=6, **PREVIEWED)
+    return workspace
+
+
+def test_the_previews_of_a_run_grow_and_stay_the_same(previewed: Workspace) -> None:
+    seen: list[Event] = []
+    train(previewed, seen.append)
+    plain = {path.name: path.read_bytes() for path in previewed.path("output/validation_images").glob("*.png")}
+    assert not any(isinstance(event, PreviewGrew) for event in seen)
+    settings = ["validation_preview=true", "validation_preview_steps=2", "output_dir=watched"]
+    assert previewed.run("train", *settings) == 0
+    folder = previewed.path("watched")
+    assert {path.name: path.read_bytes() for path in (folder / "validation_images").glob("*.png")} == plain
+    shown = [event for event in read_events(folder / "events.jsonl") if event["type"] == "validation.image"]
+    assert [event["data"]["step_label"] for event in shown] == ["2/6", "4/6", "6/6"] * len(plain)
+    for event in shown:
+        (path,) = event["images"]
+        with Image.open(folder / path) as sketch:
+            assert sketch.size == (16, 16)
+    assert len(list((folder / IN_PROGRESS).iterdir())) == len(shown)
+
+
+def test_the_estimate_is_exact_where_the_velocity_is_constant(tmp_path: Path) -> None:
+    events: list[PreviewGrew] = []
+    drawn: list[Tensor] = []
+
+    class Drawing(ColourMap):
+        def __call__(self, z: Tensor) -> list[Image.Image]:
+            drawn.append(z)
+            return super().__call__(z)
+
+    clean, noise = torch.randn(1, 4, 2, 3, 5), torch.randn(1, 4, 2, 3, 5)
+    growing = GrowingPreview(
+        Drawing(torch.rand(5, 3, dtype=torch.float64)), 1, 3, MediaRecord(7, "bird", "", "", 40, 24), 0.5, tmp_path,
+        events.append,
+    )  # fmt: skip
+    for done, sigma in ((1, 0.8), (2, 0.5), (3, 0.0)):
+        growing(done, 1000 * sigma, sigma, (1 - sigma) * clean + sigma * noise)
+    for estimate in drawn[1:]:
+        assert_close(estimate, clean, terms=SAMPLING)
+    assert [event.done for event in events] == [1, 2, 3]
+    with Image.open(tmp_path / events[0].media.path) as clip:
+        assert (clip.size, clip.n_frames, clip.info["duration"]) == ((5, 3), 2, 250)  # type: ignore[attr-defined]
