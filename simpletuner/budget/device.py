@@ -220,19 +220,23 @@ def query_gpu() -> tuple[str, float] | None:
         return None
     chosen = visible.split(",")[0].strip() if visible else ""
     try:
-        part = _slice(_ask(program, "-L"), chosen)
+        part = _slice(ask_driver(program, "-L"), chosen)
         if part is not None:
             return part
         words = ["-i", chosen] if chosen else []
-        lines = _ask(program, *words, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+        lines = ask_driver(program, *words, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
         name, _, mebibytes = lines[0].rpartition(",")
         return name.strip(), float(mebibytes) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None  # plan as without a GPU; if the driver is broken, torch reports it later
 
 
-def _ask(program: str, *words: str) -> list[str]:
-    """Run nvidia-smi; returns the lines that it prints."""
+def ask_driver(program: str, *words: str) -> list[str]:
+    """Run nvidia-smi; returns the lines that it prints.
+
+    Raises:
+        OSError, SubprocessError: it does not run, fails or hangs.
+    """
     done = subprocess.run([program, *words], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True)
     return done.stdout.strip().splitlines()
 

@@ -8,6 +8,9 @@ import re
 import secrets
 import socket
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,6 +19,7 @@ import typer
 from simpletuner.errors import UserError
 
 if TYPE_CHECKING:
+    from simpletuner.reporting.events import EventStream
     from simpletuner.server.guard import Access
 
 INSTALL = "the web page needs Starlette and uvicorn: pip install 'simpletuner[server]'"
@@ -26,11 +30,12 @@ NO_ACCOUNTS = (
 )
 PLAIN = " Without --ssl the network can read along."
 TOKEN = re.compile(r"[\w.~-]{16,}", re.ASCII)
-PORTS = {"callback": 8002}
+PORT, CALLBACK_PORT = 8001, 8002
+LOOPBACK = "127.0.0.1"
 
 
 def server(
-    host: Annotated[str, typer.Option("--host", "-H", help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", "-H", help="Address to listen on.")] = LOOPBACK,
     port: Annotated[
         int | None, typer.Option("--port", "-p", help="Port to listen on; 8001, with --mode callback 8002.", max=65535)
     ] = None,
@@ -51,7 +56,7 @@ def server(
     reload: Annotated[bool, typer.Option("--reload", help="Start anew when the program's source changes.")] = False,
 ) -> None:
     """Serve the web page of the project in this folder, on http://localhost:8001."""
-    require_server()
+    require_packages()
     from uvicorn.supervisors import ChangeReload
 
     from simpletuner.server.project import Project
@@ -59,7 +64,7 @@ def server(
 
     access, pair = find_access(host, token), certificate(ssl, ssl_key, ssl_cert)
     project = Project(Path.cwd().resolve(), tuple(map(existing_folder, root or [])))
-    listener = listen(host, PORTS.get(mode, 8001) if port is None else port)
+    listener = listen(host, port or (CALLBACK_PORT if mode == "callback" else PORT))
     if ssl_no_verify:
         os.environ["SIMPLETUNER_SSL_NO_VERIFY"] = "true"  # runs inherit it
     announce(access, listener, secure=bool(pair))
@@ -70,7 +75,19 @@ def server(
         page.run([listener])
 
 
-def require_server() -> None:
+def open_page(port: int) -> Callable[[Path, EventStream], AbstractContextManager[None]]:
+    """Take a port for the page of a run; `page_of_run` of its output folder and events serves it.
+
+    Raises:
+        UserError: the port is taken, or the packages of the page are missing.
+    """
+    require_packages()
+    from simpletuner.server.serve import listen, page_of_run
+
+    return partial(page_of_run, listen(LOOPBACK, port))
+
+
+def require_packages() -> None:
     """Raise unless the packages of the page are installed.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from simpletuner.cli.server import PORT, open_page
 from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "--dry_run", help="Check everything, print the plan, start nothing.")
     ] = False,
+    page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run while it lasts.")] = False,
+    page_port: Annotated[
+        int | None,
+        typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535),
+    ] = None,
 ) -> None:
     """Train with config/config.json, or another file.
 
@@ -55,6 +61,7 @@ def train(
     if dry_run:
         _show_plan(arguments, problems)
         return
+    serve_page = open_page(page_port or PORT) if page or page_port else None
     from simpletuner.budget.ready import ready_plan
     from simpletuner.budget.show import log_plan, start_lines
     from simpletuner.models.registry import load_adapter
@@ -80,6 +87,8 @@ def train(
             from simpletuner.reporting.webhooks import delivered
 
             stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
+        if serve_page:
+            stack.enter_context(serve_page(plan.output_dir, events))
         for warning in plan.warnings:
             events.publish(Notice(str(warning), warning=True))
         for decision in budget.decisions:

@@ -11,9 +11,11 @@ stay what they are if this comes back.
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from starlette.routing import Route
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import read_datasets
 from simpletuner.config.json_files import json_kind, read_json
-from simpletuner.config.locate import EXAMPLES, dataset_file, example_names, resolve_alias
+from simpletuner.config.locate import EXAMPLES, dataset_file, example_names
 from simpletuner.config.schema import option_names
 from simpletuner.errors import Problem
 from simpletuner.plan.draft import Draft
@@ -53,18 +55,15 @@ def routes() -> list[Route]:
 def configs(request: Request) -> Response:
     """The configs of the project."""
     project = project_of(request)
-    names = project.config_names()
-    return JSONResponse([{"name": name, "path": shown(project.config_file(name), project)} for name in names])
+    files = {name: project.config_file(name) for name in project.config_names()}
+    return JSONResponse([{"name": name, "path": shown(project, path)} for name, path in files.items()])
 
 
 def examples(request: Request) -> Response:
     """The packaged configs, which can be read and run but not saved."""
-    wanted = ("model_family", "model_flavour", "model_type")
-    found = []
-    for name in example_names():
-        content = json.loads((EXAMPLES / name / "config.json").read_text(encoding="utf-8"))
-        found.append({"name": EXAMPLE + name, **{key: content.get(key) for key in wanted}})
-    return JSONResponse(found)
+    keys = ("model_family", "model_flavour", "model_type")
+    found = {name: settings_in(EXAMPLES / name / "config.json") for name in example_names()}
+    return JSONResponse([{"name": EXAMPLE + name, **{key: found[name].get(key) for key in keys}} for name in found])
 
 
 def config(request: Request) -> Response:
@@ -82,54 +81,43 @@ async def put_config(request: Request) -> Response:
     path, values = writable(project, project.config_file(name)), (await read_object(request)).get("values")
     if not isinstance(values, dict):
         raise Refusal(400, [Problem("values", f"must be an object, not {json_kind(values)}.")])
-
-    def change(content: Any) -> Any:
-        settings = {} if content is None else settings_of(content)
-        replace_values(settings, values)
-        return settings if content is None else content  # settings may be a part of the content
-
-    def answer() -> dict[str, Any]:
-        return config_json(project, name, path)
-
-    return await run_in_threadpool(save, path, request.headers.get("if-match"), change, answer)
+    expected = request.headers.get("if-match")
+    change, answer = partial(with_values, values), partial(config_json, project, name, path)
+    return await run_in_threadpool(save, path, expected, change, answer)
 
 
 def datasets(request: Request) -> Response:
     """The entries of a config's dataset file, and what is wrong with them; `?config=NAME`."""
     project = project_of(request)
-    path, settings = dataset_path(request)
-    return JSONResponse(datasets_json(project, path, settings), headers={"ETag": etag(path)} if path.is_file() else {})
+    path, settings = datasets_of(project, request.query_params.get("config", "config"))
+    tag = {"ETag": etag(path)} if path.is_file() else {}
+    return JSONResponse(datasets_json(project, readable(project, path), settings), headers=tag)
 
 
 async def put_datasets(request: Request) -> Response:
     """Save the entries of a config's dataset file."""
-    project = project_of(request)
-    path, settings = dataset_path(request)
-    entries = (await read_object(request)).get("entries")
+    project, entries = project_of(request), (await read_object(request)).get("entries")
+    path, settings = datasets_of(project, request.query_params.get("config", "config"))
     if not isinstance(entries, list):
         raise Refusal(400, [Problem("entries", f"must be a list, not {json_kind(entries)}.")])
-
-    def change(content: Any) -> Any:
-        return unmasked(entries, content, "entries")
-
-    def answer() -> dict[str, Any]:
-        return datasets_json(project, path, settings)
-
-    return await run_in_threadpool(save, writable(project, path), request.headers.get("if-match"), change, answer)
+    expected = request.headers.get("if-match")
+    change, answer = partial(unmasked, entries), partial(datasets_json, project, path, settings)
+    return await run_in_threadpool(save, writable(project, path), expected, change, answer)
 
 
 def save(path: Path, expected: str | None, change: Callable[[Any], Any], answer: Callable[[], Any]) -> Response:
     """Replace the content of a JSON file by what `change` makes of it (of None if there is no file).
 
+    The answer is 412 if its ETag is not the expected one.
+
     Raises:
-        Refusal: 412 if its ETag is not the expected one, 422 if the file is not JSON; it is kept then.
+        Refusal: 422 if the file is not JSON; it is kept then.
     """
     with _saving:
         current = etag(path) if path.is_file() else None
         if current != expected:
-            headers = {"ETag": current} if current else None
             content = {**answer(), "problems": problems_json([Problem("", f"{path.name} {CHANGED}")])}
-            return JSONResponse(content, 412, headers)
+            return JSONResponse(content, 412, {"ETag": current} if current else None)
         write_json(path, change(read(path) if current else None))
         return JSONResponse(answer(), headers={"ETag": etag(path)})
 
@@ -152,6 +140,15 @@ def read(path: Path) -> Any:
     return content
 
 
+def readable(project: Project, path: Path) -> Path:
+    """The file itself, if it may be shown: packaged, or inside the project.
+
+    Raises:
+        Refusal: 403 if it is elsewhere.
+    """
+    return path if path.is_relative_to(EXAMPLES) else project.inside(path)
+
+
 def writable(project: Project, path: Path) -> Path:
     """The file itself, if it may be written.
 
@@ -163,58 +160,46 @@ def writable(project: Project, path: Path) -> Path:
     return project.inside(path)
 
 
-def shown(path: Path, project: Project) -> str:
+def shown(project: Project, path: Path) -> str:
     """A path as people write it in the project."""
     return str(path.relative_to(project.folder)) if path.is_relative_to(project.folder) else str(path)
 
 
 def config_json(project: Project, name: str, path: Path) -> dict[str, Any]:
     """A config as the page reads it."""
-    settings = settings_of(read(path)) if path.is_file() else {}
-    values = {canonical(key): value for key, value in settings.items()}
-    found = project.folder / dataset_file(text_of(values.get("data_backend_config")), path.parent, [])
+    file, values = datasets_of(project, name)
+    entries = None
+    with suppress(Refusal):  # a config is shown whatever its dataset file is
+        entries = masked(read(readable(project, file)))
     return {
         "name": name,
-        "path": shown(path, project),
+        "path": shown(project, path),
         "values": masked(values),
-        "datasets": masked(read(found)) if found.is_file() and allowed(project, found) else None,
-        "dataset_path": shown(found, project),
-        "problems": problems_json(Draft(path, settings).judgement.problems),
+        "datasets": entries,
+        "dataset_path": shown(project, file),
+        "problems": problems_json(Draft(path, values).judgement.problems),
     }
 
 
-def dataset_path(request: Request) -> tuple[Path, dict[str, Any]]:
-    """The dataset file of the config that a request names, and the config's settings."""
-    project = project_of(request)
-    path = project.config_file(request.query_params.get("config", "config"))
-    settings = settings_of(read(path)) if path.is_file() else {}
-    values = {canonical(key): value for key, value in settings.items()}
-    file = project.folder / dataset_file(text_of(values.get("data_backend_config")), path.parent, [])
-    if not allowed(project, file):
-        project.inside(file)
-    return file, values
+def datasets_of(project: Project, name: str) -> tuple[Path, dict[str, Any]]:
+    """The dataset file of a config, wherever it is, and the config's settings by their main names."""
+    path = project.config_file(name)
+    values = {canonical(key): value for key, value in settings_in(path).items()}
+    given = values.get("data_backend_config")
+    return project.folder / dataset_file(given if isinstance(given, str) else None, path.parent, []), values
 
 
 def datasets_json(project: Project, path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A dataset file as the page reads it; a problem's key begins with `FILE: ID`."""
     problems: list[Problem] = []
-    names = {key: text_of(settings.get(key)) or f"{{{key}}}" for key in ("model_family", "output_dir")}
-    read_datasets(path, problems, placeholders=names)
+    read_datasets(path, problems, placeholders={key: str(settings.get(key)) for key in ("model_family", "output_dir")})
     entries = masked(read(path)) if path.is_file() else []
-    return {"path": shown(path, project), "entries": entries, "problems": problems_json(problems)}
+    return {"path": shown(project, path), "entries": entries, "problems": problems_json(problems)}
 
 
-def allowed(project: Project, path: Path) -> bool:
-    """Whether a dataset file may be shown: packaged, or inside the project."""
-    try:
-        return path.is_relative_to(EXAMPLES) or bool(project.inside(path))
-    except Refusal:
-        return False
-
-
-def text_of(value: Any) -> str | None:
-    """A text with packaged paths resolved; None for everything else."""
-    return resolve_alias(value) if isinstance(value, str) and value else None
+def settings_in(path: Path) -> dict[str, Any]:
+    """The settings in a config file as it spells them; none if there is no file."""
+    return settings_of(read(path)) if path.is_file() else {}
 
 
 def settings_of(content: Any) -> dict[str, Any]:
@@ -236,17 +221,16 @@ def canonical(key: str) -> str:
     return option.name if option else key
 
 
-def replace_values(settings: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set, add or (None) remove keys in place, each under the spelling that the file has."""
-    written: dict[str, list[str]] = {}
-    for key in settings:
-        written.setdefault(canonical(key), []).append(key)
+def with_values(values: Mapping[str, Any], content: Any) -> Any:
+    """The content of a config file with keys set, added or (None) removed, each under the spelling that it has."""
+    content = {} if content is None else content
+    settings = settings_of(content)
     for key, value in values.items():
-        for name in written.get(canonical(key), [key]):
+        for name in [name for name in settings if canonical(name) == canonical(key)] or [key]:
+            settings[name] = unmasked(value, settings.get(name), key)
             if value is None:
-                settings.pop(name, None)
-            else:
-                settings[name] = unmasked(value, settings.get(name), key)
+                del settings[name]
+    return content
 
 
 def masked(value: Any, name: str = "") -> Any:
@@ -255,16 +239,18 @@ def masked(value: Any, name: str = "") -> Any:
         return {key: masked(inner, key) for key, inner in value.items()}
     if isinstance(value, list):
         return [masked(inner, name) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no word for it
     if not isinstance(value, str) or not value or REFERENCE.fullmatch(value):
         return value
     return SECRET if SECRET_NAME.search(name) or redact(value) != value else value
 
 
-def unmasked(value: Any, old: Any, key: str) -> Any:
+def unmasked(value: Any, old: Any, key: str = "") -> Any:
     """A value with every `SECRET` in it replaced by what the file has there; entries of lists are found by their id.
 
     Raises:
-        Refusal: 422 if the file has nothing there.
+        Refusal: 422 if the file has no secret there.
     """
     if value == SECRET:
         if masked(old, key) != SECRET:
@@ -280,8 +266,7 @@ def unmasked(value: Any, old: Any, key: str) -> Any:
 
 def counterpart(entry: Any, place: int, old: Any) -> Any:
     """The entry of an old list with the same id, else at the same place; None if there is none."""
-    entries: Sequence[Any] = old if isinstance(old, list) else []
-    name = entry.get("id") if isinstance(entry, dict) else None
-    if name is not None:
-        return next((each for each in entries if isinstance(each, dict) and each.get("id") == name), None)
+    entries = old if isinstance(old, list) else []
+    if isinstance(entry, dict) and "id" in entry:
+        return next((each for each in entries if isinstance(each, dict) and each.get("id") == entry["id"]), None)
     return entries[place] if place < len(entries) else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from simpletuner.budget.device import ask_driver, host_memory
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.models.registry import FAMILIES, canonical_family_name
-from simpletuner.models.spec import FamilySpec
 from simpletuner.server.project import Refusal, project_of
 
 MOST_NAMES = 5000  # of a folder; the page shows that there are more
-GPU_QUERY = ("index", "name", "memory.total", "memory.free", "utilization.gpu", "temperature.gpu")
-QUERY_SECONDS = 5
+GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits")
 KINDS = {
     **dict.fromkeys(PICTURE_SUFFIXES, "images"),
     **dict.fromkeys(CLIP_SUFFIXES, "videos"),
@@ -42,14 +43,11 @@ def routes() -> list[Route]:
 
 
 def models(request: Request) -> Response:
-    """The model families."""
-    return JSONResponse([family_json(spec) for spec in FAMILIES.values()])
-
-
-def family_json(spec: FamilySpec) -> dict[str, Any]:
-    """A family as the page shows it."""
-    names = [flavour.name for flavour in spec.flavours]
-    return {"name": spec.name, "title": spec.title, "media": spec.media, "license": spec.license, "flavours": names}
+    """The model families with the names of their flavours."""
+    keys = ("name", "title", "media", "license")
+    found = [{key: vars(spec)[key] for key in keys} for spec in FAMILIES.values()]
+    names = [[flavour.name for flavour in spec.flavours] for spec in FAMILIES.values()]
+    return JSONResponse([{**spec, "flavours": flavours} for spec, flavours in zip(found, names, strict=True)])
 
 
 def flavours(request: Request) -> Response:
@@ -57,45 +55,33 @@ def flavours(request: Request) -> Response:
     spec = FAMILIES.get(canonical_family_name(request.path_params["family"]))
     if spec is None:
         raise Refusal(404, f"The family is not one of: {', '.join(FAMILIES)}.")
-    wanted = ("name", "repository", "task", "needs")
-    return JSONResponse([{key: vars(flavour)[key] for key in wanted} for flavour in spec.flavours])
+    keys = ("name", "repository", "task", "needs")
+    return JSONResponse([{key: vars(flavour)[key] for key in keys} for flavour in spec.flavours])
 
 
 def gpus(request: Request) -> Response:
-    """Every NVIDIA GPU with its memory in bytes; an empty list without a driver."""
-    return JSONResponse([gpu_json(line) for line in ask_driver()])
-
-
-def ask_driver() -> list[str]:
-    """A line of `GPU_QUERY` for each GPU."""
+    """Every NVIDIA GPU with its memory in bytes, None where it does not tell; an empty list without a driver."""
     program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
-        ).stdout.splitlines()
+        lines = ask_driver(program, *GPU_QUERY) if program else []
     except (OSError, subprocess.SubprocessError):
-        return []  # a broken driver is reported when a run starts
+        lines = []  # a broken driver is reported when a run starts
+    return JSONResponse([gpu_json(*map(str.strip, line.split(","))) for line in lines])
 
 
-def gpu_json(line: str) -> dict[str, Any]:
-    """A line of nvidia-smi; None where a GPU does not tell."""
-    index, name, *rest = (part.strip() for part in line.split(","))
-    total, free, used, temperature = (float(part) if part.replace(".", "").isdecimal() else None for part in rest)
-    sizes = {key: None if value is None else value * 2**20 for key, value in (("total", total), ("free", free))}
-    return {"index": int(index), "name": name, **sizes, "utilisation": used, "temperature": temperature}
+def gpu_json(index: str, name: str, *mebibytes: str) -> dict[str, Any]:
+    """A line of nvidia-smi."""
+    total, free = (int(size) * 2**20 if size.isdecimal() else None for size in mebibytes)
+    return {"index": int(index), "name": name, "total": total, "free": free}
 
 
 def memory(request: Request) -> Response:
     """The machine's memory in bytes; None where the system does not tell."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        told = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     except OSError:
-        lines = []
-    sizes = {name: int(words.split()[0]) * 1024 for name, _, words in (line.partition(":") for line in lines)}
-    return JSONResponse({"total": sizes.get("MemTotal"), "free": sizes.get("MemAvailable")})
+        told = None
+    return JSONResponse({"total": host_memory(), "free": int(told[1]) * 1024 if told else None})
 
 
 def browse(request: Request) -> Response:
@@ -106,7 +92,7 @@ def browse(request: Request) -> Response:
         raise Refusal(404, f"{str(folder)!r} is not a folder.")
     try:
         with os.scandir(folder) as entries:
-            found = [entry for entry, _ in zip(entries, range(MOST_NAMES + 1), strict=False)]
+            found = list(islice(entries, MOST_NAMES + 1))
     except OSError as error:
         raise Refusal(403, f"{str(folder)!r} cannot be read: {error.strerror}.") from None
     shown = [entry for entry in found[:MOST_NAMES] if not entry.name.startswith(".")]

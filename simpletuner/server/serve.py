@@ -17,6 +17,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from simpletuner.errors import UserError
+from simpletuner.reporting.events import EventStream
 from simpletuner.server.app import Mode, create_app
 from simpletuner.server.guard import Access, Guard
 from simpletuner.server.project import Project
@@ -96,13 +97,13 @@ class Connection(H11Protocol):
 
 
 @contextmanager
-def page_of_run(listener: socket.socket, output_dir: Path) -> Iterator[None]:
+def page_of_run(listener: socket.socket, output_dir: Path, events: EventStream) -> Iterator[None]:
     """Serve the page of a run from a thread of its process while the block lasts."""
-    folder = Path.cwd().resolve()
-    project = Project(folder, (output_dir.resolve(),), run=output_dir.resolve())
+    project = Project(Path.cwd().resolve(), (output_dir.resolve(),), run=output_dir.resolve())
     server = make_server(project, Access(in_run=True), "trainer")
     thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
     thread.start()
+    events.say(f"Page: http://localhost:{listener.getsockname()[1]}")
     try:
         yield
     finally:

@@ -1,0 +1,230 @@
+"""The server as a process: it starts in a moment, prints its address, and ends at once, whoever is connected."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request as Ask
+from urllib.request import urlopen
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from simpletuner.cli.app import main
+from simpletuner.plan.build import Plan
+from simpletuner.reporting.events import EventStream
+from simpletuner.server import serve
+from simpletuner.server.guard import Access
+from simpletuner.server.project import Project
+from tests.workspace import Workspace
+
+ADDRESS = re.compile(r"(https?)://(\S+?):(\d+)(/\?token=([\w-]{43}))?\n")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@contextmanager
+def started(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], re.Match[str]]]:
+    """`simpletuner server` as a process, and the address it printed."""
+    command = [sys.executable, "-m", "simpletuner", "server", "--port", str(free_port()), *options]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        found = ADDRESS.fullmatch(process.stdout.readline())
+        assert found is not None
+        yield process, found
+    finally:
+        process.kill()
+        process.wait()
+
+
+def fetch(port: str, path: str = "/health", **headers: str) -> bytes:
+    with urlopen(Ask(f"http://127.0.0.1:{port}{path}", headers=headers), timeout=5) as answer:
+        return bytes(answer.read())
+
+
+def test_ctrl_c_ends_it_at_once_without_a_traceback(tmp_path: Path) -> None:
+    with started(tmp_path) as (process, address):
+        assert (address[1], address[2], address[4]) == ("http", "localhost", None)
+        assert b'"ok"' in fetch(address[3])
+        with socket.create_connection(("127.0.0.1", int(address[3]))) as open_one:
+            open_one.sendall(b"GET / HTTP/1.1\r\n")
+            begun = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=10)
+            assert time.monotonic() - begun < 2  # a second, and a busy machine
+    assert (process.returncode, errors) == (130, "Interrupted.\n")
+
+
+def test_elsewhere_a_token_is_printed_once_and_needed(tmp_path: Path) -> None:
+    with started(tmp_path, "--host", "0.0.0.0") as (process, address):
+        token = address[5]
+        with pytest.raises(OSError, match="401"):
+            fetch(address[3])
+        assert b'"ok"' in fetch(address[3], **{"X-API-Key": token})
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=10)
+    assert "There are no accounts" in errors
+    assert token not in output + errors
+
+
+def test_starts_in_a_moment_and_without_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys, threading, time; from pathlib import Path; from urllib.request import urlopen\n"
+        "from simpletuner.server import guard, project, serve\n"
+        "listener = serve.listen('127.0.0.1', 0)\n"
+        "server = serve.make_server(project.Project(Path.cwd()), guard.Access())\n"
+        "threading.Thread(target=server.run, args=([listener],), daemon=True).start()\n"
+        "address = f'http://127.0.0.1:{listener.getsockname()[1]}'\n"
+        "urlopen(f'{address}/health').read(); print(time.process_time())\n"
+        "for path in ('/', '/api/configs/', '/api/datasets/plan', '/api/models', '/api/hardware/memory'):\n"
+        "    urlopen(address + path).read()\n"
+        "print(sorted({'torch', 'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    seconds, modules = done.stdout.splitlines()
+    assert modules == "[]"
+    assert float(seconds) < 2  # a second here; machines differ
+
+
+def test_busy_port_and_foreign_address_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["server", "--port", str(port)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: port {port} of 127.0.0.1 cannot be used (Address already")
+    assert main(["server", "--host", "192.0.2.1"]) == 2
+    assert "192.0.2.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ssl"], "--ssl needs --ssl-key and --ssl-cert; to make a pair: openssl"),
+        (["--ssl-key", "no.pem", "--ssl-cert", "no.pem"], "cannot be used"),
+        (["--root", "nowhere"], "--root nowhere is not a folder"),
+        (["--token", "short"], "at least 16"),
+        (["--mode", "all"], "unified"),
+    ],
+)
+def test_bad_option_is_refused(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["server", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else object())
+    assert main(["server"]) == 2
+    assert "pip install 'simpletuner[server]'" in capsys.readouterr().err
+
+
+async def ticking(request: Request) -> Response:
+    """Events without end."""
+
+    async def events() -> AsyncIterator[str]:
+        while True:
+            yield ": still here\n\n"
+            await asyncio.sleep(0.05)
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def test_streams_hold_nobody_up_and_end_with_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = serve.create_app
+
+    def with_stream(*given: Any) -> Starlette:
+        app = real(*given)
+        app.router.routes.append(Route("/ticking", ticking))
+        return app
+
+    monkeypatch.setattr(serve, "create_app", with_stream)
+    listener = serve.listen("127.0.0.1", 0)
+    server = serve.make_server(Project(tmp_path.resolve()), Access())
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    port = listener.getsockname()[1]
+    browsers = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(100)]
+    for each in browsers:
+        each.sendall(b"GET /ticking HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert all(each.recv(12) == b"HTTP/1.1 200" for each in browsers)
+    begun = time.monotonic()
+    assert b'"ok"' in fetch(str(port))
+    assert time.monotonic() - begun < 1
+    begun, server.should_exit = time.monotonic(), True
+    thread.join(10)
+    assert time.monotonic() - begun < 2
+    assert caplog.text == ""
+    for each in browsers:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "there", "missing"),
+    [("unified", ["/", "/callback"], []), ("trainer", ["/"], ["/callback"]), ("callback", ["/callback"], ["/"])],
+)
+def test_mode_chooses_what_is_served(mode: serve.Mode, there: list[str], missing: list[str], tmp_path: Path) -> None:
+    routes = {route.path for route in serve.create_app(Project(tmp_path), mode).routes}  # type: ignore[attr-defined]
+    assert {"/health", *there} <= routes
+    assert not routes & set(missing)
+
+
+def test_change_of_the_source_starts_it_anew(tmp_path: Path) -> None:
+    with started(tmp_path, "--reload") as (process, address):
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                assert b'"ok"' in fetch(address[3])
+                break
+            except OSError:
+                time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        process.communicate(timeout=10)
+    assert process.returncode in (0, 130)
+
+
+def test_page_of_a_run_is_up_while_it_lasts(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run serves its page from a thread, its Ctrl-C stays its own, and the page ends with it."""
+    seen = []
+    monkeypatch.chdir(workspace.folder)
+
+    def look(plan: Plan, budget: object, events: EventStream) -> None:
+        seen.append(fetch(str(port)))
+        seen.append(signal.getsignal(signal.SIGINT))
+        with pytest.raises(OSError, match="403"):
+            fetch(str(port), Host="evil.example")
+
+    monkeypatch.setattr("simpletuner.run.train.run_plan", look)
+    before, port = signal.getsignal(signal.SIGINT), free_port()
+    assert main(["train", "--page-port", str(port)]) == 0
+    assert b'"ok"' in seen[0]
+    assert seen[1] is before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_run_whose_page_finds_its_port_taken_does_not_begin(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workspace.folder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["train", "--page-port", str(taken.getsockname()[1])]) == 2
+    assert "cannot be used" in capsys.readouterr().err
+    assert not (workspace.folder / "output").exists()
