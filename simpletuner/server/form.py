@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.option import (
     Option,
+    describe,
     parse_flag,
     parse_gigabytes,
     parse_integer,
@@ -58,6 +60,7 @@ class Section:
         return self.id.partition("/")[0]
 
 
+DATASETS = "dataset/training_data"  # the section of the dataset file and its cards
 TABS = (
     "Basic", "Hardware", "Model", "Training", "Dataset", "Validation", "Publishing", "Checkpoints", "Environment",
 )  # fmt: skip
@@ -79,7 +82,7 @@ SECTIONS = (
     ),
     Section("training/flow_matching", "Flow matching", ("Flow matching",)),
     Section("training/regularisation", "EMA and TREAD", ("EMA", "TREAD")),
-    Section("dataset/training_data", "Datasets"),
+    Section(DATASETS, "Datasets"),
     Section("dataset/defaults", "Defaults of all datasets", ("Dataset defaults",)),
     Section("dataset/caching", "Caching", ("Caching",)),
     Section("validation/validation", "Previews", ("Validation",)),
@@ -96,29 +99,40 @@ SECTION_OF_KEY = {
     **dict.fromkeys(
         ("logging_dir", "cache_dir", "cache_dir_text", "cache_dir_vae", "i_know_what_i_am_doing"), "environment/paths"
     ),
-    "data_backend_config": "dataset/training_data",
+    "data_backend_config": DATASETS,
 }
+PLACES = [(section.id, group) for section in SECTIONS for group in ("", *section.groups)]
 # The first ones that people need; the others stand below "More".
-COMMON = frozenset(
-    "model_family model_flavour model_type output_dir seed resume_from_checkpoint train_batch_size max_train_steps "
-    "gradient_accumulation_steps num_train_epochs offload enable_group_offload group_offload_use_stream "
-    "enable_model_cpu_offload group_offload_blocks_per_group mixed_precision base_model_precision "
-    "text_encoder_1_precision gradient_checkpointing attention_mechanism dynamo_backend dynamo_mode lora_rank "
-    "lora_alpha lora_dropout lora_type init_lora pretrained_model_name_or_path caption_dropout_probability "
-    "tokenizer_max_length optimizer learning_rate lr_scheduler lr_warmup_steps max_grad_norm loss_type huber_c "
-    "crepa_enabled crepa_block_index crepa_lambda crepa_adjacent_distance crepa_adjacent_tau crepa_encoder "
-    "crepa_encoder_image_size crepa_drop_vae_encoder scheduled_sampling_max_step_offset "
-    "scheduled_sampling_probability scheduled_sampling_reflexflow layersync_enabled layersync_student_block "
-    "layersync_teacher_block masked_loss_probability preservation_weight preservation_prompt flow_schedule_shift "
-    "flow_schedule_auto_shift use_ema ema_decay ema_validation tread_config data_backend_config resolution "
-    "resolution_type vae_batch_size vae_cache_ondemand vae_enable_tiling validation_prompt validation_resolution "
-    "validation_step_interval validation_guidance validation_num_inference_steps validation_num_video_frames "
-    "validation_seed user_prompt_library validation_negative_prompt validation_disable validation_adapter_path "
-    "eval_steps_interval push_to_hub hub_model_id model_card_private report_to tracker_project_name tracker_run_name "
-    "checkpoint_step_interval checkpoints_total_limit checkpointing_rolling_steps logging_dir cache_dir "
-    "text_template sana_motion_score framerate webhook_config".split()
-)
+COMMON_KEYS = """
+    model_family model_flavour model_type output_dir seed resume_from_checkpoint train_batch_size
+    max_train_steps gradient_accumulation_steps num_train_epochs offload enable_group_offload
+    group_offload_use_stream enable_model_cpu_offload group_offload_blocks_per_group mixed_precision
+    base_model_precision text_encoder_1_precision gradient_checkpointing attention_mechanism dynamo_backend
+    dynamo_mode lora_rank lora_alpha lora_dropout lora_type init_lora pretrained_model_name_or_path
+    caption_dropout_probability tokenizer_max_length optimizer learning_rate lr_scheduler lr_warmup_steps
+    max_grad_norm loss_type huber_c crepa_enabled crepa_block_index crepa_lambda crepa_adjacent_distance
+    crepa_adjacent_tau crepa_encoder crepa_encoder_image_size crepa_drop_vae_encoder
+    scheduled_sampling_max_step_offset scheduled_sampling_probability scheduled_sampling_reflexflow
+    layersync_enabled layersync_student_block layersync_teacher_block masked_loss_probability
+    preservation_weight preservation_prompt flow_schedule_shift flow_schedule_auto_shift use_ema ema_decay
+    ema_validation tread_config data_backend_config resolution resolution_type vae_batch_size vae_cache_ondemand
+    vae_enable_tiling validation_prompt validation_resolution validation_step_interval validation_guidance
+    validation_num_inference_steps validation_num_video_frames validation_seed user_prompt_library
+    validation_negative_prompt validation_disable validation_adapter_path eval_steps_interval push_to_hub
+    hub_model_id model_card_private report_to tracker_project_name tracker_run_name checkpoint_step_interval
+    checkpoints_total_limit checkpointing_rolling_steps logging_dir cache_dir text_template sana_motion_score
+    framerate webhook_config
+"""
+COMMON = frozenset(COMMON_KEYS.split())
+DATASET_KEYS = (
+    "id", "instance_data_dir", "dataset_type", "type", "caption_strategy", "instance_prompt", "resolution",
+    "resolution_type", "repeats", "probability", "crop", "crop_aspect", "conditioning_data", "video.num_frames",
+    "video.min_frames", "video.max_frames", "video.frame_rate", "video.is_i2v", "video.bucket_strategy",
+)  # fmt: skip
 LABELS = {
+    "id": "ID",
+    "instance_data_dir": "Folder",
+    "video.is_i2v": "First Frame Is the Condition",
     "crepa_enabled": "CREPA",
     "crepa_lambda": "Weight",
     "crepa_adjacent_tau": "Temporal Decay",
@@ -142,11 +156,13 @@ LABELS = {
     "lora_plus_ratio": "LoRA+ Ratio",
     "crepa_lambda_end": "End Weight",
 }
-SPELLINGS = {
-    word.lower(): word
-    for word in "VAE EMA LoRA DoRA LoKr LyCORIS TF32 CPU SNR iREPA CREPA TREAD MixFlow ReflexFlow RoPE FSDP ID LR GB PEFT bf16 "
-    "of to by for from via or in on".split()
-} | {"num": "Number of", "dir": "Folder", "eval": "Evaluation", "qlen": "Queue Length", "crepa": ""}  # fmt: skip
+WORDS = """
+    VAE EMA LoRA DoRA LoKr LyCORIS TF32 CPU SNR iREPA CREPA TREAD MixFlow ReflexFlow RoPE FSDP ID LR GB PEFT bf16
+    of to by for from via or in on
+"""
+SPELLINGS = {word.lower(): word for word in WORDS.split()} | {
+    "num": "Number of", "dir": "Folder", "eval": "Evaluation", "qlen": "Queue Length", "crepa": "",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -177,6 +193,11 @@ class Field:
     aliases: tuple[str, ...]
     common: bool
 
+    @property
+    def place(self) -> int:
+        """Where its group stands among all."""
+        return PLACES.index((self.section, self.group))
+
 
 @functools.cache
 def fields(family: str | None = None) -> tuple[Field, ...]:
@@ -186,17 +207,20 @@ def fields(family: str | None = None) -> tuple[Field, ...]:
         KeyError: there is no such family.
     """
     spec = FAMILIES[family] if family else None
-    shown = [_field(option, spec) for option in all_options().values() if option.planned is None]
-    places = [(section.id, group) for section in SECTIONS for group in section.groups or ("",)]
-    order, moved = {place: number for number, place in enumerate(places)}, list(SECTION_OF_KEY)
+    available = [option for option in all_options().values() if option.planned is None]
+    shown = [_field(option, spec, SECTION_OF_KEY.get(option.name)) for option in available]
+    moved = list(SECTION_OF_KEY)
+    return tuple(sorted(shown, key=lambda field: (field.place, moved.index(field.name) if not field.group else 0)))
+
+
+@functools.cache
+def dataset_fields() -> tuple[Field, ...]:
+    """The keys of a dataset that its card shows, those of clips as `video.KEY`; the others are edited as JSON."""
+    clips = {f"video.{name}": field for name, field in VideoConfig.model_fields.items()}
+    known = {**DatasetConfig.model_fields, **clips}
     return tuple(
-        sorted(
-            shown,
-            key=lambda field: (
-                order[(field.section, field.group)],
-                moved.index(field.name) if field.name in moved else 0,
-            ),
-        )
+        _field(describe(key, VideoConfig if key in clips else DatasetConfig, known[key]), None, DATASETS)
+        for key in DATASET_KEYS
     )
 
 
@@ -213,8 +237,8 @@ def tabs() -> list[dict[str, Any]]:
     return [*found, {"id": "run", "label": "Run", "sections": []}]
 
 
-def _field(option: Option, spec: FamilySpec | None) -> Field:
-    section = SECTION_OF_KEY.get(option.name) or SECTION_OF_GROUP[option.section]
+def _field(option: Option, spec: FamilySpec | None, moved_to: str | None) -> Field:
+    section = moved_to or SECTION_OF_GROUP[option.section]
     by_family = {**spec.defaults, **spec.fixed} if spec else {}
     return Field(
         name=option.name,
@@ -226,7 +250,7 @@ def _field(option: Option, spec: FamilySpec | None) -> Field:
         limits=option.limits,
         tab=section.partition("/")[0],
         section=section,
-        group="" if option.name in SECTION_OF_KEY else option.section,
+        group="" if moved_to else option.section,
         help=option.help,
         requires=list(option.requires.items()),
         secret=bool(SECRET_NAME.search(option.name)) or option.name == "webhook_config",
@@ -256,7 +280,7 @@ def label_of(option: Option) -> str:
     if option.name in LABELS:
         return LABELS[option.name]
     prefix = option.section.lower().replace(" ", "_") + "_"
-    words = option.name.removeprefix(prefix).split("_")
+    words = option.name.rpartition(".")[2].removeprefix(prefix).split("_")
     text = " ".join(filter(None, (SPELLINGS.get(word, word.capitalize()) for word in words)))
     return text[:1].upper() + text[1:] if text[:2] != "iR" else text
 
