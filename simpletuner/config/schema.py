@@ -386,7 +386,7 @@ class EmaConfig(Group):
 SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes while the next is copied
 
 
-STREAMED = {key: (True,) for key in ("enable_group_offload", "group_offload_text_encoder", "group_offload_vae")}
+STREAMED = dict.fromkeys(("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"), (True,))
 
 
 class OffloadConfig(Group):

@@ -81,9 +81,10 @@ def judged(project: Project, body: Mapping[str, Any]) -> dict[str, Any]:
     """The problems, the effective values and the keys without effect."""
     unsaved = Unsaved.of(project, body)
     judgement = Draft(unsaved.file).judge(unsaved.values)
-    problems = judgement.problems
+    # An unnamed source of settings leaves an empty note.
+    problems = [replace(each, message=each.message.removesuffix(" ()")) for each in judgement.problems]
     if unsaved.entries is not None:
-        problems = [*problems, *dataset_problems(unsaved.entries, judgement)]
+        problems += dataset_problems(unsaved.entries, judgement)
     return {
         "problems": problems_json(problems),
         "effective": redact_settings(judgement.config.flat()),

@@ -120,8 +120,9 @@ COMMON_KEYS = """
     validation_num_inference_steps validation_num_video_frames validation_seed user_prompt_library
     validation_negative_prompt validation_disable validation_adapter_path eval_steps_interval push_to_hub
     hub_model_id model_card_private report_to tracker_project_name tracker_run_name checkpoint_step_interval
-    checkpoints_total_limit checkpointing_rolling_steps logging_dir cache_dir text_template sana_motion_score
-    framerate webhook_config
+    checkpoints_total_limit checkpointing_rolling_steps logging_dir cache_dir text_template id instance_data_dir
+    dataset_type caption_strategy repeats video.num_frames video.is_i2v sana_motion_score framerate
+    webhook_config
 """
 COMMON = frozenset(COMMON_KEYS.split())
 DATASET_KEYS = (
@@ -132,6 +133,7 @@ DATASET_KEYS = (
 LABELS = {
     "id": "ID",
     "instance_data_dir": "Folder",
+    "dataset_type": "Dataset Type",
     "video.is_i2v": "First Frame Is the Condition",
     "crepa_enabled": "CREPA",
     "crepa_lambda": "Weight",

@@ -1,6 +1,6 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, bindField, changes, isDirty, save, showField, state, takeConfig, takeDatasets, tell, element } from "./form.js";
-import { showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
+import { api, ask, bindField, changes, isDirty, save, showField, state, takeConfig, takeDatasets, tell, element } from "./form.js";
+import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan, startPlan } from "./plan.js";
 
 const page = (selector) => document.querySelector(selector), all = (selector) => [...document.querySelectorAll(selector)];
@@ -57,12 +57,17 @@ function filter(query) {
 }
 
 // The open config.
-async function openConfig(name) {
-  const answer = await api(`/api/configs/${name}`);
+async function openConfig(name, from = name) {
+  const answer = await api(`/api/configs/${from}`), datasets = await api(`/api/datasets/plan?config=${encodeURIComponent(from)}`);
   state.config = document.body.dataset.config = name;
   takeConfig(answer.ok ? answer : { data: { values: {} }, etag: null });
-  const datasets = await api(`/api/datasets/plan?config=${encodeURIComponent(name)}`);
   takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: null });
+  if (from !== name) {
+    // A copy, which nothing was saved of yet; its dataset file lies beside it.
+    delete state.values.data_backend_config;
+    Object.assign(state, { file: {}, etag: null });
+    Object.assign(state.datasets, { file: [], etag: null });
+  }
   document.dispatchEvent(new CustomEvent("config", { detail: name }));
   await refill();
 }
@@ -98,6 +103,7 @@ function offerFlavours(names) {
 }
 
 function showAll() {
+  refreshDatasets();
   for (const [key, field] of byKey) showField(field, state.values[key], judged.effective[key]);
   showProblems();
   showSaved();
@@ -110,6 +116,7 @@ function showProblems() {
   });
   const keyOf = (problem) => problem.key.split(/[.[]/)[0];
   for (const [key, field] of byKey) tell(field, problems.filter((problem) => keyOf(problem) === key), judged.greyed[key]);
+  all(".group").forEach(shareReason);
   const rest = tellDatasets(problems.filter((problem) => !byKey.has(keyOf(problem))));
   page("#problems").replaceChildren(...rest.map(({ key, message, fatal }) => element("li", { className: fatal ? "bad" : "warning" }, element("b", { className: "key", textContent: key }), ` ${message}`)));
   for (const tab of tabs) {
@@ -118,6 +125,16 @@ function showProblems() {
     badge.textContent = count;
     badge.setAttribute("aria-label", `${count} problems`);
   }
+}
+
+// A reason that most greyed fields of a group share is shown once.
+function shareReason(group) {
+  const reasons = [...group.querySelectorAll(".told .reason")], shared = group.querySelector(".shared");
+  const alike = (text) => reasons.filter((each) => each.textContent === text);
+  const most = reasons.map((each) => alike(each.textContent)).sort((a, b) => b.length - a.length)[0] ?? [];
+  shared.hidden = most.length < 3;
+  shared.textContent = most[0]?.textContent.replace("has no effect", `${most.length} options have no effect`) ?? "";
+  for (const each of most) each.classList.toggle("sr", !shared.hidden);
 }
 
 function showSaved(text) {
@@ -161,9 +178,18 @@ startDatasets(edited);
 startPlan(() => later("check", 400, check));
 page("#search").addEventListener("input", ({ target }) => filter(target.value));
 page("#save").addEventListener("click", saveNow);
-page("#config").addEventListener("change", ({ target }) => {
-  if (!isDirty() || confirm("Discard the unsaved changes?")) openConfig(target.value);
-  else target.value = state.config;
+const mayLeave = async () => !isDirty() || (await ask(page("#leave"))) === "discard";
+page("#config").addEventListener("change", async ({ target }) => {
+  if (await mayLeave()) await openConfig(target.value);
+  target.value = state.config;
+});
+page("#add-config").addEventListener("click", async () => {
+  if (!(await mayLeave())) return;
+  const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
+  from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name })));
+  if ((await ask(page("#new"))) !== "create" || !/^\w[\w.-]*$/.test(name.value)) return;
+  await openConfig(name.value, from.value || name.value);
+  listConfigs();
 });
 addEventListener("hashchange", openTab);
 addEventListener("beforeunload", (event) => isDirty() && event.preventDefault());
@@ -171,6 +197,7 @@ addEventListener("keydown", (event) => {
   if ((event.ctrlKey || event.metaKey) && event.key === "s") { event.preventDefault(); if (isDirty()) saveNow(); }
   if (event.key === "/" && !event.target.matches("input, textarea, select")) { event.preventDefault(); page("#search").focus(); }
 });
+page("#plan details").open = innerWidth > 1080;
 openTab();
 await openConfig("config");
 await listConfigs();

@@ -21,7 +21,7 @@ function matters(key, entry) {
   return SHORT.has(key) || (holdsSamples && (!key.startsWith("video.") || kind === "video" || entry.video !== undefined));
 }
 
-function refresh(card, entry, except) {
+function refresh(card, entry) {
   card.querySelector("h3").textContent = entry.id || "New dataset";
   card.querySelector(".enabled").checked = !(entry.disabled || entry.disable);
   card.classList.toggle("off", Boolean(entry.disabled || entry.disable));
@@ -29,8 +29,11 @@ function refresh(card, entry, except) {
     field.hidden = !matters(field.dataset.key, entry);
     showField(field, part(entry, field.dataset.key), state.effective?.[field.dataset.key]);
   }
+  const more = card.querySelector(".grid + .more"), count = more.querySelectorAll(".field:not([hidden])").length;
+  more.hidden = count === 0;
+  more.querySelector("summary").firstChild.textContent = `${count} more `;
   const raw = card.querySelector(".raw");
-  if (raw !== except) raw.value = JSON.stringify(entry, null, 2);
+  if (raw !== document.activeElement) raw.value = JSON.stringify(entry, null, 2);
 }
 
 function makeCard(index) {
@@ -42,7 +45,7 @@ function makeCard(index) {
     }
   }
   const entry = () => state.datasets.entries[index];
-  const edit = (except) => { refresh(card, entry(), except); changed(); };
+  const edit = () => { refresh(card, entry()); changed(); };
   for (const field of card.querySelectorAll(".field")) {
     bindField(field, (value) => { put(entry(), field.dataset.key, value); edit(); });
   }
@@ -63,7 +66,7 @@ function makeCard(index) {
     try {
       state.datasets.entries[index] = JSON.parse(raw.value);
       told.textContent = "";
-      edit(raw);
+      edit();
     } catch (error) {
       told.textContent = `This is not JSON yet: ${error.message}`;
     }
@@ -75,12 +78,16 @@ function makeCard(index) {
     if (chosen) { put(entry(), "instance_data_dir", chosen); edit(); }
   });
   folder.querySelector(".set").append(browse);
-  refresh(card, entry());
   return card;
 }
 
 export function showDatasets() {
   list.replaceChildren(...state.datasets.entries.map((entry, index) => makeCard(index)));
+  refreshDatasets();
+}
+
+export function refreshDatasets() {
+  [...list.children].forEach((card, index) => refresh(card, state.datasets.entries[index]));
 }
 
 // Problems name an entry by its id or, in the file, by its number; returns those that no card shows.

@@ -30,7 +30,7 @@ export function showField(field, value, effective) {
   field.querySelector(".reset").hidden = !isSet;
   field.querySelector(".replace").hidden = !secret;
   input.readOnly = secret;
-  const unset = effective ?? null;
+  const unset = effective ?? JSON.parse(field.dataset.default);
   if (input.type === "checkbox") {
     const word = isSet ? String(value).toLowerCase() : String(unset);
     input.checked = ["true", "1", "yes", "on"].includes(word);
