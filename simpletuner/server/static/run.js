@@ -8,6 +8,7 @@ const place = (part) => pane.querySelector(`[data-part="${part}"]`);
 const parts = { list: { every: 10 }, head: { every: 5 }, curves: { every: 60 }, previews: { every: 60 }, log: { every: 60 } };
 let run = new URLSearchParams(location.search).get("run");
 let events = null;
+let opened = null;
 
 // ---- Putting new HTML in place without disturbing what stays: focus, typed text, playing clips, open folds ----
 
@@ -99,10 +100,13 @@ async function refresh(name) {
   if (name === "list") chooseFirst();
 }
 
+const linkOf = (config) => place("list").querySelector(`a[data-config="${CSS.escape(config)}"]`);
+
 function chooseFirst() {
   const links = [...place("list").querySelectorAll("a")];
   if (!links.some((link) => link.dataset.run === run)) {
-    if (links.length) choose(links[0].dataset.run);
+    const first = links.find((link) => "active" in link.dataset) ?? linkOf(document.body.dataset.config) ?? links[0];
+    if (first) choose(first.dataset.run);
     else place("head").replaceChildren();
   }
   for (const link of links) link.setAttribute("aria-current", String(link.dataset.run === run));
@@ -198,6 +202,12 @@ pane.addEventListener("submit", (event) => {
 
 // Another part of the page may start a run: `document.dispatchEvent(new CustomEvent("start", { detail: "NAME" }))`.
 document.addEventListener("start", (event) => startRun(event.detail));
+// The run of the config that is opened; at the start the address or the list decides.
+document.addEventListener("config", (event) => {
+  const link = event.detail !== opened && opened && linkOf(event.detail);
+  opened = event.detail;
+  if (link) choose(link.dataset.run);
+});
 document.addEventListener("visibilitychange", tick);
 addEventListener("hashchange", tick);
 setInterval(tick, 500);
