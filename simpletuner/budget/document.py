@@ -16,6 +16,8 @@ from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact_settings
 
+MOST_LEFT_OUT = 200  # files of a dataset that are listed with their reason; the plan in the terminal lists all
+
 
 def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:
     """The document; if a fatal problem prevents a plan, it holds only the problems.
@@ -73,10 +75,12 @@ def _settings(plan: Plan) -> dict[str, Mapping[str, Any]]:
 def _dataset(dataset: Dataset) -> dict[str, Any]:
     ledger = dataset.ledger()
     used = [entry for entry in ledger if not entry.use]
+    left_out = [{"file": entry.name, "reason": entry.use} for entry in ledger if entry.use]
     return {
         "id": dataset.id,
         "files": len(ledger),
         "used": len(used),
+        "left_out": left_out[:MOST_LEFT_OUT],
         "trained": dataset.config.is_trained,
         "repeats": dataset.repeats,
         "buckets": Counter(entry.trained_size for entry in used if entry.geometry is not None),

@@ -42,6 +42,8 @@ KernelSize = Annotated[Literal["1", "3", "5", "7"], BeforeValidator(parse_text)]
 class CrepaConfig(Group):
     """CREPA"""
 
+    switch = "crepa_enabled"
+
     crepa_enabled: Flag = option(
         False,
         "Align a block's hidden states, frame by frame, with features of a frozen vision encoder or of a later block.",

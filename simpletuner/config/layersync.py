@@ -16,6 +16,8 @@ SWITCH, BLOCKS = "layersync_enabled", ("layersync_student_block", "layersync_tea
 class LayerSyncConfig(Group):
     """LayerSync"""
 
+    switch = SWITCH
+
     layersync_enabled: Flag = option(False, "Align a block with a deeper one; see docs/experimental/LAYERSYNC.md.")
     layersync_student_block: Integer | None = option(None, "The block that is aligned, counted from 0.", ge=0)
     layersync_teacher_block: Integer | None = option(None, "The block it is aligned with.", ge=0)

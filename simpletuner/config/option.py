@@ -11,10 +11,10 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 from pydantic.fields import FieldInfo
@@ -172,8 +172,13 @@ Sizes = Annotated[tuple[Size, ...], BeforeValidator(parse_sizes), PlainSerialize
 
 
 class Group(BaseModel):
-    """Base of all config groups: immutable, and undeclared keys are errors."""
+    """Base of all config groups: immutable, and undeclared keys are errors.
 
+    Attributes:
+        switch: the flag without which the other keys of the group have no effect.
+    """
+
+    switch: ClassVar[str] = ""
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -190,6 +195,7 @@ def option(
     off: tuple[object, ...] = (),
     default_note: str = "",
     form: str = "",
+    requires: Mapping[str, tuple[object, ...]] | None = None,
 ) -> Any:
     """Declare one key.
 
@@ -203,8 +209,16 @@ def option(
         off: values (besides the default) of a planned switch that switch nothing on.
         default_note: the default in the reference page, if it depends on something else.
         form: the type in the reference page, if people write another one than the parsed value has.
+        requires: other keys with their values; the key has no effect unless one of them has one of these.
     """
-    extra: Any = {"aliases": aliases, "planned": planned, "off": off, "default_note": default_note, "form": form}
+    extra: Any = {
+        "aliases": aliases,
+        "planned": planned,
+        "off": off,
+        "default_note": default_note,
+        "form": form,
+        "requires": requires or {},
+    }
     return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)
 
 
@@ -224,6 +238,8 @@ class Option:
     default_note: str
     form: str
     limits: dict[str, float]
+    requires: Mapping[str, tuple[object, ...]]
+    parsers: tuple[object, ...]
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -259,9 +275,11 @@ class Option:
         return ", ".join(f"{signs[name]} {bound:g}" for name, bound in self.limits.items())
 
 
-def describe(name: str, section: str, field: FieldInfo) -> Option:
-    """The `Option` of a field that `option()` declared."""
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
+    """The `Option` of a field that `option()` declared in a group."""
+    extra: dict[str, Any] = {**field.json_schema_extra} if isinstance(field.json_schema_extra, dict) else {}
+    if group.switch and group.switch != name and not extra["requires"]:
+        extra["requires"] = {group.switch: (True,)}
     limits: dict[str, float] = {}
     for constraint in field.metadata:
         for bound in ("ge", "gt", "le", "lt"):
@@ -269,14 +287,21 @@ def describe(name: str, section: str, field: FieldInfo) -> Option:
                 limits[bound] = getattr(constraint, bound)
     return Option(
         name=name,
-        section=section,
+        section=group.__doc__ or "",
         help=field.description or "",
         default=None if field.default is PydanticUndefined else field.default,
         required=field.is_required(),
         annotation=field.annotation,
         limits=limits,
-        **extra,  # type: ignore[arg-type]
+        parsers=tuple(each.func for each in _constraints(field) if isinstance(each, BeforeValidator)),
+        **extra,
     )
+
+
+def _constraints(field: FieldInfo) -> list[Any]:
+    """What stands in the `Annotated` of a field, also in that of `Annotated[...] | None`."""
+    inner = [part for part in get_args(field.annotation) if get_origin(part) is Annotated]
+    return [*field.metadata, *(each for part in inner for each in get_args(part)[1:])]
 
 
 def _strip_optional(annotation: Any) -> Any:

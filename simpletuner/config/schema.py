@@ -59,6 +59,7 @@ DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
 MOST_STEPS = 1_000_000_000
 # Pixels of an edge: far beyond any model, so more is a typo.
 LARGEST_SIZE = 100_000
+DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 
 OptimizerName = Literal[
@@ -213,9 +214,18 @@ class OptimizerConfig(Group):
         "between learning_rate and lr_end.",
     )  # fmt: skip
     lr_warmup_steps: Integer = option(0, "A linear ramp from 0, for every scheduler.", ge=0)
-    lr_end: Number = option(4e-7, "Final learning rate of schedulers that decay.", ge=0)
-    lr_power: Number = option(0.8, "Power of the polynomial scheduler.", gt=0)
-    lr_num_cycles: Integer = option(1, "Cycles of cosine_with_restarts and sine.", ge=1)
+    lr_end: Number = option(
+        4e-7,
+        "Final learning rate of schedulers that decay.",
+        ge=0,
+        requires={"lr_scheduler": (*DECAYING_SCHEDULERS, "sine")},
+    )
+    lr_power: Number = option(
+        0.8, "Power of the polynomial scheduler.", gt=0, requires={"lr_scheduler": ("polynomial",)}
+    )
+    lr_num_cycles: Integer = option(
+        1, "Cycles of cosine_with_restarts and sine.", ge=1, requires={"lr_scheduler": ("cosine_with_restarts", "sine")}
+    )
     max_grad_norm: Number = option(2.0, "Gradient clipping threshold; 0 disables clipping.", ge=0)
     grad_clip_method: Literal["value", "norm"] = option(
         "value", "value: clip every gradient entry to ±max_grad_norm; norm: clip the norm of all gradients together."
@@ -253,7 +263,11 @@ class PrecisionConfig(Group):
         True, "Recompute block activations in the backward pass; gradients stay the same."
     )
     gradient_checkpointing_interval: Integer | None = option(
-        None, "Recompute only every n-th block.", ge=1, default_note="all blocks"
+        None,
+        "Recompute only every n-th block.",
+        ge=1,
+        default_note="all blocks",
+        requires={"gradient_checkpointing": (True,)},
     )
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
@@ -291,6 +305,7 @@ class SpeedConfig(Group):
         "With gradient_checkpointing: keep the result of self-attention, tokens x width x 2 bytes per block, instead "
         "of recomputing it.",
         default_note="as `speed` says",
+        requires={"gradient_checkpointing": (True,)},
     )
     speed_bf16_modulation: Flag | None = option(
         None,
@@ -333,6 +348,8 @@ class LaunchConfig(Group):
 class EmaConfig(Group):
     """EMA"""
 
+    switch = "use_ema"
+
     use_ema: Flag = option(False, "Keep an exponential moving average of the trained weights.")
     ema_validation: Literal["none", "ema_only", "comparison"] = option(
         "comparison", "Which weights validation renders with."
@@ -348,6 +365,9 @@ class EmaConfig(Group):
 
 
 SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes while the next is copied
+
+
+STREAMED = dict.fromkeys(("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"), (True,))
 
 
 class OffloadConfig(Group):
@@ -370,24 +390,31 @@ class OffloadConfig(Group):
         False, "Keep frozen weights of the transformer in host memory and stream them block by block; same results."
     )
     group_offload_type: Literal["block_level", "leaf_level"] = option(
-        "block_level", "What is streamed at a time; leaf_level also streams blocks."
+        "block_level", "What is streamed at a time; leaf_level also streams blocks.", requires=STREAMED
     )
     group_offload_blocks_per_group: Integer = option(
-        1, "Blocks streamed together; two groups are on the device at a time.", ge=1
+        1, "Blocks streamed together; two groups are on the device at a time.", ge=1, requires=STREAMED
     )
     group_offload_resident_blocks: Integer = option(
-        0, "This many blocks, evenly spaced, stay on the device, in case copies are slower than the compute.", ge=0
+        0,
+        "This many blocks, evenly spaced, stay on the device, in case copies are slower than the compute.",
+        ge=0,
+        requires={"enable_group_offload": (True,)},
     )
-    group_offload_use_stream: Flag = option(False, "Overlap copies with the compute (CUDA).")
+    group_offload_use_stream: Flag = option(False, "Overlap copies with the compute (CUDA).", requires=STREAMED)
     group_offload_to_disk_path: PathText | None = option(
-        None, "Keep offloaded weights in this folder instead of in host memory; every step reads them twice."
+        None,
+        "Keep offloaded weights in this folder instead of in host memory; every step reads them twice.",
+        requires=STREAMED,
     )
     group_offload_text_encoder: Flag = option(False, "Stream the layers of text encoders, while caching.")
     group_offload_vae: Flag = option(
         False, "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small."
     )
     offload_block_inputs: Flag = option(
-        False, "Keep the block inputs that gradient checkpointing saves in host memory (CUDA)."
+        False,
+        "Keep the block inputs that gradient checkpointing saves in host memory (CUDA).",
+        requires={"gradient_checkpointing": (True,)},
     )
     enable_model_cpu_offload: Flag = option(
         False, "Previews load one component at a time onto the device: the transformer leaves while the VAE decodes."
@@ -433,7 +460,9 @@ class CachingConfig(Group):
     max_workers: Integer = option(32, "Decode threads, at most the machine's cores.", ge=1)
     torch_num_threads: Integer = option(8, "Compute threads on a CPU, at most the machine's cores.", ge=1)
     dataloader_prefetch: Flag = option(False, "Read several batches ahead instead of one.")
-    dataloader_prefetch_qlen: Integer = option(10, "How many batches to read ahead.", ge=1)
+    dataloader_prefetch_qlen: Integer = option(
+        10, "How many batches to read ahead.", ge=1, requires={"dataloader_prefetch": (True,)}
+    )
     delete_problematic_images: Flag = option(
         False, "Move files that cannot be decoded to `<output_dir>/quarantine`; nothing is ever deleted."
     )
@@ -455,8 +484,12 @@ class FlowConfig(Group):
     flow_sigmoid_scale: Number = option(1.0, "Standard deviation of the normal behind the logit-normal.", gt=0)
     flow_use_uniform_schedule: Flag = option(False, "Uniform sigmas instead of logit-normal.")
     flow_use_beta_schedule: Flag = option(False, "Beta-distributed sigmas instead of logit-normal.")
-    flow_beta_schedule_alpha: Number = option(2.0, "First parameter of the beta distribution.", gt=0)
-    flow_beta_schedule_beta: Number = option(2.0, "Second parameter of the beta distribution.", gt=0)
+    flow_beta_schedule_alpha: Number = option(
+        2.0, "First parameter of the beta distribution.", gt=0, requires={"flow_use_beta_schedule": (True,)}
+    )
+    flow_beta_schedule_beta: Number = option(
+        2.0, "Second parameter of the beta distribution.", gt=0, requires={"flow_use_beta_schedule": (True,)}
+    )
     disable_segmented_timestep_sampling: Flag = option(
         False, "Draw sigmas independently; by default a batch draws from equal slices of the schedule."
     )
@@ -464,7 +497,11 @@ class FlowConfig(Group):
         False, "MixFlow: train on inputs noisier than the model is told, see docs/experimental/MIXFLOW.md."
     )
     mixflow_gamma: Number = option(
-        0.8, "Largest share of the way to pure noise that they are moved; 0 moves nothing.", ge=0, le=1
+        0.8,
+        "Largest share of the way to pure noise that they are moved; 0 moves nothing.",
+        ge=0,
+        le=1,
+        requires={"mixflow_enabled": (True,)},
     )
 
 
@@ -483,8 +520,15 @@ class LossConfig(Group):
     """Loss"""
 
     loss_type: Literal["l2", "huber", "smooth_l1"] = option("l2", "Distance between prediction and target.")
-    huber_schedule: Literal["snr", "exponential", "constant"] = option("snr", "How huber_c depends on the timestep.")
-    huber_c: Number = option(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0)
+    huber_schedule: Literal["snr", "exponential", "constant"] = option(
+        "snr", "How huber_c depends on the timestep.", requires={"loss_type": ("huber", "smooth_l1")}
+    )
+    huber_c: Number = option(
+        0.1,
+        "Where huber and smooth_l1 change from quadratic to linear.",
+        gt=0,
+        requires={"loss_type": ("huber", "smooth_l1")},
+    )
     snr_gamma: Number | None = option(None, "Does not apply to flow models; accepted with a warning.", ge=0)
     input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
     input_perturbation_steps: Integer = option(
@@ -684,7 +728,7 @@ def family_groups() -> list[type[Group]]:
 def all_options() -> dict[str, Option]:
     """Every key of config.json by name, in the order of this module, those of the families last."""
     return {
-        name: describe(name, group.__doc__ or "", field)
+        name: describe(name, group, field)
         for group in (*GROUPS.values(), *family_groups())
         for name, field in group.model_fields.items()
     }

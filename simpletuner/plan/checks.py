@@ -15,7 +15,7 @@ from simpletuner.config.optimizers import check_optimizer, learning_rate, optimi
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
-from simpletuner.config.schema import PLAIN_PRECISIONS, all_options, family_groups
+from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
 from simpletuner.config.webhooks import check_webhooks
@@ -31,7 +31,6 @@ from simpletuner.validation.prompts import ValidationPrompt
 
 HIGHEST_USUAL_RATE = 0.1
 RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
-DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 
 def check_config(config: RunConfig) -> list[Problem]:

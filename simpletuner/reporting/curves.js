@@ -112,14 +112,24 @@ class Plot {
     this.draw();
   }
 
+  // Shows newer values of the same series, but not under the pointer.
+  update(chart, hoursAt) {
+    if (!this.tip.hidden) return;
+    [this.series, this.hoursAt] = [chart.series, hoursAt];
+    this.draw();
+  }
+
   // Position of a step on the horizontal axis: the step itself, or the hours spent until then.
   place(step) {
     return this.overTime ? this.hoursAt(step) : step;
   }
 
   legend() {
-    const items = this.series.map((one, index) =>
-      element("span", {}, element("i", { style: `background:${COLOURS[index % COLOURS.length]}` }), one.name));
+    const items = this.series.map((one, index) => {
+      const line = element("i");
+      line.style.background = COLOURS[index % COLOURS.length]; // a served page allows no style attributes
+      return element("span", {}, line, one.name);
+    });
     return element("div", { class: "key-line" }, ...items);
   }
 
@@ -217,20 +227,24 @@ class Plot {
   }
 }
 
-const plots = [];
-const axisButtons = [...document.querySelectorAll(".axis button")];
+let plots = [];
 
 function setAxis(axis) {
-  for (const button of axisButtons) button.setAttribute("aria-pressed", String(button.dataset.axis === axis));
+  for (const button of document.querySelectorAll(".axis button")) button.setAttribute("aria-pressed", String(button.dataset.axis === axis));
   for (const plot of plots) plot.setOverTime(axis === "hours");
 }
 
-if (document.getElementById("charts")) {
+// Draws what #charts holds; called again when a page has other charts.
+function drawCharts() {
   const { charts, hours } = JSON.parse(document.getElementById("charts").textContent);
-  for (const figure of document.querySelectorAll("figure.chart")) {
-    plots.push(new Plot(figure, charts.find((chart) => chart.title === figure.dataset.chart), interpolator(hours)));
-  }
-  for (const button of axisButtons) button.addEventListener("click", () => setAxis(button.dataset.axis));
+  plots = [...document.querySelectorAll("figure.chart")].map((figure) =>
+    new Plot(figure, charts.find((chart) => chart.title === figure.dataset.chart), interpolator(hours)));
   document.querySelector(".axis").hidden = hours.length < 2;
   setAxis("steps");
 }
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest(".axis button");
+  if (button) setAxis(button.dataset.axis);
+});
+if (document.getElementById("charts")) drawCharts();

@@ -59,7 +59,7 @@ class Chart:
     bars: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """What `page.js` draws."""
+        """What `curves.js` draws."""
         return {
             "title": self.title,
             "bars": self.bars,

@@ -1,184 +1,8 @@
 "use strict";
 
-// ---- Clips: all visible ones play together ----
-
-const calm = matchMedia("(prefers-reduced-motion: reduce)");
-let playing = !calm.matches;
-const inView = new Set();
-const watcher = new IntersectionObserver((entries) => {
-  for (const { target, isIntersecting } of entries) {
-    if (isIntersecting) inView.add(target);
-    else inView.delete(target);
-    run(target);
-  }
-});
-
-function run(clip) {
-  if (playing && inView.has(clip)) clip.play().catch(() => {});
-  else clip.pause();
-}
-
-function watch(clip) {
-  clip.muted = true; // the attribute alone does not mute a clip that was created by a script
-  watcher.observe(clip);
-  return clip;
-}
-
-// Clips of the same length are kept in sync.
-function keepTogether() {
-  const leaders = new Map();
-  for (const clip of inView) {
-    if (!clip.duration) continue;
-    const length = clip.duration.toFixed(2);
-    const leader = leaders.get(length);
-    if (!leader) leaders.set(length, clip);
-    else if (Math.abs(clip.currentTime - leader.currentTime) > 0.06) clip.currentTime = leader.currentTime;
-  }
-}
-
-function playButton() {
-  const button = element("button", { type: "button", class: "play" });
-  const label = () => { button.textContent = playing ? "Pause all" : "Play all"; };
-  button.addEventListener("click", () => {
-    playing = !playing;
-    document.querySelectorAll("video").forEach(run);
-    document.querySelectorAll("button.play").forEach((each) => { each.textContent = playing ? "Pause all" : "Play all"; });
-  });
-  label();
-  return button;
-}
-
-function clipOf(item) {
-  return watch(element("video", { src: item.source, muted: "", loop: "", playsinline: "", preload: "auto", "aria-label": item.label }));
-}
-
-function pictureOf(item) {
-  const size = item.width ? { width: item.width, height: item.height } : {};
-  return element("img", { src: item.source, alt: item.label, ...size });
-}
-
-// ---- The previews and samples, as items in page order ----
-
-function itemOf(button, group, name, prompt) {
-  const media = button.firstElementChild;
-  const data = button.dataset;
-  return {
-    button, group, name, prompt, label: data.label, step: data.step, ema: "ema" in data, file: data.file,
-    isClip: media.tagName === "VIDEO", source: media.src, width: media.getAttribute("width"), height: media.getAttribute("height"),
-  };
-}
-
-const items = [];
-const rows = [...document.querySelectorAll(".prompt-row")].map((row, group) => {
-  const prompt = row.querySelector(".prompt").textContent;
-  const own = [...row.querySelectorAll("button.preview")].map((button) => itemOf(button, group, row.dataset.name, prompt));
-  items.push(...own.filter((item) => !item.ema), ...own.filter((item) => item.ema));
-  return own;
-});
-for (const sample of document.querySelectorAll("figure.sample")) {
-  const prompt = sample.querySelector("figcaption").title;
-  for (const button of sample.querySelectorAll("button.preview")) items.push(itemOf(button, -1, "Training data", prompt));
-}
-document.querySelectorAll(".cells video").forEach(watch);
-setInterval(keepTogether, 400);
-
-// ---- Before and after ----
-
-// Two pictures of the same size on top of each other, with a divider that can be dragged.
-function slider(before, after) {
-  const input = element("input", { type: "range", min: "0", max: "100", step: "0.1", value: "50", "aria-label": "Compare" });
-  const box = element("div", { class: "compare" }, pictureOf(before), pictureOf(after), element("span", { class: "handle" }),
-    element("span", { class: "tag left" }, shortLabel(before)), element("span", { class: "tag right" }, shortLabel(after)), input);
-  box.children[1].classList.add("after");
-  input.addEventListener("input", () => box.style.setProperty("--cut", `${input.value}%`));
-  return box;
-}
-
-function shortLabel(item) {
-  return `${item.ema ? "EMA, " : ""}step ${Number(item.step).toLocaleString("en")}`;
-}
-
-function sideBySide(before, after) {
-  const half = (item) => element("div", {}, clipOf(item), element("span", { class: "tag left" }, shortLabel(item)));
-  return element("div", { class: "duo" }, half(before), half(after));
-}
-
-function compared(before, after) {
-  return after.isClip ? sideBySide(before, after) : slider(before, after);
-}
-
+gather();
 const comparisonSection = document.getElementById("comparison");
-if (comparisonSection) {
-  const place = comparisonSection.querySelector(".comparisons");
-  for (const row of rows.slice(0, 8)) {
-    const plain = row.filter((item) => !item.ema);
-    const shown = plain.length > 1 ? plain : row;
-    if (shown.length < 2) continue;
-    const caption = element("figcaption", {}, element("b", {}, shown[0].name), element("span", { class: "prompt" }, shown[0].prompt));
-    place.append(element("figure", { class: "comparison" }, compared(shown[0], shown.at(-1)), caption));
-    place.classList.toggle("clips", shown[0].isClip);
-  }
-  if (place.classList.contains("clips")) comparisonSection.querySelector(".hint").append(" ", playButton());
-  comparisonSection.hidden = !place.childElementCount;
-}
-
-// ---- The viewer: one picture or clip, fitted to the window, with its prompt ----
-
-const viewer = document.getElementById("viewer");
-const view = { index: 0, compare: false, natural: false };
-
-function button(text, label, act, { disabled = false, pressed = null } = {}) {
-  const made = element("button", { type: "button", "aria-label": label, title: label }, text);
-  made.disabled = disabled;
-  if (pressed !== null) made.setAttribute("aria-pressed", String(pressed));
-  made.addEventListener("click", act);
-  return made;
-}
-
-// The item of the same step (and weights) in the next group, else its first item.
-function neighbour(direction) {
-  const here = items[view.index];
-  const others = items.filter((item) => item.group === here.group + direction);
-  const same = others.find((item) => item.step === here.step && item.ema === here.ema) ?? others[0];
-  return here.group < 0 || !same ? -1 : items.indexOf(same);
-}
-
-function show(index) {
-  if (!items[index]) return;
-  view.index = index;
-  const item = items[index];
-  const first = items.find((each) => each.group === item.group);
-  const canCompare = item.group >= 0 && first !== item && first.isClip === item.isClip;
-  const toggle = (key) => () => { view[key] = !view[key]; show(view.index); };
-  const stage = element("div", { class: view.natural ? "stage natural" : "stage" },
-    view.compare && canCompare ? compared(first, item) : item.isClip ? clipOf(item) : pictureOf(item));
-  stage.style.setProperty("--ratio", item.width ? item.width / item.height : 1.5);
-  const what = element("div", { class: "what" }, element("b", {}, item.name), element("span", { class: "dim" }, ` ${item.label}`),
-    element("p", {}, item.prompt));
-  const tools = element("div", { class: "tools" },
-    button("←", "Previous (left arrow)", () => show(index - 1), { disabled: index === 0 }),
-    button("→", "Next (right arrow)", () => show(index + 1), { disabled: index === items.length - 1 }),
-    ...(canCompare ? [button("Compare", `Compare with ${shortLabel(first)}`, toggle("compare"), { pressed: view.compare })] : []),
-    button("1:1", "Actual pixels", toggle("natural"), { pressed: view.natural }),
-    ...(item.file ? [element("a", { href: item.file, target: "_blank", rel: "noopener" }, "File")] : []),
-    button("✕", "Close (Escape)", () => viewer.close()));
-  viewer.replaceChildren(tools, stage, what);
-  if (!viewer.open) viewer.showModal();
-  viewer.focus();
-}
-
-viewer.addEventListener("keydown", (event) => {
-  if (event.target.type === "range") return;
-  const targets = {
-    ArrowLeft: () => view.index - 1, ArrowRight: () => view.index + 1, ArrowUp: () => neighbour(-1), ArrowDown: () => neighbour(1),
-  };
-  if (!targets[event.key]) return;
-  event.preventDefault();
-  show(targets[event.key]());
-});
-viewer.addEventListener("click", (event) => { if (event.target === viewer) viewer.close(); });
-viewer.addEventListener("close", () => viewer.replaceChildren());
-items.forEach((item, index) => item.button.addEventListener("click", () => show(index)));
+if (comparisonSection) fillComparison(comparisonSection);
 
 // ---- Copying the snippet ----
 
@@ -192,7 +16,6 @@ for (const copy of document.querySelectorAll(".snippet .copy")) {
 
 // ---- While the run goes on: reload the page and restore its state ----
 
-const KEPT = `report ${location.pathname}`;
 const folds = [...document.querySelectorAll("details")];
 
 function remember() {
@@ -200,12 +23,12 @@ function remember() {
     scroll: scrollY, open: folds.map((fold) => fold.open), playing,
     logarithmic: plots.map((plot) => plot.logarithmic), overTime: plots.some((plot) => plot.overTime),
   };
-  sessionStorage.setItem(KEPT, JSON.stringify(state));
+  history.replaceState(state, "");
 }
 
 function restore() {
-  const state = JSON.parse(sessionStorage.getItem(KEPT));
-  sessionStorage.removeItem(KEPT);
+  const state = history.state;
+  history.replaceState(null, "");
   if (!state) return;
   folds.forEach((fold, index) => { fold.open = state.open[index] ?? fold.open; });
   plots.forEach((plot, index) => plot.setLogarithmic(state.logarithmic[index] ?? false));

@@ -46,7 +46,7 @@ def gallery(
         "left_out": left_out(grid),
         "charts": charts,
         "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours_of(metrics)},
-        "scripts": ("curves.js", "page.js"),
+        "scripts": ("curves.js", "viewer.js", "page.js"),
     }
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -105,12 +105,15 @@ class TrainingSample:
 _Key = tuple[str, int, int, int]
 
 
-def build_grid(records: Sequence[MediaRecord], output_dir: Path) -> PreviewGrid:
+def build_grid(
+    records: Sequence[MediaRecord], output_dir: Path, link: Callable[[MediaRecord], str] | None = None
+) -> PreviewGrid:
     """Choose rows and columns and embed their pictures: `validation_prompt` first, the empty prompt last.
 
     Args:
         records: all previews of the run.
         output_dir: their paths are relative to it.
+        link: the address of a preview, for pages that are served and embed none.
     """
     by_row: dict[_Key, list[MediaRecord]] = {}
     for record in records:
@@ -121,7 +124,8 @@ def build_grid(records: Sequence[MediaRecord], output_dir: Path) -> PreviewGrid:
     lines = sum(len({record.ema for record in row}) for row in shown)
     steps = choose_steps(all_steps, max(FEWEST_COLUMNS, CELLS // max(1, lines)))
     allowance = _allowance(sum(record.step in steps for row in shown for record in row))
-    rows = [_build_row(row, steps, output_dir, allowance) for row in shown]
+    source = link or partial(_source, output_dir=output_dir, allowance=allowance)
+    rows = [_build_row(row, steps, source) for row in shown]
     return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(by_row) - len(shown))
 
 
@@ -130,13 +134,13 @@ def grid_order(record: MediaRecord) -> tuple[bool, bool]:
     return not record.prompt, record.short_name.partition(" ")[0] != MAIN_PROMPT
 
 
-def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], output_dir: Path, allowance: int) -> Row:
+def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], source: Callable[[MediaRecord], str]) -> Row:
     by_weights: dict[bool, dict[int, MediaRecord]] = {False: {}, True: {}}
     for record in records:
         by_weights[record.ema][record.step] = record
 
     def cells(row: dict[int, MediaRecord]) -> list[Cell | None]:
-        return [Cell(row[step], _source(row[step], output_dir, allowance)) if step in row else None for step in steps]
+        return [Cell(row[step], source(row[step])) if step in row else None for step in steps]
 
     averaged = cells(by_weights[True]) if by_weights[True] else ()
     return Row(records[0].short_name, records[0].prompt, cells(by_weights[False]), averaged)

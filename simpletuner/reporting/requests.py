@@ -1,8 +1,9 @@
 """Requests to a running session, by a signal or by a file in `output_dir/requests/`. Free of torch.
 
-touch output/requests/stop       end after the current step, as Ctrl-C does
-touch output/requests/save       a checkpoint now
-touch output/requests/preview    previews now
+touch output/requests/stop                 end after the current step, as Ctrl-C does
+touch output/requests/stop_at_epoch_end    end after the last step of the epoch
+touch output/requests/save                 a checkpoint now
+touch output/requests/preview              previews now
 """
 
 from __future__ import annotations
@@ -19,9 +20,20 @@ from typing import Literal, cast, get_args
 from simpletuner.reporting.events import EventStream, StateChanged
 
 FOLDER = "requests"
-Request = Literal["stop", "save", "preview"]
+Request = Literal["stop", "stop_at_epoch_end", "save", "preview"]
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 STOPPING = "Stopping after this step. Ctrl-C again stops at once and loses everything since the last checkpoint."
+
+
+def make_request(output_dir: Path, request: Request) -> None:
+    """Ask the session that runs in an output folder for something.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder = output_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    (folder / request).touch()
 
 
 def take_requests(output_dir: Path) -> list[Request]:

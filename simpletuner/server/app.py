@@ -17,11 +17,12 @@ from starlette.staticfiles import StaticFiles
 from simpletuner.errors import ConfigError, UserError
 from simpletuner.reporting.html import FOLDER as REPORTING
 from simpletuner.server import callback, edit, files, live, machine
+from simpletuner.server.control import Runs
 from simpletuner.server.project import Project, Refusal
 
 STATIC = Path(__file__).parent / "static"
 # What the page shares with the HTML report.
-SHARED = ("page.css", "curves.js", "page.js")
+SHARED = ("page.css", "curves.js", "viewer.js")
 # What is served: the page, the events of runs elsewhere, or both.
 Mode = Literal["unified", "trainer", "callback"]
 
@@ -32,7 +33,7 @@ def create_app(project: Project, mode: Mode = "unified") -> Starlette:
         *edit.routes(project),
         *files.routes(),
         *machine.routes(),
-        *live.routes(project),
+        *live.routes(),
         *(Route(f"/static/{name}", partial(shared, name)) for name in SHARED),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
@@ -45,7 +46,7 @@ def create_app(project: Project, mode: Mode = "unified") -> Starlette:
         ],
         exception_handlers={Refusal: refused, UserError: unusable, HTTPException: no_such_route},
     )
-    app.state.project = project
+    app.state.project, app.state.runs = project, Runs(project)
     return app
 
 

@@ -1,22 +1,106 @@
-"""Routes of the form: what can be set, what is set, and what is wrong with it."""
+"""The page itself, and routes of the form: what can be set, what is wrong with it, and what a run of it would need."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from simpletuner.atomic import write_json
+from simpletuner.config.datasets import read_datasets
+from simpletuner.config.locate import DATASET_FILE
+from simpletuner.errors import Problem
+from simpletuner.models.registry import FAMILIES, canonical_family_name
+from simpletuner.plan.draft import Draft, Judgement
+from simpletuner.redaction import redact_settings
 from simpletuner.reporting.html import render
-from simpletuner.server.project import Project
+from simpletuner.server.form import SECTIONS, TABS, dataset_fields, fields, greyed, tabs
+from simpletuner.server.plans import Unsaved, plan
+from simpletuner.server.project import Project, Refusal, problems_json, project_of, read_object
 
 
 def routes(project: Project) -> list[Route]:
-    """The page itself, and routes under /api/fields and /tabs."""
+    """The page itself, and routes under /api/fields, /api/training/validate and /api/plan."""
+    return [
+        Route("/", page),
+        Route("/tabs/{tab}", tab),
+        Route("/api/fields/tabs", field_tabs),
+        Route("/api/fields/metadata", field_metadata),
+        Route("/api/training/validate", validate, methods=["POST"]),
+        Route("/api/configuration/check", validate, methods=["POST"]),
+        Route("/api/plan", plan, methods=["POST"]),
+    ]
 
-    async def page(request: Request) -> Response:
-        return HTMLResponse(render("server/page.html.jinja"))
 
-    async def tabs(request: Request) -> Response:
-        return JSONResponse([])
+def page(request: Request) -> Response:
+    """The page with every tab."""
+    return HTMLResponse(rendered("server/page.html.jinja"))
 
-    return [Route("/", page), Route("/api/fields/tabs", tabs)]
+
+def tab(request: Request) -> Response:
+    """The form of one tab alone."""
+    name = request.path_params["tab"]
+    if name not in [each.lower() for each in TABS]:
+        raise Refusal(404, f"{name!r} is not one of: {', '.join(TABS).lower()}.")
+    return HTMLResponse(rendered("server/tab.html.jinja", tab=name))
+
+
+def rendered(template: str, **values: object) -> str:
+    """A template that shows fields."""
+    return render(template, tabs=tabs(), sections=SECTIONS, fields=fields(), dataset_fields=dataset_fields(), **values)
+
+
+def field_tabs(request: Request) -> Response:
+    """The tabs and their sections."""
+    return JSONResponse(tabs())
+
+
+def field_metadata(request: Request) -> Response:
+    """Every field, with the defaults and choices of `?family=`."""
+    family = request.query_params.get("family")
+    name = canonical_family_name(family) if family else None
+    if name is not None and name not in FAMILIES:
+        raise Refusal(404, f"{family!r} is not one of: {', '.join(FAMILIES)}.")
+    return JSONResponse([asdict(field) for field in fields(name)])
+
+
+async def validate(request: Request) -> Response:
+    """What training would make of settings that need not be saved."""
+    body = await read_object(request)
+    return JSONResponse(await run_in_threadpool(judged, project_of(request), body))
+
+
+def judged(project: Project, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The problems, the effective values and the keys without effect."""
+    unsaved = Unsaved.of(project, body)
+    judgement = Draft(unsaved.file).judge(unsaved.values)
+    # An unnamed source of settings leaves an empty note.
+    problems = [replace(each, message=each.message.removesuffix(" ()")) for each in judgement.problems]
+    if unsaved.entries is not None:
+        problems += dataset_problems(unsaved.entries, judgement)
+    return {
+        "problems": problems_json(problems),
+        "effective": redact_settings(judgement.config.flat()),
+        "family": judgement.spec.name,
+        "flavour": judgement.flavour.name,
+        "flavours": list(judgement.spec.flavour_names),
+        "greyed": greyed(judgement),
+    }
+
+
+def dataset_problems(entries: list[Any], judgement: Judgement) -> list[Problem]:
+    """What is wrong with the entries themselves; no folder is looked into."""
+    problems: list[Problem] = []
+    names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / DATASET_FILE
+        write_json(path, entries)
+        read_datasets(path, problems, placeholders=names)
+        return [replace(each, where=each.where.replace(f"{folder}/", "")) for each in problems]

@@ -28,8 +28,11 @@ OWN_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 # The page of a run has its buttons, and says what is wrong with settings; it neither edits nor starts anything.
 BUTTONS = frozenset(
     f"/api/{route}"
-    for route in ("training/stop", "training/cancel", "training/validation/run", "training/checkpoint/run")
-)
+    for route in (
+        "training/stop", "training/stop_at_epoch_end", "training/cancel", "training/validation/run",
+        "training/checkpoint/run",
+    )
+)  # fmt: skip
 CHECKS = frozenset({"/api/training/validate", "/api/configuration/check"})
 POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; object-src 'none'; "

@@ -91,14 +91,16 @@ class RequestHandler:
     """Callback that carries out requests made with files in `output_dir/requests/`, and stops before a disk is full.
 
     Attributes:
-        actions: what to call for a request; `stop` is handled here.
+        actions: what to call for a request; stops are handled here.
         least_free: stop when the disk of `output_dir` has less free space, in GB.
+        ends_with_epoch: stop when the epoch is complete.
     """
 
     output_dir: Path
     events: EventStream
     actions: Mapping[Request, Callable[[Assembly, TrainState], object]]
     least_free: float = 0.0
+    ends_with_epoch: bool = field(default=False, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         take_requests(self.output_dir)  # discard those made to an earlier session
@@ -107,8 +109,13 @@ class RequestHandler:
         for request in take_requests(self.output_dir):
             if request == "stop":
                 self._stop(assembly, state, "as a file requests.")
+            elif request == "stop_at_epoch_end":
+                self.ends_with_epoch = True
+                self.events.say(f"The run will stop at the end of epoch {report.epoch}, as a file requests.")
             else:
                 self.actions[request](assembly, state)
+        if self.ends_with_epoch and report.epochs_done > state.epochs_done:
+            self._stop(assembly, state, f"epoch {report.epochs_done} is complete.")
         free = shutil.disk_usage(self.output_dir).free / 1e9
         if free < self.least_free:
             threshold = f"disk_low_threshold is {self.least_free:g} GB."

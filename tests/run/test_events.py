@@ -129,13 +129,13 @@ def test_rounds_to_come() -> None:
 
 
 def test_a_request_is_taken_once_and_other_files_stay(tmp_path: Path) -> None:
-    from simpletuner.reporting.requests import take_requests
+    from simpletuner.reporting.requests import make_request, take_requests
 
     assert take_requests(tmp_path) == []
-    folder = tmp_path / "requests"
-    folder.mkdir()
-    for name in ("stop", "save", "holiday"):
-        (folder / name).touch()
+    make_request(tmp_path, "save")
+    make_request(tmp_path, "save")
+    for name in ("stop", "holiday"):
+        (tmp_path / "requests" / name).touch()
     assert take_requests(tmp_path) == ["stop", "save"]
     assert take_requests(tmp_path) == []
-    assert [path.name for path in folder.iterdir()] == ["holiday"]
+    assert [path.name for path in (tmp_path / "requests").iterdir()] == ["holiday"]

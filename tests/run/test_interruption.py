@@ -35,6 +35,7 @@ from simpletuner.reporting.events import (
     StepDone,
 )
 from simpletuner.reporting.log import DebugFile, setup_logging
+from simpletuner.reporting.requests import make_request
 from simpletuner.run.train import run_plan
 from tests.run.test_kandinsky5_video import make_workspace
 from tests.run.test_resume import SETTINGS, assert_same_run
@@ -353,3 +354,14 @@ def test_a_log_on_a_full_disk_ends_without_a_traceback(
     told = capsys.readouterr().err
     assert told.splitlines() == ["a line"] * 3
     assert file not in root.handlers
+
+
+def test_a_file_asks_for_the_end_of_the_epoch(workspace: Workspace) -> None:
+    workspace.write_config(max_train_steps=50)
+
+    def fifth(event: Event) -> bool:
+        return isinstance(event, StepDone) and event.step == 5
+
+    trigger = Trigger(fifth, lambda: make_request(workspace.path("output"), "stop_at_epoch_end"))
+    with pytest.raises(Interrupted, match="Stopped at step 8"):  # the epoch is eight steps long
+        train(workspace, trigger)

@@ -1,0 +1,243 @@
+"""Find the runs of a project, and start, stop and continue them. Free of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from simpletuner.atomic import write_json
+from simpletuner.config.load import canonical
+from simpletuner.config.locate import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
+from simpletuner.config.schema import all_options, option_names
+from simpletuner.errors import UserError
+from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.plan.draft import Draft
+from simpletuner.redaction import redact
+from simpletuner.reporting.metrics import METRICS_FILE
+from simpletuner.reporting.requests import Request, make_request
+from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
+from simpletuner.server.project import CONFIG_NAME, EXAMPLE, Project, Refusal
+from simpletuner.server.runs import ACTIVE, CONSOLE_FILE, PROMPT, Run
+
+# How far runs are searched for below a folder.
+DEPTH, FOLDERS = 4, 2000
+BULKY = frozenset({"cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
+NOTHING_RUNS = "No active training job."
+
+
+class Runs:
+    """The runs of a project. What is remembered of one only saves reading it again."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+        self._runs: dict[Path, Run] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[Run]:
+        """Every run: those at work first, then the newest."""
+        folders = {self.project.run: ""} if self.project.run else {**found_below(self.project), **self._configured()}
+        runs = [self._at(folder, config) for folder, config in folders.items()]
+        runs += [run for run in self._runs.values() if run not in runs and run.child]
+        return sorted(runs, key=lambda run: (run.pid is not None, run.seen), reverse=True)
+
+    def find(self, name: str | None) -> Run:
+        """A run by its id; without one the first of all.
+
+        Raises:
+            Refusal: 404 if there is none.
+        """
+        # A known one needs no search, which visits many folders.
+        known = [run for run in list(self._runs.values()) if run.id == name]
+        for run in known or self.all():
+            if name in (None, "", run.id):
+                return run
+        raise Refusal(404, f"There is no run {name!r}." if name else "There are no runs yet.")
+
+    def _at(self, folder: Path, config: str) -> Run:
+        run = self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
+        run.config = config or run.config
+        return run
+
+    def _configured(self) -> dict[Path, str]:
+        """The output folders of all configs; those of packaged examples only if they exist."""
+        found = {}
+        for name in (*(EXAMPLE + each for each in example_names()), *self.project.config_names()):
+            with suppress(UserError, Refusal):
+                folder = self.project.inside(output_dir_of(self.project.config_file(name)))
+                if folder.is_dir() or not name.startswith(EXAMPLE):
+                    found[folder] = name
+        return found
+
+    def start(self, name: str, settings: Mapping[str, Any]) -> Run:
+        """Start training with a config as a process of its own, which outlives this one.
+
+        Args:
+            settings: override those of the config.
+
+        Raises:
+            Refusal: 404 without such a config, 409 if its folder is in use, 422 with the problems of the settings, 403
+                in the page of a run.
+        """
+        if self.project.run is not None:
+            raise Refusal(403, "This page belongs to a run; start others with `simpletuner server`.")
+        file = self.project.config_file(name)
+        if not file.is_file():
+            raise Refusal(404, f"There is no config {name!r}.")
+        judgement = Draft(file, {**values_of(file), **settings}).judgement
+        if fatal := [problem for problem in judgement.problems if problem.fatal]:
+            raise Refusal(422, fatal)
+        run = self._at(self.project.inside(judgement.config.run.output_dir), name)
+        with self._lock:
+            refuse_if_busy(run)
+            run.child = self._spawn(run.folder, command_line(name, file, settings))
+        threading.Thread(target=run.child.wait, daemon=True).start()  # no zombie stays
+        return run
+
+    def _spawn(self, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+        environment = {key: value for key, value in os.environ.items() if key not in ENV_VARIABLES}
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / CONSOLE_FILE).open("ab") as console:
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            console.write(redact(f"{PROMPT}{now} simpletuner {shlex.join(arguments)}\n").encode())
+            console.flush()
+            return subprocess.Popen(
+                [sys.executable, "-m", "simpletuner", *arguments], cwd=self.project.folder, env=environment,
+                stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def renew(self, run: Run, name: str) -> Path:
+        """Write config/NAME/config.json: the config of a run, starting from its LoRA, into a folder of its own.
+
+        Raises:
+            Refusal: 400 if there is nothing to start from, 409 if the config exists, 422 if it cannot have this name.
+        """
+        if not run.status()["can"]["new"]:
+            raise Refusal(400, "A new run needs the config and the LoRA of a run that has ended.")
+        if not CONFIG_NAME.fullmatch(name) or name == "config":
+            raise Refusal(422, f"{name!r} cannot name a config: use letters, digits, '.', '_' and '-'.")
+        file = self.project.config_file(name)
+        if file.exists():
+            raise Refusal(409, f"There is a config {name!r} already.")
+        source = self.project.config_file(run.config)
+        own = {"init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"}
+        write_json(file, {"data_backend_config": str(source.with_name(DATASET_FILE)), **values_of(source), **own})
+        return file
+
+
+def ask(run: Run, request: Request) -> None:
+    """Ask the training loop of a run for something; before the loop, only to stop.
+
+    Raises:
+        Refusal: 400 if it does not run.
+    """
+    status = run.status()
+    if not status["can"][request]:
+        raise Refusal(400, NOTHING_RUNS)
+    if status["status"] == "running" or run.pid is None:
+        make_request(run.folder, request)
+    else:
+        send(run.pid, signal.SIGINT)
+
+
+def cancel(run: Run) -> None:
+    """End a run at once; what it did since its last checkpoint is lost.
+
+    Raises:
+        Refusal: 400 if it does not run, or not here.
+    """
+    if (pid := run.pid) is None:
+        raise Refusal(400, NOTHING_RUNS)
+    # The first asks the loop to stop, the second interrupts it; two of a kind might arrive as one.
+    send(pid, signal.SIGINT, signal.SIGTERM)
+
+
+def send(pid: int, *numbers: signal.Signals) -> None:
+    """Send signals to a process, unless it has just ended.
+
+    Raises:
+        Refusal: 403 if it belongs to another user.
+    """
+    with suppress(ProcessLookupError):
+        for number in numbers:
+            try:
+                os.kill(pid, number)
+            except PermissionError:
+                raise Refusal(403, f"Process {pid} belongs to another user.") from None
+
+
+def refuse_if_busy(run: Run) -> None:
+    """Raise if a process is at work in a run's folder, or may be.
+
+    Raises:
+        Refusal: 409.
+    """
+    owner = run.owner
+    try:
+        if owner is not None:
+            refuse_if_in_use(run.folder / LOCK_FILE, owner)
+    except UserError as error:
+        raise Refusal(409, str(error)) from None
+    if run.judge()[0] in ACTIVE:
+        raise Refusal(409, f"output_dir: {run.folder} is in use by a run that is starting.")
+
+
+def command_line(name: str, file: Path, settings: Mapping[str, Any]) -> list[str]:
+    """The arguments of `simpletuner` that train with a config and further settings."""
+    chosen = f"example={name.removeprefix(EXAMPLE)}" if name.startswith(EXAMPLE) else f"--config={file}"
+    texts = {key: each if isinstance(each, str) else json.dumps(each) for key, each in settings.items()}
+    return ["train", chosen, *(f"--{key}={text}" for key, text in texts.items())]
+
+
+def values_of(file: Path) -> dict[str, Any]:
+    """The settings in a config file as they are written, by their canonical keys.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    names = option_names()
+    given = {key.removeprefix("--").replace("-", "_"): value for key, value in read_config_file(file, []).values}
+    return {names[key].name if key in names else key: value for key, value in given.items()}
+
+
+def output_dir_of(file: Path) -> str:
+    """Where a config writes to, whatever else is wrong with it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    given = canonical(read_config_file(file, []), []).get("output_dir")
+    return str(given or all_options()["output_dir"].default)
+
+
+def found_below(project: Project) -> dict[Path, str]:
+    """Folders with the files of a run, near the top of a project."""
+    walked = islice((each for root in (project.folder, *project.roots) for each in walk(root)), FOLDERS)
+    return {folder: "" for folder, files in walked if {METRICS_FILE, LOCK_FILE, CONSOLE_FILE} & files}
+
+
+def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
+    """Folders and their files, without hidden and bulky ones and links to others."""
+    for name, folders, files in os.walk(root):
+        folder = Path(name)
+        is_deep = len(folder.relative_to(root).parts) >= DEPTH
+        kept = [] if is_deep else [each for each in folders if not each.startswith(".")]
+        folders[:] = sorted(each for each in kept if re.split(r"-\d", each)[0] not in BULKY)
+        yield folder, set(files)
+
+
+def run_id(folder: Path) -> str:
+    """A name for addresses: that of the folder, made unique by its path."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', folder.name)}-{hashlib.sha256(str(folder).encode()).hexdigest()[:6]}"

@@ -1,0 +1,121 @@
+"""Settings that the page has not saved, and the plan of a run with them. Free of torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from simpletuner.atomic import write_json
+from simpletuner.config.json_files import json_kind
+from simpletuner.config.locate import DATASET_FILE, dataset_file
+from simpletuner.errors import Problem
+from simpletuner.redaction import redact
+from simpletuner.server.files import allowed, canonical, read, settings_of, text_of, unmasked
+from simpletuner.server.project import Project, Refusal, project_of, read_object
+
+GONE = 499  # what nginx answers to a client that has left; nobody reads it
+LOOK = 0.25  # seconds between two looks whether the client still waits
+ENVIRONMENT = "config.env"
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """Settings as the page has them.
+
+    Attributes:
+        file: where they will be saved.
+        values: by canonical key.
+        entries: of the dataset file; None if the page did not send them.
+        datasets: the dataset file, whether or not it exists.
+    """
+
+    file: Path
+    values: dict[str, Any]
+    entries: list[Any] | None
+    datasets: Path
+
+    @classmethod
+    def of(cls, project: Project, body: Mapping[str, Any]) -> Unsaved:
+        """What a request holds, with the secrets that only the files know.
+
+        Raises:
+            Refusal: it is not of the right kind.
+        """
+        file = project.config_file(str(body.get("config") or "config"))
+        values, entries = body.get("values"), body.get("datasets")
+        if not isinstance(values, dict) or not isinstance(entries, list | None):
+            message = f"must be an object and datasets a list, not {json_kind(values)} and {json_kind(entries)}."
+            raise Refusal(400, [Problem("values", message)])
+        saved = settings_of(read(file)) if file.is_file() else {}
+        known = {canonical(key): value for key, value in saved.items()}
+        values = {key: unmasked(value, known.get(key), key) for key, value in values.items()}
+        path = project.folder / dataset_file(text_of(values.get("data_backend_config")), file.parent, [])
+        if entries is not None:
+            entries = unmasked(entries, read(path) if path.is_file() and allowed(project, path) else None, "datasets")
+        return cls(file, values, entries, path)
+
+    def write(self, folder: Path) -> list[str]:
+        """Write them into an empty folder; returns the arguments that make a command use them."""
+        write_json(folder / "config.json", self.values)
+        environment = self.file.with_name(ENVIRONMENT)
+        if environment.is_file():
+            shutil.copy(environment, folder)
+        datasets = self.datasets
+        if self.entries is not None:
+            datasets = folder / DATASET_FILE
+            write_json(datasets, self.entries)
+        return [f"config_path={folder / 'config.json'}", f"data_backend_config={datasets}"]
+
+
+async def plan(request: Request) -> Response:
+    """The document of `simpletuner plan --json` for settings that need not be saved.
+
+    `device_memory_gb` plans for another GPU. The plan is made by a process of its own, which ends as soon as the client
+    no longer waits: the page asks again after every change.
+    """
+    body, project = await read_object(request), project_of(request)
+    unsaved = await run_in_threadpool(Unsaved.of, project, body)
+    with TemporaryDirectory(prefix="simpletuner-plan-") as name:
+        command = [sys.executable, "-m", "simpletuner", "plan", "--json", *unsaved.write(Path(name))]
+        if body.get("device_memory_gb") is not None:
+            command.append(f"plan_device_memory_gb={body['device_memory_gb']}")
+        printed = await run_while_wanted(request, command, project.folder)
+    return Response(status_code=GONE) if printed is None else JSONResponse(document_in(*printed, name))
+
+
+async def run_while_wanted(request: Request, command: Sequence[str], folder: Path) -> tuple[str, str] | None:
+    """What a command prints, and its messages; None if the client leaves, which ends the command."""
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(*command, cwd=folder, stdout=pipe, stderr=pipe)
+    reading = asyncio.create_task(child.communicate())
+    try:
+        while not (await asyncio.wait([reading], timeout=LOOK))[0]:
+            if await request.is_disconnected():
+                return None
+        output, messages = reading.result()
+        return output.decode(errors="replace"), messages.decode(errors="replace")
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await reading
+
+
+def document_in(output: str, messages: str, folder: str) -> dict[str, Any]:
+    """The document that the command printed, without the names of its temporary files."""
+    try:
+        document: dict[str, Any] = json.loads(output.replace(f" ({folder}/config.json)", "").replace(f"{folder}/", ""))
+        return document
+    except json.JSONDecodeError:
+        last = redact(messages.strip().rpartition("\n")[2])
+        return {"ok": False, "problems": [{"key": "", "message": f"The plan failed: {last}", "fatal": True}]}

@@ -1,0 +1,203 @@
+// The page: tabs, search, the open config, and the check after every change.
+import { api, ask, bindField, changes, isDirty, save, showField, state, takeConfig, takeDatasets, tell, element } from "./form.js";
+import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
+import { showPlan, startPlan } from "./plan.js";
+
+const page = (selector) => document.querySelector(selector), all = (selector) => [...document.querySelectorAll(selector)];
+const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
+let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0;
+const timers = {};
+const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
+
+// Tabs. The address names the tab or one of its sections.
+function openTab() {
+  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${name}`) ?? tabs[0];
+  page("#search").value = "";
+  for (const each of tabs) {
+    each.setAttribute("aria-selected", String(each === tab));
+    each.tabIndex = each === tab ? 0 : -1;
+  }
+  document.body.dataset.tab = tab.id.slice(4);
+  filter("");
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (target?.matches("section, .field")) target.scrollIntoView();
+  else scrollTo(0, 0);
+  tab.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+
+page("[role=tablist]").addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
+  if (!step) return;
+  const place = tabs.indexOf(document.activeElement) + step;
+  const next = tabs[Number.isFinite(place) ? (place + tabs.length) % tabs.length : place < 0 ? 0 : tabs.length - 1];
+  event.preventDefault();
+  next.click();
+  next.focus();
+});
+
+// Search goes over all tabs at once.
+function filter(query) {
+  const words = query.toLowerCase().split(/\s+/).filter(Boolean), searching = words.length > 0;
+  document.body.classList.toggle("searching", searching);
+  let found = 0;
+  for (const field of fields) {
+    const text = `${field.dataset.key} ${field.dataset.key.replaceAll("_", " ")} ${field.textContent} ${field.closest(".group")?.dataset.group ?? ""}`.toLowerCase();
+    field.hidden = searching && !words.every((word) => text.includes(word));
+    found += !field.hidden;
+  }
+  for (const part of all(".group, .pane .card, details.more")) {
+    if (part.closest("#datasets")) continue;
+    part.hidden = searching && !part.querySelector(".field:not([hidden])");
+    if (part.tagName === "DETAILS") part.open = searching || Boolean(part.querySelector(".set-here, .wrong"));
+  }
+  for (const pane of all(".pane")) {
+    pane.hidden = searching ? pane.id === "pane-run" : pane.id !== `pane-${document.body.dataset.tab}`;
+  }
+  page("#no-match").hidden = !searching || found > 0;
+}
+
+// The open config.
+async function openConfig(name, from = name) {
+  const answer = await api(`/api/configs/${from}`), datasets = await api(`/api/datasets/plan?config=${encodeURIComponent(from)}`);
+  state.config = document.body.dataset.config = name;
+  takeConfig(answer.ok ? answer : { data: { values: {} }, etag: null });
+  takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: null });
+  if (from !== name) {
+    // A copy, which nothing was saved of yet; its dataset file lies beside it.
+    delete state.values.data_backend_config;
+    Object.assign(state, { file: {}, etag: null });
+    Object.assign(state.datasets, { file: [], etag: null });
+  }
+  document.dispatchEvent(new CustomEvent("config", { detail: name }));
+  await refill();
+}
+
+async function refill() {
+  showDatasets();
+  await check();
+  filter("");
+}
+
+const settings = () => ({ config: state.config, values: state.values, datasets: state.datasets.entries });
+
+async function check() {
+  const mine = (number += 1);
+  const { ok, data } = await api("/api/training/validate", { method: "POST", body: settings() });
+  if (mine !== number) return;
+  judged = ok ? data : { ...judged, problems: data.problems };
+  state.effective = judged.effective;
+  offerFlavours(judged.flavours ?? []);
+  showAll();
+  later("plan", 400, async () => {
+    const plan = await showPlan(settings());
+    if (!plan || mine !== number) return;
+    planned = plan.problems;
+    showProblems();
+    tellLedger(plan.datasets);
+  });
+}
+
+function offerFlavours(names) {
+  const list = page("#f-model_flavour");
+  list.replaceChildren(list.options[0], ...names.map((name) => element("option", { textContent: name })));
+}
+
+function showAll() {
+  refreshDatasets();
+  for (const [key, field] of byKey) showField(field, state.values[key], judged.effective[key]);
+  showProblems();
+  showSaved();
+}
+
+function showProblems() {
+  const seen = new Set(), problems = [...judged.problems, ...planned].filter(({ key, message }) => {
+    const name = `${key}: ${message}`;
+    return !seen.has(name) && seen.add(name);
+  });
+  const keyOf = (problem) => problem.key.split(/[.[]/)[0];
+  for (const [key, field] of byKey) tell(field, problems.filter((problem) => keyOf(problem) === key), judged.greyed[key]);
+  all(".group").forEach(shareReason);
+  const rest = tellDatasets(problems.filter((problem) => !byKey.has(keyOf(problem))));
+  page("#problems").replaceChildren(...rest.map(({ key, message, fatal }) => element("li", { className: fatal ? "bad" : "warning" }, element("b", { className: "key", textContent: key }), ` ${message}`)));
+  for (const tab of tabs) {
+    const count = all(`#pane-${tab.id.slice(4)} .told .bad`).length, badge = tab.querySelector(".count");
+    badge.hidden = !count;
+    badge.textContent = count;
+    badge.setAttribute("aria-label", `${count} problems`);
+  }
+}
+
+// A reason that most greyed fields of a group share is shown once.
+function shareReason(group) {
+  const reasons = [...group.querySelectorAll(".told .reason")], shared = group.querySelector(".shared");
+  const alike = (text) => reasons.filter((each) => each.textContent === text);
+  const most = reasons.map((each) => alike(each.textContent)).sort((a, b) => b.length - a.length)[0] ?? [];
+  shared.hidden = most.length < 3;
+  shared.textContent = most[0]?.textContent.replace("has no effect", `${most.length} options have no effect`) ?? "";
+  for (const each of most) each.classList.toggle("sr", !shared.hidden);
+}
+
+function showSaved(text) {
+  const count = Object.keys(changes()).length, dirty = isDirty();
+  page("#save").disabled = !dirty;
+  page("#saved").textContent = text ?? (dirty ? (count ? `${count} unsaved` : "Datasets unsaved") : "");
+}
+
+function edited() {
+  planned = [];
+  showSaved();
+  later("check", 200, check);
+}
+
+async function saveNow() {
+  try {
+    const saved = await save();
+    await refill();
+    if (saved) showSaved("Saved");
+    listConfigs();
+  } catch (error) {
+    showSaved(`Not saved: ${error.message}`);
+  }
+}
+
+async function listConfigs() {
+  const { data } = await api("/api/configs/");
+  const names = [...new Set([...data.map((each) => each.name), state.config])];
+  page("#config").replaceChildren(...names.map((name) => element("option", { value: name, textContent: name === "config" ? "config/config.json" : name, selected: name === state.config })));
+}
+
+for (const [key, field] of byKey) {
+  bindField(field, (value) => {
+    if (value === undefined) delete state.values[key];
+    else state.values[key] = value;
+    showField(field, state.values[key], judged.effective[key]);
+    edited();
+  });
+}
+startDatasets(edited);
+startPlan(() => later("check", 400, check));
+page("#search").addEventListener("input", ({ target }) => filter(target.value));
+page("#save").addEventListener("click", saveNow);
+const mayLeave = async () => !isDirty() || (await ask(page("#leave"))) === "discard";
+page("#config").addEventListener("change", async ({ target }) => {
+  if (await mayLeave()) await openConfig(target.value);
+  target.value = state.config;
+});
+page("#add-config").addEventListener("click", async () => {
+  if (!(await mayLeave())) return;
+  const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
+  from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name })));
+  if ((await ask(page("#new"))) !== "create" || !/^\w[\w.-]*$/.test(name.value)) return;
+  await openConfig(name.value, from.value || name.value);
+  listConfigs();
+});
+addEventListener("hashchange", openTab);
+addEventListener("beforeunload", (event) => isDirty() && event.preventDefault());
+addEventListener("keydown", (event) => {
+  if ((event.ctrlKey || event.metaKey) && event.key === "s") { event.preventDefault(); if (isDirty()) saveNow(); }
+  if (event.key === "/" && !event.target.matches("input, textarea, select")) { event.preventDefault(); page("#search").focus(); }
+});
+page("#plan details").open = innerWidth > 1080;
+openTab();
+await openConfig("config");
+await listConfigs();

@@ -1,0 +1,160 @@
+// The dataset file as cards; what a card does not show is edited as JSON and kept as it is.
+import { api, ask, bindField, element, showField, state, tell } from "./form.js";
+
+const list = document.querySelector("#datasets"), template = document.querySelector("#dataset");
+const SHORT = new Set(["id", "dataset_type", "type"]); // all that an entry without samples needs
+const part = (entry, key) => key.split(".").reduce((value, name) => value?.[name], entry);
+let changed = () => {}, numbers = 0;
+
+function put(entry, key, value) {
+  const [outer, inner] = key.split(".");
+  if (inner) {
+    const group = { ...entry[outer], [inner]: value };
+    if (value === undefined) delete group[inner];
+    put(entry, outer, Object.keys(group).length ? group : undefined);
+  } else if (value === undefined) delete entry[outer];
+  else entry[outer] = value;
+}
+
+function matters(key, entry) {
+  const kind = entry.dataset_type ?? "image", holdsSamples = !kind.endsWith("_embeds");
+  return SHORT.has(key) || (holdsSamples && (!key.startsWith("video.") || kind === "video" || entry.video !== undefined));
+}
+
+function refresh(card, entry) {
+  card.querySelector("h3").textContent = entry.id || "New dataset";
+  card.querySelector(".enabled").checked = !(entry.disabled || entry.disable);
+  card.classList.toggle("off", Boolean(entry.disabled || entry.disable));
+  for (const field of card.querySelectorAll(".field")) {
+    field.hidden = !matters(field.dataset.key, entry);
+    showField(field, part(entry, field.dataset.key), state.effective?.[field.dataset.key]);
+  }
+  const more = card.querySelector(".grid + .more"), count = more.querySelectorAll(".field:not([hidden])").length;
+  more.hidden = count === 0;
+  more.querySelector("summary").firstChild.textContent = `${count} more `;
+  const raw = card.querySelector(".raw");
+  if (raw !== document.activeElement) raw.value = JSON.stringify(entry, null, 2);
+}
+
+function makeCard(index) {
+  const card = template.content.firstElementChild.cloneNode(true), number = (numbers += 1);
+  for (const each of card.querySelectorAll("[id], [for], [aria-describedby]")) {
+    for (const name of ["id", "for", "aria-describedby"]) {
+      const value = each.getAttribute(name);
+      if (value) each.setAttribute(name, value.split(" ").map((id) => `${id}-${number}`).join(" "));
+    }
+  }
+  const entry = () => state.datasets.entries[index];
+  const edit = () => { refresh(card, entry()); changed(); };
+  for (const field of card.querySelectorAll(".field")) {
+    bindField(field, (value) => { put(entry(), field.dataset.key, value); edit(); });
+  }
+  card.querySelector(".enabled").addEventListener("input", ({ target }) => {
+    delete entry().disable;
+    put(entry(), "disabled", target.checked ? undefined : true);
+    edit();
+  });
+  card.querySelector(".remove").addEventListener("click", () => {
+    state.datasets.entries.splice(index, 1);
+    showDatasets();
+    changed();
+  });
+  const raw = card.querySelector(".raw");
+  raw.setAttribute("aria-label", "The whole entry as JSON");
+  raw.addEventListener("input", () => {
+    const told = card.querySelector(".json .told");
+    try {
+      state.datasets.entries[index] = JSON.parse(raw.value);
+      told.textContent = "";
+      edit();
+    } catch (error) {
+      told.textContent = `This is not JSON yet: ${error.message}`;
+    }
+  });
+  const folder = card.querySelector('[data-key="instance_data_dir"]');
+  const browse = element("button", { type: "button", className: "browse", textContent: "Browse" });
+  browse.addEventListener("click", async () => {
+    const chosen = await chooseFolder(entry().instance_data_dir);
+    if (chosen) { put(entry(), "instance_data_dir", chosen); edit(); }
+  });
+  folder.querySelector(".set").append(browse);
+  return card;
+}
+
+export function showDatasets() {
+  list.replaceChildren(...state.datasets.entries.map((entry, index) => makeCard(index)));
+  refreshDatasets();
+}
+
+export function refreshDatasets() {
+  [...list.children].forEach((card, index) => refresh(card, state.datasets.entries[index]));
+}
+
+// Problems name an entry by its id or, in the file, by its number; returns those that no card shows.
+export function tellDatasets(problems) {
+  const left = new Set(problems);
+  [...list.children].forEach((card, index) => {
+    const id = state.datasets.entries[index].id, fields = [...card.querySelectorAll(".field")];
+    const found = problems.filter(({ key }) => {
+      const name = key.replace(/^[^:]*\.json: /, "");
+      return (id && (name === id || name.startsWith(`${id}.`))) || key.includes(`[${index}]`);
+    });
+    const byField = new Map(fields.map((field) => [field, []]));
+    for (const problem of found) {
+      const key = problem.key.replace(/^[^:]*\.json: /, "").slice((id ?? "").length + 1);
+      const field = fields.find((each) => each.dataset.key === key && !each.hidden) ?? fields[0];
+      byField.get(field).push(field.dataset.key === key || !key ? problem : { ...problem, message: `${key} ${problem.message}` });
+      left.delete(problem);
+    }
+    byField.forEach((own, field) => tell(field, own));
+  });
+  return [...left];
+}
+
+// What the plan found in the folders.
+export function tellLedger(datasets = []) {
+  [...list.children].forEach((card, index) => {
+    const found = datasets.find((each) => each.id === state.datasets.entries[index].id);
+    const badge = card.querySelector(".used"), ledger = card.querySelector(".ledger");
+    badge.hidden = !found;
+    badge.textContent = found ? `${found.used} of ${found.files} files used` : "";
+    const left = found?.left_out ?? [];
+    ledger.hidden = !left.length;
+    ledger.querySelector("summary").textContent = found ? `${found.files - found.used} files not used` : "";
+    const lines = left.map(({ file, reason }) => element("li", {}, element("span", { className: "key", textContent: file }), ` ${reason}`));
+    ledger.querySelector("ul").replaceChildren(...lines);
+  });
+}
+
+export function startDatasets(whenChanged) {
+  changed = whenChanged;
+  document.querySelector("#add-dataset").addEventListener("click", () => {
+    state.datasets.entries.push({ id: `dataset-${state.datasets.entries.length + 1}`, type: "local", caption_strategy: "textfile" });
+    showDatasets();
+    list.lastElementChild.querySelector("input[type=text]").focus();
+    changed();
+  });
+}
+
+// A dialog to walk through the folders that the server may show.
+async function chooseFolder(start) {
+  const dialog = document.querySelector("#browser");
+  let here = "";
+  const go = async (path) => {
+    const { ok, data } = await api(`/api/datasets/browse?path=${encodeURIComponent(path)}`);
+    if (!ok) return path === "." ? undefined : go(".");
+    here = data.path;
+    dialog.querySelector(".here").textContent = here;
+    const files = Object.entries(data.files).map(([kind, count]) => `${count} ${kind}`).join(", ");
+    dialog.querySelector(".count-of-files").textContent = files || "No files here.";
+    const step = (label, target) => {
+      const button = element("button", { type: "button", textContent: label });
+      button.addEventListener("click", () => go(target));
+      return element("li", {}, button);
+    };
+    const up = data.parent ? [step("‹ up", data.parent)] : [];
+    dialog.querySelector(".folders").replaceChildren(...up, ...data.folders.map((name) => step(name, `${here}/${name}`)));
+  };
+  await go(start || ".");
+  return (await ask(dialog)) === "choose" ? here : "";
+}

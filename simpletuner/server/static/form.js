@@ -1,0 +1,156 @@
+// The settings of the open config: what the file says, what the page has, and what is wrong with it.
+// A field shows a value of `state.values`, or, greyed as its placeholder, what training uses without it.
+
+export const state = { config: "config", etag: null, file: {}, values: {}, datasets: { etag: null, file: [], entries: [] } };
+const page = (selector) => document.querySelector(selector);
+const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+export const clone = (value) => JSON.parse(JSON.stringify(value));
+
+export async function api(path, { method = "GET", body, etag, signal } = {}) {
+  const headers = { ...(body && { "Content-Type": "application/json" }), ...(etag && { "If-Match": etag }) };
+  const response = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal });
+  const data = await response.json().catch(() => ({ problems: [{ key: "", message: response.statusText, fatal: true }] }));
+  return { ok: response.ok, status: response.status, etag: response.headers.get("ETag"), data };
+}
+
+export function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+// One field: its control, its value as JSON, and back.
+const control = (field) => field.querySelector(".set").querySelector("input, select, textarea");
+export const isSecret = (value) => same(value, { secret: "set" });
+const written = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
+
+export function showField(field, value, effective) {
+  const input = control(field), isSet = value !== undefined, secret = isSecret(value);
+  field.classList.toggle("set-here", isSet);
+  field.querySelector(".reset").hidden = !isSet;
+  field.querySelector(".replace").hidden = !secret;
+  input.readOnly = secret;
+  const unset = effective ?? JSON.parse(field.dataset.default);
+  if (input.type === "checkbox") {
+    const word = isSet ? String(value).toLowerCase() : String(unset);
+    input.checked = ["true", "1", "yes", "on"].includes(word);
+    input.indeterminate = !isSet && unset === null;
+    return;
+  }
+  const fallback = unset === null ? field.dataset.note : written(unset);
+  if (input.tagName === "SELECT") {
+    input.options[0].textContent = fallback ? `${fallback} (default)` : "";
+    const known = [...input.options].find((option) => option.value === written(value ?? ""));
+    if (isSet && !known) input.append(element("option", { textContent: written(value) }));
+  } else if (!isSet || document.activeElement !== input) {
+    input.placeholder = fallback;
+  }
+  if (document.activeElement !== input || !isSet) input.value = secret ? "set" : isSet ? written(value) : "";
+}
+
+export function readField(field) {
+  const input = control(field), text = input.value;
+  if (input.type === "checkbox") return input.checked;
+  if (text.trim() === "") return undefined;
+  if (["int", "float"].includes(field.dataset.type) && Number.isFinite(Number(text))) return Number(text);
+  const isJson = field.dataset.type === "json" || /^\s*[[{]/.test(text);
+  try {
+    return isJson && input.tagName !== "SELECT" ? JSON.parse(text) : text;
+  } catch {
+    return text; // the check says what is wrong with it
+  }
+}
+
+// Calls `set(value)` on every change; undefined removes the key.
+export function bindField(field, set) {
+  control(field).addEventListener("input", () => set(readField(field)));
+  field.querySelector(".reset").addEventListener("click", () => { set(undefined); control(field).focus(); });
+  field.querySelector(".replace").addEventListener("click", () => {
+    set("");
+    control(field).readOnly = false;
+    control(field).focus();
+  });
+}
+
+export function tell(field, problems, reason = "") {
+  field.classList.toggle("wrong", problems.some((problem) => problem.fatal));
+  field.classList.toggle("warned", problems.some((problem) => !problem.fatal));
+  field.classList.toggle("greyed", Boolean(reason));
+  control(field).disabled = Boolean(reason);
+  control(field).setAttribute("aria-invalid", String(problems.some((problem) => problem.fatal)));
+  const lines = problems.map(({ message, fatal }) => element("p", { className: fatal ? "bad" : "warning", textContent: message }));
+  const hasSaid = problems.some((problem) => problem.message.startsWith("has no effect"));
+  if (reason && !hasSaid) lines.push(element("p", { className: "reason", textContent: reason }));
+  field.querySelector(".told").replaceChildren(...lines);
+}
+
+// What differs from the file, as the server takes it: null removes a key.
+export function changes(values = state.values) {
+  const keys = new Set([...Object.keys(state.file), ...Object.keys(values)]);
+  return Object.fromEntries([...keys].filter((key) => !same(state.file[key], values[key])).map((key) => [key, values[key] ?? null]));
+}
+export const datasetsChanged = () => !same(state.datasets.file, state.datasets.entries);
+export const isDirty = () => Object.keys(changes()).length > 0 || datasetsChanged();
+
+// Saving. A file that changed meanwhile is compared first, and nothing is lost.
+export async function save() {
+  const answers = [];
+  if (Object.keys(changes()).length) answers.push(await put(`/api/configs/${state.config}`, { values: changes() }, state.etag, takeConfig, compareValues));
+  if (datasetsChanged()) {
+    const path = `/api/datasets/plan?config=${encodeURIComponent(state.config)}`;
+    answers.push(await put(path, { entries: state.datasets.entries }, state.datasets.etag, takeDatasets, compareEntries));
+  }
+  return answers.every(Boolean);
+}
+
+async function put(path, body, etag, take, compare) {
+  const answer = await api(path, { method: "PUT", body, etag });
+  if (answer.ok) take(answer);
+  else if (answer.status === 412 || answer.status === 409) await settle(answer, take, compare);
+  else throw new Error(answer.data.problems.map((problem) => `${problem.key} ${problem.message}`.trim()).join("\n"));
+  return answer.ok;
+}
+
+export function takeConfig({ data, etag }) {
+  Object.assign(state, { etag, file: clone(data.values), values: clone(data.values) });
+}
+export function takeDatasets({ data, etag }) {
+  state.datasets = { etag, path: data.path, file: clone(data.entries), entries: clone(data.entries) };
+}
+
+function compareValues({ data }) {
+  const mine = changes();
+  const theirs = Object.keys({ ...state.file, ...data.values }).filter((key) => !same(state.file[key], data.values[key]));
+  const rows = [...new Set([...Object.keys(mine), ...theirs])].map((key) => [key, data.values[key], state.values[key]]);
+  const merge = () => Object.fromEntries(Object.entries({ ...data.values, ...mine }).filter(([, value]) => value !== null));
+  return { path: data.path, rows, keep: () => { state.values = merge(); } };
+}
+
+function compareEntries({ data }) {
+  const mine = state.datasets.entries, byId = (entries) => Object.fromEntries(entries.map((entry) => [entry.id, entry]));
+  const [there, here] = [byId(data.entries), byId(mine)];
+  const rows = Object.keys({ ...there, ...here }).filter((id) => !same(there[id], here[id])).map((id) => [id, there[id], here[id]]);
+  return { path: data.path, rows, keep: () => { state.datasets.entries = mine; } };
+}
+
+async function settle(answer, take, compare) {
+  const { path, rows, keep } = compare(answer), dialog = page("#conflict");
+  dialog.querySelector(".what").textContent = `${path} has changed since it was opened. Nothing was saved, and nothing is lost: this is what differs.`;
+  const cell = (value) => element("td", { className: "key", textContent: value === undefined ? "not set" : written(value) });
+  dialog.querySelector("tbody").replaceChildren(
+    ...rows.map(([key, theirs, mine]) => element("tr", {}, element("td", { className: "key", textContent: key }), cell(theirs), cell(mine))));
+  const choice = await ask(dialog);
+  if (choice !== "mine" && choice !== "theirs") return;
+  take(answer);
+  if (choice === "mine") { keep(); await save(); }
+}
+
+// Shows a dialog; resolves to the value of the button, or "" on Escape.
+export function ask(dialog) {
+  return new Promise((resolve) => {
+    dialog.returnValue = "";
+    dialog.onclick = ({ target }) => target.matches(".tools-row button") && dialog.close(target.value);
+    dialog.onclose = () => resolve(dialog.returnValue);
+    dialog.showModal();
+  });
+}

@@ -1,0 +1,215 @@
+// The pane "Run": puts the parts that the server renders in place, whenever the run has something new. Nothing is
+// known here that a reload would not bring back. Charts are drawn by curves.js, previews enlarged by viewer.js.
+/* global drawCharts, element, fillComparison, gather, interpolator, items, plots, setAxis, view, viewer */
+
+const pane = document.querySelector(".run-view");
+const problems = pane.querySelector(".run-problems");
+const place = (part) => pane.querySelector(`[data-part="${part}"]`);
+const parts = { list: { every: 10 }, head: { every: 5 }, curves: { every: 60 }, previews: { every: 60 }, log: { every: 60 } };
+let run = new URLSearchParams(location.search).get("run");
+let events = null;
+let opened = null;
+
+// ---- Putting new HTML in place without disturbing what stays: focus, typed text, playing clips, open folds ----
+
+const KEPT = new Set(["open"]);
+
+function morph(node, fresh) {
+  if (node.isEqualNode(fresh)) return;
+  if (node.nodeName !== fresh.nodeName || node.nodeType !== Node.ELEMENT_NODE) {
+    node.replaceWith(fresh);
+    return;
+  }
+  for (const { name } of [...node.attributes]) if (!fresh.hasAttribute(name) && !KEPT.has(name)) node.removeAttribute(name);
+  for (const { name, value } of fresh.attributes) if (node.getAttribute(name) !== value && !KEPT.has(name)) node.setAttribute(name, value);
+  morphChildren(node, fresh);
+}
+
+function morphChildren(node, fresh) {
+  const olds = [...node.childNodes];
+  const news = [...fresh.childNodes];
+  olds.slice(news.length).forEach((each) => each.remove());
+  news.forEach((each, index) => (olds[index] ? morph(olds[index], each) : node.append(each)));
+}
+
+function parsed(html) {
+  const box = document.createElement("div");
+  box.append(...new DOMParser().parseFromString(html, "text/html").body.childNodes);
+  return box;
+}
+
+// ---- The parts ----
+
+const shapeOf = (data) => JSON.stringify(data.charts.map((chart) => [chart.title, chart.series.map((one) => one.name)]));
+const chartData = (root) => JSON.parse(root.querySelector("#charts")?.textContent ?? '{"charts":[]}');
+
+function showCurves(node, fresh) {
+  const data = chartData(fresh);
+  if (node.firstElementChild && shapeOf(chartData(node)) === shapeOf(data)) {
+    node.querySelector("#charts").textContent = JSON.stringify(data);
+    for (const plot of plots) {
+      plot.update(data.charts.find((chart) => chart.title === plot.figure.dataset.chart), interpolator(data.hours));
+    }
+    return;
+  }
+  const overTime = plots.some((plot) => plot.overTime);
+  node.replaceChildren(...fresh.childNodes);
+  if (data.charts.length) drawCharts();
+  if (overTime) setAxis("hours");
+}
+
+function showPreviews(node, fresh) {
+  const shown = items[view.index]?.source;
+  const before = items.map((item) => item.source).join();
+  morphChildren(node, fresh);
+  gather();
+  if (viewer.open) view.index = Math.max(0, items.findIndex((item) => item.source === shown));
+  if (items.map((item) => item.source).join() !== before) fillComparison(document.getElementById("comparison"));
+}
+
+function showLog(node, fresh) {
+  const box = node.querySelector(".console");
+  const follows = !box || box.scrollTop + box.clientHeight > box.scrollHeight - 30;
+  morphChildren(node, fresh);
+  const now = node.querySelector(".console");
+  if (follows && now) now.scrollTop = now.scrollHeight;
+}
+
+const show = { curves: showCurves, previews: showPreviews, log: showLog };
+
+// Fetches a part; if the server takes long to draw it, it is asked less often.
+async function refresh(name) {
+  const part = parts[name];
+  const isHidden = document.hidden || pane.closest("[hidden]");
+  if (isHidden || part.busy || (name !== "list" && !run)) return;
+  const asked = run;
+  part.busy = true;
+  part.wanted = false;
+  const begun = performance.now();
+  try {
+    const answer = await fetch(name === "list" ? "/runs" : `/runs/${encodeURIComponent(run)}/${name}`);
+    if (answer.ok && (name === "list" || asked === run)) (show[name] ?? morphChildren)(place(name), parsed(await answer.text()));
+    pane.classList.remove("lost");
+  } catch {
+    pane.classList.add("lost"); // the server is away; the next round asks again
+  } finally {
+    part.busy = false;
+    part.at = performance.now();
+    part.pause = Math.max(1000, 20 * (part.at - begun));
+  }
+  if (name === "list") chooseFirst();
+}
+
+const linkOf = (config) => place("list").querySelector(`a[data-config="${CSS.escape(config)}"]`);
+
+function chooseFirst() {
+  const links = [...place("list").querySelectorAll("a")];
+  if (!links.some((link) => link.dataset.run === run)) {
+    const first = links.find((link) => "active" in link.dataset) ?? linkOf(document.body.dataset.config) ?? links[0];
+    if (first) choose(first.dataset.run);
+    else place("head").replaceChildren();
+  }
+  for (const link of links) link.setAttribute("aria-current", String(link.dataset.run === run));
+}
+
+function choose(id) {
+  run = id;
+  const url = new URL(location);
+  url.searchParams.set("run", id);
+  history.replaceState(history.state, "", url);
+  problems.hidden = true;
+  for (const link of place("list").querySelectorAll("a")) link.setAttribute("aria-current", String(link.dataset.run === id));
+  listen();
+  want("head", "curves", "previews", "log");
+}
+
+function want(...names) {
+  for (const name of names) parts[name].wanted = true;
+  tick();
+}
+
+function tick() {
+  const now = performance.now();
+  for (const [name, part] of Object.entries(parts)) {
+    const since = now - (part.at ?? -Infinity);
+    if (since > part.every * 1000 || (part.wanted && since > (part.pause ?? 0))) refresh(name);
+  }
+}
+
+// ---- Events: which part has something new ----
+
+const CONCERNS = {
+  "training.status": ["head", "curves", "log"], "lifecycle.stage": ["head", "log"], "training.checkpoint": ["log"],
+  "training.metric": ["curves", "log"], "training.validation": ["previews", "log"], "validation.image": ["previews"],
+  notification: ["head", "log"], error: ["head", "log"],
+};
+
+function listen() {
+  events?.close();
+  events = new EventSource(`/api/training/events?run=${encodeURIComponent(run)}`);
+  for (const [type, names] of Object.entries(CONCERNS)) events.addEventListener(type, () => want(...names));
+}
+
+// ---- Buttons ----
+
+async function send(path, body) {
+  const answer = await fetch(`/api/training/${path}`, {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
+  });
+  const content = await answer.json();
+  const found = answer.ok ? [] : content.problems.map((each) => (each.key ? `${each.key}: ${each.message}` : each.message));
+  problems.replaceChildren(...found.map((text) => element("li", {}, text)));
+  problems.hidden = !found.length;
+  want("head", "list", "log");
+  return answer.ok ? content : null;
+}
+
+const configOfRun = () => place("list").querySelector(`a[data-run="${CSS.escape(run)}"]`)?.dataset.config ?? "config";
+
+async function startRun(config, settings = {}) {
+  const started = await send("start", { config, settings });
+  if (started) choose(started.run);
+  return started;
+}
+
+const forms = {
+  continue: (form) => {
+    const steps = form.steps.valueAsNumber;
+    const more = Number.isNaN(steps) || String(steps) === form.dataset.total ? {} : { max_train_steps: steps };
+    return startRun(configOfRun(), more);
+  },
+  new: async (form) => {
+    const made = await send("new", { run, name: form.elements.name.value });
+    if (made) location.href = `/?config=${encodeURIComponent(made.config)}#basic`;
+  },
+};
+
+pane.addEventListener("click", (event) => {
+  const link = event.target.closest("a[data-run]");
+  if (link && !event.ctrlKey && !event.metaKey) {
+    event.preventDefault();
+    choose(link.dataset.run);
+  }
+  const button = event.target.closest("button[data-press]");
+  if (!button) return;
+  if (button.dataset.press === "start") startRun(configOfRun());
+  else send(button.dataset.press, { run });
+});
+pane.addEventListener("submit", (event) => {
+  event.preventDefault();
+  forms[event.target.dataset.form](event.target);
+});
+
+// Another part of the page may start a run: `document.dispatchEvent(new CustomEvent("start", { detail: "NAME" }))`.
+document.addEventListener("start", (event) => startRun(event.detail));
+// The run of the config that is opened; at the start the address or the list decides.
+document.addEventListener("config", (event) => {
+  const link = event.detail !== opened && opened && linkOf(event.detail);
+  opened = event.detail;
+  if (link) choose(link.dataset.run);
+});
+document.addEventListener("visibilitychange", tick);
+addEventListener("hashchange", tick);
+setInterval(tick, 500);
+if (run) choose(run);
+tick();
