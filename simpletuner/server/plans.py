@@ -20,7 +20,7 @@ from simpletuner.atomic import write_json
 from simpletuner.config.json_files import json_kind
 from simpletuner.config.locate import DATASET_FILE, dataset_file
 from simpletuner.errors import Problem
-from simpletuner.redaction import redact
+from simpletuner.redaction import hide_secrets, redact
 from simpletuner.server.files import allowed, canonical, read, settings_of, text_of, unmasked
 from simpletuner.server.project import Project, Refusal, project_of, read_object
 
@@ -63,6 +63,7 @@ class Unsaved:
         path = project.folder / dataset_file(text_of(values.get("data_backend_config")), file.parent, [])
         if entries is not None:
             entries = unmasked(entries, read(path) if path.is_file() and allowed(project, path) else None, "datasets")
+        hide_secrets({"values": values, "datasets": entries})
         return cls(file, values, entries, path)
 
     def write(self, folder: Path) -> list[str]:
@@ -115,6 +116,7 @@ def document_in(output: str, messages: str, folder: str) -> dict[str, Any]:
     """The document that the command printed, without the names of its temporary files."""
     try:
         document: dict[str, Any] = json.loads(output.replace(f" ({folder}/config.json)", "").replace(f"{folder}/", ""))
+        document["problems"] = [{**each, "message": redact(each["message"])} for each in document["problems"]]
         return document
     except json.JSONDecodeError:
         last = redact(messages.strip().rpartition("\n")[2])

@@ -88,7 +88,7 @@ async function check() {
   state.effective = judged.effective;
   offerFlavours(judged.flavours ?? []);
   showAll();
-  later("plan", 400, async () => {
+  later("plan", 600, async () => {
     const plan = await showPlan(settings());
     if (!plan || mine !== number) return;
     planned = plan.problems;

@@ -1,0 +1,196 @@
+"""The form: where each option is, what it is called, and when it has no effect; and the routes behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from starlette.requests import Request
+from starlette.testclient import TestClient
+
+from simpletuner.config.schema import all_options
+from simpletuner.plan.draft import Draft
+from simpletuner.server.app import create_app
+from simpletuner.server.form import COMMON, DATASET_KEYS, SECTIONS, TABS, fields, greyed
+from simpletuner.server.plans import run_while_wanted
+from simpletuner.server.project import Project
+from tests.workspace import Workspace
+
+BOTH_OFFLOADS = {"enable_group_offload": True, "enable_model_cpu_offload": True}
+EXCLUDE = "and enable_model_cpu_offload exclude each other: one streams the blocks, the other moves them all."
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    made = Workspace.create(tmp_path / "project", tmp_path, pictures=2)
+    made.write_config(pretrained_model_name_or_path=None)
+    monkeypatch.chdir(made.folder)
+    return made
+
+
+@pytest.fixture
+def client(workspace: Workspace) -> TestClient:
+    return TestClient(create_app(Project(workspace.folder.resolve())), base_url="http://localhost:8001")
+
+
+def ask(client: TestClient, route: str, **body: Any) -> Any:
+    answer = client.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_every_available_option_is_in_one_section() -> None:
+    available = [option.name for option in all_options().values() if option.planned is None]
+    assert sorted(field.name for field in fields()) == sorted(available)
+    assert {field.section for field in fields()} <= {section.id for section in SECTIONS}
+    assert {section.tab for section in SECTIONS} == {tab.lower() for tab in TABS}
+    assert {*all_options(), *DATASET_KEYS} >= COMMON
+
+
+def test_page_shows_every_option_once(client: TestClient) -> None:
+    page = client.get("/").text.partition("<template")[0]
+    assert Counter(re.findall(r'data-key="([\w.]+)"', page)) == Counter(field.name for field in fields())
+    tab = client.get("/tabs/training").text
+    assert set(re.findall(r'data-key="(\w+)"', tab)) == {each.name for each in fields() if each.tab == "training"}
+
+
+def test_labels_are_distinct_where_they_stand() -> None:
+    seen = Counter((field.section, field.group, field.label) for field in fields())
+    assert [place for place, count in seen.items() if count > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "label"),
+    [
+        ("crepa_enabled", "CREPA"),
+        ("crepa_block_index", "Block Index"),
+        ("crepa_lambda", "Weight"),
+        ("crepa_adjacent_distance", "Adjacent Distance"),
+        ("crepa_adjacent_tau", "Temporal Decay"),
+        ("crepa_encoder", "Vision Encoder"),
+        ("crepa_encoder_image_size", "Vision Encoder Size"),
+        ("crepa_drop_vae_encoder", "Drop VAE Encoder"),
+        ("scheduled_sampling_max_step_offset", "Max Step Offset"),
+    ],
+)
+def test_guides_find_their_labels(key: str, label: str) -> None:
+    field = next(field for field in fields() if field.name == key)
+    assert (field.tab, field.section, field.label) == ("training", "training/loss_functions", label)
+    assert field.common
+
+
+@pytest.mark.parametrize(("family", "block"), [("kandinsky5-image", 8), ("kandinsky5-video", 8), ("sanavideo", 10)])
+def test_defaults_and_choices_follow_the_family(family: str, block: int, client: TestClient) -> None:
+    found = {field["name"]: field for field in client.get(f"/api/fields/metadata?family={family}").json()}
+    assert found["crepa_block_index"]["default"] == block
+    flavours = [each["name"] for each in client.get(f"/api/models/{family}/flavours").json()]
+    assert found["model_flavour"]["choices"] == flavours
+    told = ask(client, "/api/training/validate", values={"model_family": family, "model_type": "lora"})
+    assert (told["effective"]["crepa_block_index"], told["flavours"]) == (block, flavours)
+
+
+def test_metadata_describes_types_limits_and_conditions(client: TestClient) -> None:
+    found = {field["name"]: field for field in client.get("/api/fields/metadata").json()}
+    kinds = {"bool", "int", "float", "text", "choice", "list", "json", "path", "sizes"}
+    assert {field["type"] for field in found.values()} == kinds
+    wanted = {"lora_rank": "int", "learning_rate": "float", "output_dir": "path", "tread_config": "json"}
+    assert {key: found[key]["type"] for key in wanted} == wanted
+    assert found["ema_decay"]["limits"] == {"ge": 0, "le": 0.9999}
+    assert found["ema_decay"]["requires"] == [["use_ema", [True]]]
+    assert found["crepa_lambda"]["requires"] == [["crepa_enabled", [True]]]
+    assert found["validation_step_interval"]["aliases"] == ["validation_steps"]
+    assert client.get("/api/fields/metadata?family=sdxl").status_code == 404
+    assert client.get("/tabs/cloud").status_code == 404
+
+
+def test_tabs_name_their_sections(client: TestClient) -> None:
+    found = {tab["label"]: tab["sections"] for tab in client.get("/api/fields/tabs").json()}
+    assert list(found) == [*TABS, "Run"]
+    assert {"id": "training/loss_functions", "label": "Loss functions"} in found["Training"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "reason"),
+    [
+        ({}, "crepa_lambda", "has no effect: crepa_enabled is off."),
+        ({"crepa_enabled": True}, "crepa_lambda", None),
+        ({}, "ema_decay", "has no effect without use_ema."),
+        ({"use_ema": "yes"}, "ema_decay", None),
+        ({"loss_type": "huber"}, "huber_c", None),
+        ({}, "group_offload_use_stream", "has no effect without enable_group_offload or group_offload_text_encoder"),
+        ({"group_offload_vae": True}, "group_offload_use_stream", None),
+        ({"model_type": "full"}, "lora_rank", "has no effect: model_type full trains every weight and no LoRA."),
+        ({}, "sana_motion_score", "has no effect: Kandinsky 5 Image is not Sana Video."),
+        ({"model_family": "sanavideo"}, "sana_motion_score", None),
+        ({"flow_schedule_auto_shift": True}, "flow_schedule_auto_shift", None),
+        (
+            {"flow_schedule_auto_shift": True, "flow_schedule_shift": 3},
+            "flow_schedule_auto_shift",
+            "has no effect: flow",
+        ),
+    ],
+)
+def test_options_without_effect_say_why(settings: dict[str, Any], key: str, reason: str | None) -> None:
+    values = {"model_family": "kandinsky5-image", "model_type": "lora", **settings}
+    found = greyed(Draft(Path("config/config.json")).judge(values)).get(key)
+    assert found is reason is None or str(found).startswith(str(reason))
+
+
+def test_check_has_the_words_of_the_command_line(client: TestClient) -> None:
+    values = {"model_family": "kandinsky5-image", "model_type": "lora", "lora_rnk": 4, **BOTH_OFFLOADS}
+    entries = [{"id": "a", "type": "local", "instance_data_dir": "x", "repeats": -1}, {"id": "a", "type": "local"}]
+    told = ask(client, "/api/configuration/check", values=values, datasets=entries)["problems"]
+    assert {"key": "enable_group_offload", "message": EXCLUDE, "fatal": True} in told
+    assert {problem["key"] for problem in told} >= {"multidatabackend.json: a.repeats", "a"}
+    planned = ask(client, "/api/plan", values=values, datasets=entries)  # a process of the command line
+    assert told == [problem for problem in planned["problems"] if problem in told]
+    assert "simpletuner-plan" not in json.dumps(planned)
+    assert {each["key"] for each in ask(client, "/api/training/validate", values={})["problems"]} >= {
+        "model_type", "model_family",
+    }  # fmt: skip
+    assert client.post("/api/training/validate", json={"values": []}).status_code == 400
+
+
+def test_plan_is_for_what_is_not_saved_yet(client: TestClient, workspace: Workspace) -> None:
+    opened = client.get("/api/configs/config").json()
+    before = sorted(workspace.folder.rglob("*"))
+    values = {**opened["values"], "max_train_steps": 7}
+    entries = [{**opened["datasets"][0], "id": "renamed"}, *opened["datasets"][1:]]
+    workspace.path("datasets/pictures/broken.png").write_bytes(b"?")
+    told = ask(client, "/api/plan", values=values, datasets=entries, device_memory_gb=48)
+    assert (told["length"]["steps"], told["device"]["name"]) == (7, "a GPU with 48 GiB")
+    [dataset] = told["datasets"]
+    assert (dataset["id"], dataset["left_out"][0]["file"]) == ("renamed", "broken.png")
+    workspace.path("datasets/pictures/broken.png").unlink()
+    assert sorted(workspace.folder.rglob("*")) == before
+    short = ask(client, "/api/plan", values=opened["values"], device_memory_gb=1)
+    assert not short["ok"]
+    assert "memory" in [problem["key"] for problem in short["problems"]]
+
+
+def test_plan_ends_when_the_client_leaves(tmp_path: Path) -> None:
+    class Left:
+        async def is_disconnected(self) -> bool:
+            return True
+
+    started = time.monotonic()
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert asyncio.run(run_while_wanted(cast(Request, Left()), command, tmp_path)) is None
+    assert time.monotonic() - started < 20
+
+
+def test_secrets_stay_on_the_server(client: TestClient, workspace: Workspace) -> None:
+    workspace.write_config(webhook_config=[{"webhook_type": "raw", "callback_url": "https://example.org/s3cr3t-name"}])
+    opened = client.get("/api/configs/config").json()
+    assert opened["values"]["webhook_config"][0]["callback_url"] == {"secret": "set"}
+    answer = client.post("/api/training/validate", json={"values": opened["values"]})
+    assert answer.status_code == 200
+    assert "s3cr3t" not in answer.text
+    assert "s3cr3t" not in client.post("/api/plan", json={"values": opened["values"]}).text

@@ -1,0 +1,197 @@
+"""The form in Chromium: labels, greying, defaults, problems beside their fields, saving, and what a conflict loses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.server.guard import Access
+from simpletuner.server.project import Project
+from simpletuner.server.serve import listen, make_server
+from tests.workspace import Workspace
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+pytestmark = pytest.mark.slow
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
+expect = sync_api.expect
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("needs an installed Chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    made = Workspace.create(tmp_path / "project", tmp_path, pictures=2)
+    made.write_config(pretrained_model_name_or_path=None, my_own_key={"kept": [1, 2]})
+    monkeypatch.chdir(made.folder)
+    return made
+
+
+@pytest.fixture
+def page(browser: Any, workspace: Workspace) -> Iterator[Any]:
+    """The page, open, with the first check done; a message in the browser's console fails the test."""
+    listener = listen("127.0.0.1", 0)
+    server = make_server(Project(workspace.folder.resolve()), Access())
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    complaints: list[str] = []
+    page = context.new_page()
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: complaints.append(request.url) if "127.0.0.1" not in request.url else None)
+    page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+    expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
+    yield page
+    context.close()
+    server.should_exit = True
+    thread.join(10)
+    assert complaints == []
+
+
+def saved(workspace: Workspace) -> dict[str, Any]:
+    return dict(json.loads(workspace.path("config/config.json").read_text()))
+
+
+def save(page: Any) -> None:
+    page.get_by_role("button", name="Save", exact=True).click()
+    expect(page.locator("#saved")).to_have_text("Saved")
+
+
+def test_crepa_stands_where_the_guides_say(page: Any, workspace: Workspace) -> None:
+    page.get_by_role("tab", name="Training").click()
+    section = page.get_by_role("region", name="Loss functions")
+    assert section.get_attribute("id") == "training/loss_functions"
+    for label in ("Block Index", "Weight", "Adjacent Distance", "Temporal Decay", "Vision Encoder"):
+        expect(section.locator("[data-group=CREPA]").get_by_label(label, exact=True)).to_be_disabled()
+    drop = section.get_by_label("Drop VAE Encoder", exact=True)
+    expect(drop).to_be_disabled()
+    expect(section).to_contain_text("options have no effect: crepa_enabled is off.")
+    section.get_by_label("CREPA", exact=True).check()
+    expect(drop).to_be_enabled()
+    expect(page.locator("[data-key=crepa_enabled] .bad")).to_contain_text("aligns the frames of clips")
+    drop.check()
+    save(page)
+    assert saved(workspace)["crepa_drop_vae_encoder"] is True
+
+
+def test_defaults_follow_the_family(page: Any) -> None:
+    block, flavour = page.locator("#f-crepa_block_index"), page.locator("#f-model_flavour")
+    expect(block).to_have_attribute("placeholder", "8")
+    page.get_by_label("Family", exact=True).select_option("sanavideo")
+    expect(block).to_have_attribute("placeholder", "10")
+    expect(flavour.locator("option", has_text="2b-480p")).to_have_count(1)
+    expect(page.locator("[data-key=model_flavour] .bad")).to_contain_text("'t2i-lite-sft' is not one of")
+
+
+def test_conflict_stands_beside_its_field(page: Any) -> None:
+    page.get_by_role("tab", name="Hardware").click()
+    page.get_by_label("Enable Group Offload", exact=True).check()
+    page.get_by_label("Enable Model CPU Offload", exact=True).check()
+    told = page.locator("[data-key=enable_group_offload] .bad")
+    expect(told).to_have_text(
+        "and enable_model_cpu_offload exclude each other: one streams the blocks, the other moves them all."
+    )
+    expect(page.get_by_role("tab", name="Hardware")).to_contain_text("1")
+    page.get_by_role("button", name="Use the default of Enable Model CPU Offload").click()
+    expect(told).to_have_count(0)
+
+
+def test_saving_writes_what_was_changed_and_keeps_the_rest(page: Any, workspace: Workspace) -> None:
+    before = saved(workspace)
+    page.get_by_label("Batch Size", exact=True).fill("4")
+    page.locator("#f-seed").fill("")  # a cleared field removes its key
+    expect(page.locator("#saved")).to_have_text("2 unsaved")
+    save(page)
+    after = saved(workspace)
+    assert after == {**{key: value for key, value in before.items() if key != "seed"}, "train_batch_size": 4}
+    assert list(after) == [key for key in before if key != "seed"]
+    page.get_by_label("Batch Size", exact=True).fill("two")
+    expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text("is not a whole number")
+
+
+def test_nothing_is_lost_when_the_file_changed_meanwhile(page: Any, workspace: Workspace) -> None:
+    page.get_by_label("Batch Size", exact=True).fill("4")
+    workspace.write_config(train_batch_size=8, lora_rank=64)
+    page.get_by_role("button", name="Save", exact=True).click()
+    dialog = page.get_by_role("dialog", name="Changed by somebody else")
+    expect(dialog.get_by_role("row", name="train_batch_size")).to_have_text("train_batch_size84")
+    expect(dialog.get_by_role("row", name="lora_rank")).to_have_text("lora_rank64not set")
+    dialog.get_by_role("button", name="Go on editing").click()
+    expect(page.get_by_label("Batch Size", exact=True)).to_have_value("4")
+    assert saved(workspace)["train_batch_size"] == 8
+    page.get_by_role("button", name="Save", exact=True).click()
+    dialog.get_by_role("button", name="Save mine over it").click()
+    expect(page.locator("#save")).to_be_disabled()
+    assert (saved(workspace)["train_batch_size"], saved(workspace)["lora_rank"]) == (4, 64)
+
+
+def test_datasets_are_edited_as_cards(page: Any, workspace: Workspace) -> None:
+    workspace.path("datasets/others").mkdir()
+    page.get_by_role("tab", name="Dataset").click()
+    card = page.locator(".dataset-card").first
+    card.get_by_label("Repeats", exact=True).fill("-3")
+    expect(card.locator("[data-key=repeats] .bad")).to_contain_text("-3")
+    card.get_by_label("Repeats", exact=True).fill("3")
+    expect(card.locator("[data-key=repeats] .bad")).to_have_count(0)
+    card.get_by_role("button", name="Browse").click()
+    dialog = page.get_by_role("dialog", name="Choose a folder")
+    expect(dialog).to_contain_text("2 images")
+    dialog.get_by_role("button", name="‹ up").click()
+    dialog.get_by_role("button", name="others").click()
+    expect(dialog.locator(".here")).to_have_text(str(workspace.path("datasets/others").resolve()))
+    dialog.get_by_role("button", name="Use this folder").click()
+    card.get_by_text("All keys as JSON").click()
+    raw = card.get_by_label("The whole entry as JSON")
+    entry = json.loads(raw.input_value())
+    assert entry["instance_data_dir"].endswith("datasets/others")
+    raw.fill(json.dumps({**entry, "_note": "mine", "instance_data_dir": "datasets/pictures"}))
+    page.locator(".dataset-card").nth(1).get_by_label("Use", exact=True).uncheck()
+    save(page)
+    entries = json.loads(workspace.path("config/multidatabackend.json").read_text())
+    assert (entries[0]["repeats"], entries[0]["_note"], entries[1]["disabled"]) == (3, "mine", True)
+
+
+def test_plan_is_live_and_answers_what_if(page: Any, workspace: Workspace) -> None:
+    workspace.path("datasets/pictures/notes.pdf").write_bytes(b"?")
+    workspace.write_config(my_own_key=None)
+    page.reload()
+    page.get_by_label("Plan for a GPU with").fill("48")
+    plan = page.get_by_role("complementary", name="Plan")
+    expect(plan).to_contain_text("a GPU with 48 GiB", timeout=20000)
+    expect(plan.locator("#verdict")).to_have_text("fits")
+    page.get_by_label("Plan for a GPU with").fill("4")
+    expect(plan.locator("#verdict")).to_have_text(re.compile(r"[\d.]+ GB too much"), timeout=20000)
+    page.get_by_role("tab", name="Dataset").click()
+    card = page.locator(".dataset-card").first
+    expect(card.locator(".used")).to_have_text("2 of 3 files used")
+    card.get_by_text("1 files not used").click()
+    expect(card.locator(".ledger li")).to_contain_text("notes.pdf does not have the extension of a picture")
+
+
+def test_search_and_keys_reach_every_option(page: Any) -> None:
+    page.keyboard.press("/")
+    page.keyboard.type("huber")
+    expect(page.locator("#f-huber_c")).to_be_visible()
+    expect(page.locator("#f-learning_rate")).to_be_hidden()
+    page.locator("#search").fill("no such option")
+    expect(page.get_by_text("No option matches.")).to_be_visible()
+    page.locator("#search").fill("")
+    page.locator("#tab-basic").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab", name="Hardware")).to_have_attribute("aria-selected", "true")
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
