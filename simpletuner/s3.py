@@ -1,0 +1,71 @@
+"""Clients for S3 and stores that speak its protocol, from credentials or from boto3's own sources of them.
+
+boto3 is in the extra `[s3]` and imported when a client is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class S3Login:
+    """Where a store is and how to log in; what is None comes from boto3 (profiles, variables, instance roles).
+
+    Attributes:
+        endpoint_url: of a store other than Amazon's; buckets are then part of the path and not of the host's name.
+        region: signed with requests; stores other than Amazon's take any, such as `auto`.
+        pool: connections at a time.
+        headers: sent with every request.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    access_key: str | None = None
+    secret_key: str | None = None
+    session_token: str | None = None
+    profile: str | None = None
+    use_ssl: bool = True
+    pool: int = 10
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def client(self) -> Any:
+        """A boto3 client; it may be shared by threads.
+
+        Raises:
+            botocore.exceptions.BotoCoreError: the profile does not exist, or the address is none.
+        """
+        import boto3
+        from botocore.config import Config
+
+        settings = Config(
+            max_pool_connections=self.pool,
+            retries={"mode": "standard", "max_attempts": 5},
+            s3={"addressing_style": "path" if self.endpoint_url else "auto"},
+            # By default boto3 adds checksums that other stores do not know.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        session = boto3.Session(
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            aws_session_token=self.session_token,
+            region_name=self.region or ("auto" if self.endpoint_url else None),
+            profile_name=self.profile,
+        )
+        client = session.client("s3", endpoint_url=self.endpoint_url, use_ssl=self.use_ssl, config=settings)
+        if self.headers:
+            client.meta.events.register("before-sign.s3", adding(self.headers))
+        return client
+
+
+def adding(headers: Mapping[str, str]) -> Callable[..., None]:
+    """A handler of botocore that adds headers to a request before it is signed."""
+
+    def add(request: Any, **_: object) -> None:
+        for name, value in headers.items():
+            request.headers[name] = value
+
+    return add
