@@ -86,7 +86,7 @@ def _item(name: str, facts: dict[str, Any], config: DatasetConfig, read: Callabl
     return Item(address, name, read_it, facts["ETag"], facts["Size"], has_suffix=True)
 
 
-def _read(client: Any, failures: tuple[type[Exception], ...], bucket: str, key: str) -> Iterator[bytes]:
+def _read(client: Any, failures: tuple[type[Exception], ...], bucket: str | None, key: str) -> Iterator[bytes]:
     try:
         yield from client.get_object(Bucket=bucket, Key=key)["Body"].iter_chunks(CHUNK)
     except failures as error:
