@@ -126,7 +126,8 @@ def build_datasets(
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
     for written, entry in zip(configs, entries, strict=True):
         check_entry(entry, context, problems)
-        problems.extend(check_source(entry.id, entry.type, written.model_dump(include=written.model_fields_set)))
+        own = {key: value for key, value in written if key in written.model_fields_set}
+        problems.extend(check_source(entry.id, entry.type, own))
     check_folders(entries, context, problems)
     check_output_folder(entries, context, problems)
     check_caches(entries, context, problems)

@@ -11,6 +11,8 @@ from typing import Any
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
+from simpletuner.data.remote.bucket import list_bucket
+from simpletuner.data.remote.hub import list_rows
 from simpletuner.data.remote.store import Offer, ProgressBar, Store
 from simpletuner.data.remote.table import list_table
 from simpletuner.errors import Problem, UserError
@@ -18,7 +20,7 @@ from simpletuner.errors import Problem, UserError
 # Starts the display of so many units of work: title, total, unit.
 Announce = Callable[[str, int, str], AbstractContextManager[ProgressBar]]
 Lister = Callable[[DatasetConfig, Store, list[Problem]], Offer]
-LISTERS: Mapping[str, Lister] = {"csv": list_table}
+LISTERS: Mapping[str, Lister] = {"csv": list_table, "aws": list_bucket, "huggingface": list_rows}
 RETRY = "; --retry-failed tries again"
 
 

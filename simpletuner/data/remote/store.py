@@ -112,7 +112,7 @@ class Store:
     def name_of(self, item: Item) -> str | None:
         """The local file of an item, or None if that version is not there or not whole."""
         record = self._done.get(item.key)
-        if record is None or record.version != item.version:
+        if record is None or record.version != item.version or not record.name.startswith(item.name):
             return None
         path = self.root / record.name
         return record.name if path.is_file() and path.stat().st_size == record.size else None

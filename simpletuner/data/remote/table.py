@@ -68,7 +68,7 @@ def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item
     scheme = SCHEME.match(address)
     if scheme is None:
         path = base / address
-        return Item(address, name, partial(_copy, path), _version(path))
+        return Item(address, name, partial(copy_file, path), _version(path))
     if scheme[1].lower() not in ("http", "https"):
         return Item(address, name, partial(_refuse, scheme[1]))
     most = WEB_CLIP if config.holds_clips else WEB_PICTURE
@@ -83,7 +83,12 @@ def _version(path: Path) -> str:
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 
-def _copy(path: Path) -> Iterator[bytes]:
+def copy_file(path: Path) -> Iterator[bytes]:
+    """The content of a file of this machine in chunks.
+
+    Raises:
+        DownloadError: it cannot be read.
+    """
     try:
         check_regular(path, LARGEST_CLIP)
         with path.open("rb") as file:
