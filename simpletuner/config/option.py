@@ -20,8 +20,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from simpletuner.config.json_files import UnusableJsonError, parse_json
+from simpletuner.config.json_files import UnusableJsonError, expand_environment, parse_json, read_json
 from simpletuner.errors import Problem
+from simpletuner.redaction import hide_secrets
 
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
@@ -120,6 +121,23 @@ def parse_texts(value: object) -> object:
     """A list of texts that may contain commas, given as such, as JSON text or as a single text."""
     value = parse_json_text(value)
     return value if isinstance(value, list) else [value]
+
+
+def parse_objects(key: str, value: object) -> object:
+    """A list of objects, given as such, as one object, as JSON text, or as the path of a JSON file with either.
+
+    `{env:NAME}` in the file expands; such values, and values under telling names, are hidden in all output.
+    """
+    value = parse_json_text(value)
+    if isinstance(value, str):
+        path, problems = Path(value).expanduser(), list[Problem]()
+        if not path.is_file():
+            raise ValueError("does not exist; it is a file, an object or a list of objects")
+        value = expand_environment(read_json(path, problems), key, problems, secret=True)
+        if fatal := [problem.message.removesuffix(".") for problem in problems if problem.fatal]:
+            raise ValueError("; ".join(fatal))
+        hide_secrets({key: value})
+    return [value] if isinstance(value, dict) else value
 
 
 Flag = Annotated[bool, BeforeValidator(parse_flag)]

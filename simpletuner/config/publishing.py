@@ -7,24 +7,21 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.json_files import read_json
 from simpletuner.config.option import (
     BOTO3,
     Flag,
     Group,
-    Json,
     Text,
     TextList,
     Texts,
     check_installed,
     option,
-    parse_json_text,
+    parse_objects,
 )
 from simpletuner.errors import Problem
 from simpletuner.redaction import HIDDEN, hide_secrets
@@ -43,21 +40,9 @@ AMAZON = {f"aws_{key}": key for key in ("session_token", "region")} | {
 }
 
 
-def parse_hooks(value: object) -> object:
-    value = parse_json_text(value)
-    if isinstance(value, str):
-        problems: list[Problem] = []
-        if not Path(value).expanduser().is_file():
-            raise ValueError("does not exist; it is a file, an object or a list of objects")
-        value = read_json(Path(value).expanduser(), problems)
-        if problems:
-            raise ValueError(problems[0].message.removesuffix("."))
-    return [value] if isinstance(value, dict) else value
-
-
 def parse_stores(value: object) -> object:
     """The list of stores, with one name for each key and provider."""
-    value = parse_hooks(value)
+    value = parse_objects(KEY, value)
     hide_secrets({KEY: value})
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
@@ -146,7 +131,6 @@ class PublishConfig(Group):
     post_upload_script: Text | None = option(
         None, "The same after each upload, also with `{remote_checkpoint_path}`, the address of the upload."
     )
-    webhook_config: Json | None = option(None, "File, object or list of objects describing webhooks.", planned="switch")
 
     @property
     def stores(self) -> list[Store]:

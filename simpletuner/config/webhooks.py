@@ -5,40 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.json_files import expand_environment, read_json
-from simpletuner.config.option import Flag, Group, Integer, Text, option, parse_flag, parse_json_text
+from simpletuner.config.option import Flag, Group, Integer, Text, option, parse_flag, parse_objects
 from simpletuner.errors import Problem
-from simpletuner.redaction import hide_secrets
 
 KEY = "webhook_config"
 NO_VERIFY = "SIMPLETUNER_SSL_NO_VERIFY"
 Level = Literal["critical", "error", "warning", "info", "debug"]
-
-
-def parse_hooks(value: object) -> object:
-    """A list of webhooks, given as such, as one object, as JSON text, or as the path of a JSON file."""
-    value = parse_json_text(value)
-    if isinstance(value, str):
-        value = _read(Path(value).expanduser())
-    return [value] if isinstance(value, dict) else value
-
-
-def _read(path: Path) -> object:
-    if not path.is_file():
-        raise ValueError("does not exist; it is a file, an object or a list of objects")
-    problems: list[Problem] = []
-    content = expand_environment(read_json(path, problems), KEY, problems, secret=True)
-    hide_secrets({KEY: content})
-    fatal = [problem.message.removesuffix(".") for problem in problems if problem.fatal]
-    if fatal:
-        raise ValueError("; ".join(fatal))
-    return content
 
 
 @dataclass(frozen=True)
@@ -78,13 +56,13 @@ class Hook:
 class WebhookConfig(Group):
     """Webhooks"""
 
-    webhook_config: Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)] | None = (
-        option(
-            None,
-            "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
-            "`callback_url`, a list of them, or a file with either.",
-            form="JSON or file",
-        )
+    webhook_config: (
+        Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(partial(parse_objects, KEY))] | None
+    ) = option(
+        None,
+        "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
+        "`callback_url`, a list of them, or a file with either.",
+        form="JSON or file",
     )
     webhook_reporting_interval: Integer = option(
         5, "Seconds between two messages about the training steps; the first and the last are always sent.", ge=1
