@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -33,11 +33,8 @@ ELSEWHERE = ("azure_blob", "azure", "dropbox")
 PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step", "tracker_run_name")
 REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?:[\w.-]{0,94}\w)?", re.ASCII)
 NEEDS_HUB = ("hub_model_id", "push_checkpoints_to_hub", "model_card_private")
-# Amazon's names for three of the keys.
-AMAZON = {f"aws_{key}": key for key in ("session_token", "region")} | {
-    "aws_access_key_id": "access_key",
-    "aws_secret_access_key": "secret_key",
-}
+# Other names of keys.
+KEYS = {"aws_access_key_id": "access_key", "aws_secret_access_key": "secret_key", "request_headers": "headers"}
 
 
 def parse_stores(value: object) -> object:
@@ -50,45 +47,32 @@ def parse_stores(value: object) -> object:
 def _plain(store: Any) -> Any:
     if not isinstance(store, dict):
         return store
-    plain = {AMAZON.get(key, key): each for key, each in store.items()}
-    if plain.get("provider") in ELSEWHERE:
-        message = f"{plain['provider']!r} is not built; use post_upload_script, for example with rclone"
-        raise ValueError(f"has the provider {message}")
-    return plain | {"provider": PROVIDERS.get(plain.get("provider", ""), plain.get("provider"))}
+    plain = {KEYS.get(key, key): each for key, each in store.items()}
+    provider, region = plain.get("provider"), plain.get("region")
+    if provider in ELSEWHERE:
+        raise ValueError(f"names {provider!r}, which is not built; use post_upload_script, for example with rclone")
+    plain["provider"] = PROVIDERS.get(str(provider), provider)
+    if plain["provider"] == "backblaze_b2" and not plain.get("endpoint_url"):
+        if not region:
+            raise ValueError("lacks region (such as us-west-004) or endpoint_url, which backblaze_b2 needs")
+        plain["endpoint_url"] = f"https://s3.{region}.backblazeb2.com"
+    return plain
 
 
-@dataclass(frozen=True)
-class Store:
+@dataclass(frozen=True, kw_only=True)
+class BucketConfig(S3Login):
     """A bucket that gets a copy of the output folder."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     provider: Literal["s3", "backblaze_b2"]
     bucket: Annotated[Text, Field(min_length=1)]
-    region: Text | None = None
-    access_key: Text | None = None
-    secret_key: Text | None = None
-    session_token: Text | None = None
-    profile: Text | None = None
-    endpoint_url: Text | None = None
     base_path: Text = ""
     public_base_url: Text | None = None
-    use_ssl: Flag = True
     force_single_part: Flag = False
-    request_headers: dict[str, Text] = field(default_factory=dict)
 
-    @property
-    def endpoint(self) -> str | None:
-        """The store's address; None is Amazon's."""
-        if self.provider == "backblaze_b2" and self.endpoint_url is None:
-            return f"https://s3.{self.region}.backblazeb2.com"
-        return self.endpoint_url
 
-    @property
-    def login(self) -> S3Login:
-        """How to connect."""
-        keys = self.access_key, self.secret_key, self.session_token
-        return S3Login(self.endpoint, self.region, *keys, self.profile, self.use_ssl, headers=self.request_headers)
+NamedBucket = Annotated[BucketConfig, Field(title="store")]
 
 
 class PublishConfig(Group):
@@ -115,13 +99,11 @@ class PublishConfig(Group):
         "Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, "
         "`{current_epoch}` and `{timestamp}` expand.",
     )
-    publishing_config: Annotated[list[Annotated[Store, Field(title="store")]], BeforeValidator(parse_stores)] | None = (
-        option(
-            None,
-            "S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2), "
-            "`bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md.",
-            form="JSON or file",
-        )
+    publishing_config: Annotated[list[NamedBucket], BeforeValidator(parse_stores)] | None = option(
+        None,
+        "S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2), "
+        "`bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md.",
+        form="JSON or file",
     )
     post_checkpoint_script: Text | None = option(
         None,
@@ -133,7 +115,7 @@ class PublishConfig(Group):
     )
 
     @property
-    def stores(self) -> list[Store]:
+    def stores(self) -> list[BucketConfig]:
         return self.publishing_config or []
 
     @property
@@ -170,11 +152,14 @@ def check_publishing(publish: PublishConfig, project: str, is_explicit: Callable
     else:
         for key in filter(is_explicit, NEEDS_HUB):
             yield Problem(key, "has no effect without push_to_hub.", fatal=False)
-    for index, store in enumerate(publish.stores):
+    for store in publish.stores[:1]:
         yield from check_installed(BOTO3, KEY, store.provider)
-        yield from _check_store(store, f"{KEY}[{index}]")
-    yield from _check_script("post_checkpoint_script", publish.post_checkpoint_script)
-    yield from _check_script("post_upload_script", publish.post_upload_script)
+    scripts = {
+        "post_checkpoint_script": publish.post_checkpoint_script,
+        "post_upload_script": publish.post_upload_script,
+    }
+    for key, script in scripts.items():
+        yield from _check_script(key, script) if script else ()
     for key in filter(is_explicit, () if uploads else ("push_to_hub_background", "post_upload_script")):
         yield Problem(key, "has no effect without push_to_hub or publishing_config.", fatal=False)
 
@@ -192,22 +177,11 @@ def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
         yield Problem("push_to_hub", "there is no login of the hub: run `hf auth login`, or set HF_TOKEN.")
 
 
-def _check_store(store: Store, where: str) -> Iterator[Problem]:
-    if store.provider == "backblaze_b2" and not (store.region or store.endpoint_url):
-        yield Problem(f"{where}.region", "is required for backblaze_b2, such as us-west-004; or give endpoint_url.")
-    if store.endpoint_url and urlsplit(store.endpoint_url).scheme not in ("http", "https"):
-        yield Problem(f"{where}.endpoint_url", f"{store.endpoint_url!r} does not begin with https:// or http://.")
-    if (store.access_key is None) != (store.secret_key is None):
-        yield Problem(f"{where}.access_key", "and secret_key must be given together.")
-
-
 def _check_script(key: str, script: str | None) -> Iterator[Problem]:
-    if script is None:
-        return
     try:
-        command = shlex.split(script)
+        program = shlex.split(script or "")[:1]
     except ValueError as error:
         yield Problem(key, f"{script!r} cannot be split into words: {error}.")
         return
-    if shutil.which(command[0]) is None:
-        yield Problem(key, f"{command[0]!r} is not a program that can be run here.")
+    if program and shutil.which(program[0]) is None:
+        yield Problem(key, f"{program[0]!r} is not a program that can be run here.")

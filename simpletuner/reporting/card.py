@@ -9,14 +9,14 @@ Free of torch.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from simpletuner.atomic import build_folder, write_json
 from simpletuner.config.json_files import read_json
-from simpletuner.redaction import HIDDEN, redact_settings
+from simpletuner.redaction import HIDDEN, redact, redact_settings
 from simpletuner.reporting.metrics import MediaRecord
 
 CARD_FOLDER, README, SETTINGS_FILE, ASSETS = "model_card", "README.md", "simpletuner_config.json", "assets"
@@ -35,68 +35,51 @@ UNPROMPTED = "unconditional (blank prompt)"  # the hub shows no gallery entry wi
 NOBODY = "your-name"
 PATH = re.compile(r"""(?:^|[\s"'=(\[,])(?:~|[A-Za-z]:|\\)?[/\\][^\s/\\]+[/\\]""")
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|])")
-Rows = Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Card:
-    """Everything a card shows.
-
-    Attributes:
-        title: name of the run.
-        front: the front matter, except for the gallery.
-        repository: `owner/name` on the hub.
-        settings: public ones, see `public_settings`.
-        summary: the message of its commit.
-        subtitle: what was trained, in a few words.
-        local_base: the base model was read from a folder, so that `base_model` is a guess.
-        prompt: of the last preview.
-        validation, training, adapter: rows of the tables.
-        datasets: rows of the table of datasets, by heading.
-        evaluation: (step, loss) on held-out data.
-        checked: what loading the file again has shown; empty for a checkpoint.
-        snippet: a program that uses the weights; empty for files in ComfyUI's form.
-        quantise: lines that quantise its base as in training; empty if that was not quantised.
-        ema: what became of the moving average, or nothing.
-    """
-
-    title: str
-    front: Mapping[str, Any]
-    repository: str
-    settings: Mapping[str, Any]
-    summary: str
-    subtitle: str
-    step: int
-    local_base: bool
-    prompt: str
-    negative_prompt: str
-    validation: Rows
-    training: Rows
-    adapter: Rows
-    datasets: Sequence[Mapping[str, str]]
-    evaluation: Sequence[tuple[int, float]]
-    checked: str
-    snippet: str
-    quantise: str
-    ema: str
-    note: str = ""
-    media: Sequence[MediaRecord] = field(default=())
-
-
-def write_card(output_dir: Path, card: Card) -> None:
+def write_card(
+    output_dir: Path,
+    front: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    media: Sequence[MediaRecord],
+) -> None:
     """Replace the card of a run.
+
+    Args:
+        front: the front matter, except for the gallery.
+        facts: what the templates show, `repository` and `step` among it.
+        settings: public ones, see `public_settings`.
 
     Raises:
         DiskFullError: there was no space; the old card is kept.
     """
+    recipe = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    values = {"front": front, "curve": CURVE, "gallery": bool(media), "recipe": recipe, **facts}
+    negative = facts["config"].validation.validation_negative_prompt or ""
     with build_folder(output_dir / CARD_FOLDER) as folder:
         (folder / ASSETS).mkdir()
-        widget = [_shown(output_dir, folder, each, name, card) for each, name in _named(card.media)]
-        if len(card.evaluation) > 1:
-            (folder / ASSETS / CURVE).write_bytes(draw_curve(card.evaluation))
-        (folder / README).write_text(render_card(card, widget), encoding="utf-8")
-        notes = {"repository": card.repository, "step": card.step, "summary": card.summary}
-        write_json(folder / SETTINGS_FILE, {"_metadata": notes, "config": dict(card.settings)})
+        widget = []
+        for media_file, name in _named(media):
+            shutil.copyfile(output_dir / media_file.path, folder / ASSETS / name)
+            text = media_file.prompt.strip() or UNPROMPTED
+            shown = {"parameters": {"negative_prompt": negative}, "output": {"url": f"./{ASSETS}/{name}"}}
+            widget.append({"text": text, **shown})
+        if len(facts["evaluation"]) > 1:
+            (folder / ASSETS / CURVE).write_bytes(draw_curve(facts["evaluation"]))
+        text = front_matter({**front, "widget": widget or None}) + redact(_render("card.md.jinja", values))
+        (folder / README).write_text(text, encoding="utf-8")
+        notes = {key: facts[key] for key in ("repository", "step")}
+        notes["summary"] = redact(_render("commit.txt.jinja", values))
+        write_json(folder / SETTINGS_FILE, {"_metadata": notes, "config": dict(settings)})
+
+
+def front_matter(data: Mapping[str, Any]) -> str:
+    """Front matter by a YAML writer, whatever texts there are in it; secrets are hidden."""
+    # Imported late: it takes as long as the whole command line.
+    from huggingface_hub.repocard_data import ModelCardData
+
+    return f"---\n{ModelCardData(**redact_settings(data)).to_yaml()}\n---\n\n"
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
@@ -109,42 +92,17 @@ def move_card(output_dir: Path, repository: str) -> None:
     """Let the card in an output folder, if there is one, name another repository."""
     folder = output_dir / CARD_FOLDER
     old = read_notes(folder).get("repository", repository)
-    if old != repository:
-        for name in (README, SETTINGS_FILE):
-            text = (folder / name).read_text(encoding="utf-8")
-            (folder / name).write_text(text.replace(f'"{old}"', f'"{repository}"'), encoding="utf-8")
+    for path in (folder / README, folder / SETTINGS_FILE) if old != repository else ():
+        path.write_text(path.read_text(encoding="utf-8").replace(f'"{old}"', f'"{repository}"'), encoding="utf-8")
 
 
-def render_card(card: Card, widget: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The text of README.md: front matter by a YAML writer, then Markdown."""
-    # Imported late: it takes as long as the whole command line.
-    from huggingface_hub.repocard_data import ModelCardData
-
-    data = ModelCardData(**{**card.front, **({"widget": list(widget)} if widget else {})})
-    body = _environment().get_template("card.md.jinja").render(card=card, gallery=bool(widget), curve=CURVE)
-    return f"---\n{data.to_yaml()}\n---\n\n{body}"
-
-
-def _named(media: Sequence[MediaRecord]) -> list[tuple[MediaRecord, str]]:
+def _named(media: Sequence[MediaRecord]) -> Iterator[tuple[MediaRecord, str]]:
     """Previews with their names in `assets/`: image_<prompt>_<number>."""
     prompts = list(dict.fromkeys(each.short_name for each in media))
-    counts = dict.fromkeys(prompts, -1)
-    named = []
+    counts = Counter[str]()
     for each in media[:MOST_MEDIA]:
+        yield each, f"image_{prompts.index(each.short_name)}_{counts[each.short_name]}{Path(each.path).suffix}"
         counts[each.short_name] += 1
-        number = f"{prompts.index(each.short_name)}_{counts[each.short_name]}"
-        named.append((each, f"image_{number}{Path(each.path).suffix}"))
-    return named
-
-
-def _shown(output_dir: Path, folder: Path, media: MediaRecord, name: str, card: Card) -> dict[str, Any]:
-    """Copy a preview; returns its entry in the gallery."""
-    shutil.copyfile(output_dir / media.path, folder / ASSETS / name)
-    return {
-        "text": media.prompt.strip() or UNPROMPTED,
-        "parameters": {"negative_prompt": card.negative_prompt},
-        "output": {"url": f"./{ASSETS}/{name}"},
-    }
 
 
 def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,26 +127,19 @@ def draw_curve(points: Sequence[tuple[int, float]]) -> bytes:
     """A PNG of losses by step, with the lowest one marked."""
     from PIL import Image, ImageDraw, ImageFont
 
-    width, height, edge = 960, 420, 48
-    steps, losses = zip(*points, strict=True)
-    low, high = min(losses), max(losses)
-    first, last = steps[0], steps[-1]
+    (first, _), (last, _), best = points[0], points[-1], min(points, key=lambda point: point[1])
+    span, rise = max(last - first, 1), (max(loss for _, loss in points) - best[1]) or 1.0
 
-    def at(step: int, loss: float) -> tuple[float, float]:
-        across = (step - first) / max(last - first, 1)
-        up = (loss - low) / ((high - low) or 1.0)
-        return edge + across * (width - 2 * edge), height - edge - up * (height - 2 * edge)
+    def at(point: tuple[int, float]) -> tuple[float, float]:
+        return 48 + 864 * (point[0] - first) / span, 372 - 324 * (point[1] - best[1]) / rise
 
-    picture = Image.new("RGB", (width, height), "white")
+    picture = Image.new("RGB", (960, 420), "white")
     draw, font = ImageDraw.Draw(picture), ImageFont.load_default(16)
-    for one, other in pairwise(at(*point) for point in points):
-        draw.line([one, other], "#2563eb", 3)
-    best = min(points, key=lambda point: point[1])
-    draw.circle(at(*best), 6, "#2563eb")
-    draw.text((edge, 12), f"Evaluation loss, lowest {best[1]:.4g} at step {best[0]:,}", "#111111", font)
-    draw.text((edge, height - 32), f"step {first:,}", "#555555", font)
-    draw.text((width - edge, height - 32), f"step {last:,}", "#555555", font, anchor="ra")
-    draw.line([(edge, height - edge), (width - edge, height - edge)], "#bbbbbb")
+    draw.line([at(point) for point in points], "#2563eb", 3)
+    draw.circle(at(best), 6, "#2563eb")
+    draw.text((48, 12), f"Evaluation loss, lowest {best[1]:.4g} at step {best[0]:,}", "#111111", font)
+    draw.text((48, 388), f"step {first:,}", "#555555", font)
+    draw.text((912, 388), f"step {last:,}", "#555555", font, anchor="ra")
     content = io.BytesIO()
     picture.save(content, "PNG")
     return content.getvalue()
@@ -206,11 +157,9 @@ def fenced(text: str, language: str = "") -> str:
     return f"{fence}{language}\n{text}\n{fence}"
 
 
-@cache
-def _environment() -> Environment:
+def _render(template: str, values: Mapping[str, Any]) -> str:
+    """A text from a template: unlike pages it is no HTML; texts of users pass through `plain` or `fenced`."""
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(  # of Markdown: texts pass through `plain` or `fenced`
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(plain=plain, fenced=fenced)
-    return environment
+    return environment.get_template(template).render(values)

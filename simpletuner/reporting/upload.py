@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from simpletuner.atomic import TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX
-from simpletuner.config.publishing import PublishConfig, Store, repository_name
+from simpletuner.config.publishing import BucketConfig, PublishConfig, repository_name
 from simpletuner.errors import UserError
 from simpletuner.redaction import redact
 from simpletuner.reporting.card import CARD_FOLDER, read_notes
@@ -21,7 +21,10 @@ PIPELINE_FOLDER = "pipeline"
 LOADED = ("*_weights.safetensors", "lycoris_config.json", "ema/*", "transformer/*", "transformer_ema/*")
 # Not part of a copy of the output folder: caches that can be made again, and what is for this machine only.
 LEFT_OUT = ("cache", REQUESTS, "run.lock")
-REFUSED = (401, 403)
+FORBIDDEN = {
+    401: "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it cannot write",
+    403: "the token of the hub has no permission to write",
+}
 
 
 @dataclass(frozen=True)
@@ -42,27 +45,6 @@ class Upload:
     message: str
 
 
-class Destination(Protocol):
-    """A place that results are uploaded to."""
-
-    @property
-    def title(self) -> str:
-        """The place, in words."""
-        ...
-
-    def prepare(self) -> str:
-        """Check the login and the permission to write; returns a warning, or nothing.
-
-        Raises:
-            UserError: nothing can be uploaded there.
-        """
-        ...
-
-    def upload(self, upload: Upload) -> str:
-        """Upload in one piece, or continue an upload that was interrupted; returns the address."""
-        ...
-
-
 def loaded_files(folder: Path) -> dict[str, Path]:
     """What users load from an output folder or a checkpoint, by its path in a repository."""
     pipeline = folder / PIPELINE_FOLDER
@@ -75,7 +57,7 @@ def _relative(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
     return {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.is_file()}
 
 
-def collect(output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Path] = ()) -> Upload:
+def make_upload(output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Path] = ()) -> Upload:
     """The upload of the weights in a folder at the root, with the model card, and of checkpoints in their folders."""
     card = output_dir / CARD_FOLDER
     files = loaded_files(folder) | _relative(card, card.rglob("*"))
@@ -107,52 +89,44 @@ class Hub:
         return HfApi()
 
     def prepare(self) -> str:
+        """Check the login and the permission to write, and create the repository; returns a warning, or nothing.
+
+        Raises:
+            UserError: nothing can be uploaded there.
+        """
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
             login = self._api.whoami()
-            self._check_role(login)
+            if (login.get("auth", {}).get("accessToken") or {}).get("role") == "read":
+                raise UserError("push_to_hub: the token of the hub can only read; log in with one that can write.")
             if "/" not in self.repository:
                 self.repository = f"{login['name']}/{self.repository}"
             self._api.create_repo(self.repository, private=self.private, exist_ok=True)
-            return self._check_repository()
-        except HfHubHTTPError as error:
-            raise UserError(self._refusal(error)) from None
+            # Says nothing about an existing repository that only others may write to.
+            if self._get("/auth-check/write").status_code in (401, 403):
+                raise UserError(f"push_to_hub: {FORBIDDEN[403]} to {self.repository}.")
+            found = self._get()
         except UserError:
             raise
+        except HfHubHTTPError as error:
+            reason = FORBIDDEN.get(error.response.status_code, str(error))
+            raise UserError(redact(f"push_to_hub: {reason} to {self.repository}.")) from None
         except Exception as error:  # noqa: BLE001 - of the HTTP library, which depends on the hub's version
             message = f"push_to_hub: {self._api.endpoint} cannot be reached ({type(error).__name__}: {error})."
             raise UserError(redact(message)) from None
+        is_public = found.status_code == 200 and found.json().get("private") is False
+        there = f"model_card_private has no effect: {self.repository} exists on the hub and is public."
+        return there if self.private and is_public else ""
 
-    def _check_role(self, login: Mapping[str, Any]) -> None:
-        token = login.get("auth", {}).get("accessToken") or {}
-        if token.get("role") == "read":
-            message = "push_to_hub: the token of the hub can only read; make one that can write, and `hf auth login`."
-            raise UserError(message)
-
-    def _check_repository(self) -> str:
-        """Whether the token may write to an existing repository, which `create_repo` does not say."""
+    def _get(self, path: str = "") -> Any:
         from huggingface_hub import get_session, get_token
 
-        address = f"{self._api.endpoint}/api/models/{self.repository}"
         headers = {"authorization": f"Bearer {get_token()}"}
-        answer = get_session().get(f"{address}/auth-check/write", headers=headers)
-        if answer.status_code in REFUSED:
-            raise UserError(f"push_to_hub: the token of the hub may not write to {self.repository}.")
-        answer = get_session().get(address, headers=headers)
-        if self.private and answer.status_code == 200 and answer.json().get("private") is False:
-            return f"model_card_private has no effect: {self.repository} exists on the hub and is public."
-        return ""
-
-    def _refusal(self, error: Any) -> str:
-        status = error.response.status_code if error.response is not None else 0
-        if status == 401:
-            return "push_to_hub: the hub does not accept the token; log in with `hf auth login`, or set HF_TOKEN."
-        if status == 403:
-            return f"push_to_hub: the token of the hub has no permission to write to {self.repository}."
-        return redact(f"push_to_hub: the hub refuses {self.repository}: {error}")
+        return get_session().get(f"{self._api.endpoint}/api/models/{self.repository}{path}", headers=headers)
 
     def upload(self, upload: Upload) -> str:
+        """Upload in one commit; large files that have arrived are not sent again. Returns the address."""
         from huggingface_hub import CommitOperationAdd
 
         added = [CommitOperationAdd(path, local) for path, local in upload.files.items()]
@@ -162,10 +136,10 @@ class Hub:
 
 
 @dataclass
-class Bucket:
+class BucketCopy:
     """A bucket of S3 or of a store that speaks its protocol; it gets a copy of the output folder."""
 
-    store: Store
+    store: BucketConfig
     output_dir: Path
 
     @property
@@ -179,9 +153,14 @@ class Bucket:
 
     @cached_property
     def _client(self) -> Any:
-        return self.store.login.client()
+        return self.store.client()
 
     def prepare(self) -> str:
+        """Check that the bucket can be written to.
+
+        Raises:
+            UserError: it cannot.
+        """
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
@@ -192,7 +171,7 @@ class Bucket:
         return ""
 
     def upload(self, upload: Upload) -> str:
-        """Upload what is not there yet in the same size since it was written."""
+        """Upload what is not there yet in the same size since it was written; returns the address."""
         from boto3.s3.transfer import TransferConfig
 
         whole = {"multipart_threshold": 5 * 2**30} if self.store.force_single_part else {}
@@ -223,6 +202,9 @@ def _is_left_out(name: str) -> bool:
     return name in LEFT_OUT or name.endswith((TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX))
 
 
+Destination = Hub | BucketCopy
+
+
 def prepared_destinations(
     publish: PublishConfig, project: str, output_dir: Path, events: EventStream
 ) -> list[Destination]:
@@ -236,7 +218,7 @@ def prepared_destinations(
     """
     name = repository_name(publish.hub_model_id or project)
     hubs = [Hub(name, publish.model_card_private)] if publish.push_to_hub else []
-    places: list[Destination] = [*hubs, *(Bucket(store, output_dir) for store in publish.stores)]
+    places: list[Destination] = [*hubs, *(BucketCopy(store, output_dir) for store in publish.stores)]
     for warning in filter(None, [place.prepare() for place in places]):
         events.publish(Notice(warning, warning=True))
     return places

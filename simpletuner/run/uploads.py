@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from simpletuner.errors import Interrupted, UserError
 from simpletuner.redaction import redact
 from simpletuner.reporting.card import move_card
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Notice, Uploaded
-from simpletuner.reporting.upload import Bucket, Destination, Upload, collect
+from simpletuner.reporting.upload import BucketCopy, Destination, Upload, make_upload
 from simpletuner.training.manifest import find_checkpoints, result_step
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
 
 # Seconds to wait after the first and after the second attempt; the third is the last one.
 WAITS = (5.0, 20.0)
-LONGEST_SCRIPT = 600.0
+LONGEST = 600.0
+
+
+class UploadError(Exception):
+    """An upload has failed for the last time, and the user knows."""
 
 
 def repeat_command(output_dir: Path) -> str:
@@ -76,7 +81,7 @@ class Uploads:
         folders = self._checkpoints(state.global_step)
         if folders and state.global_step < assembly.settings.total_steps:
             step, epoch = state.global_step, state.epoch
-            hubs = [each for each in self.destinations if not isinstance(each, Bucket)]
+            hubs = [each for each in self.destinations if not isinstance(each, BucketCopy)]
             self._add(lambda: self._send(folders[0], step, epoch, folders, hubs), folders[0])
             if not self.publish.push_to_hub_background:
                 self.join()
@@ -157,30 +162,26 @@ class Uploads:
     ) -> None:
         if self.describe:
             self.describe(step, epoch)
-        upload = collect(self.output_dir, folder, step, checkpoints)
+        upload = make_upload(self.output_dir, folder, step, checkpoints)
         for place in places:
             name = f"{upload.name} to {place.title}"
-            try:
-                with self.events.phase(f"Uploading {name}", kind=UPLOADING):
-                    url = self._attempt(name, place, upload)
-            except Interrupted:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever a library raises, the other places get theirs
-                self._fail(f"Uploading {name} failed ({type(error).__name__}: {error}).")
-                continue
-            self.events.publish(Uploaded(name, url, step))
-            if self.publish.post_upload_script:
-                self._run_script("post_upload_script", self.publish.post_upload_script, folder, step, url)
+            with suppress(UploadError), self.events.phase(f"Uploading {name}", kind=UPLOADING):
+                url = self._attempt(name, place, upload)
+                self.events.publish(Uploaded(name, url, step))
+                if script := self.publish.post_upload_script:
+                    self._run_script("post_upload_script", script, folder, step, url)
 
     def _attempt(self, name: str, place: Destination, upload: Upload) -> str:
-        for wait in self.waits:
+        for wait in (*self.waits, None):
             try:
                 return place.upload(upload)
-            except Exception as error:  # noqa: BLE001 - the last attempt raises it
-                reason = f"Uploading {name} failed ({type(error).__name__}: {error}); next attempt in {wait:g} s."
-            self.events.publish(Notice(redact(reason), warning=True))
-            time.sleep(wait)
-        return place.upload(upload)
+            except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
+                reason = f"Uploading {name} failed ({type(error).__name__}: {error})"
+            if wait is not None:
+                self.events.publish(Notice(redact(f"{reason}; next attempt in {wait:g} s."), warning=True))
+                time.sleep(wait)
+        self._fail(f"{reason}.")
+        raise UploadError(reason)
 
     def _fail(self, reason: str) -> None:
         self.failed.append(redact(reason))
@@ -189,18 +190,18 @@ class Uploads:
     def _run_script(self, key: str, script: str, folder: Path, step: int, url: str = "") -> None:
         """Run a program without a shell; a failure is a warning."""
         values = dict(zip(PLACEHOLDERS, (str(folder.resolve()), url, str(step), self.run_name), strict=True))
-        command = [fill(word, values) for word in shlex.split(script)]
+        command, said = [expand(word, values) for word in shlex.split(script)], ""
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SCRIPT, errors="replace")
+            subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LONGEST, check=True)
+        except subprocess.CalledProcessError as error:
+            said = f" ended with code {error.returncode}: {(error.stderr or error.stdout).strip()[-500:]}"
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            self.events.publish(Notice(redact(f"{key} failed: {error}"), warning=True))
-            return
-        if done.returncode:
-            said = redact((done.stderr or done.stdout).strip()[-500:])
-            self.events.publish(Notice(f"{key} ended with code {done.returncode}: {said}", warning=True))
+            said = f" failed: {error}"
+        if said:
+            self.events.publish(Notice(redact(key + said), warning=True))
 
 
-def fill(word: str, values: Mapping[str, str]) -> str:
+def expand(word: str, values: Mapping[str, str]) -> str:
     """A word of a command with its placeholders replaced; each value stays one word."""
     for name, value in values.items():
         word = word.replace(f"{{{name}}}", value)

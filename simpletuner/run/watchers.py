@@ -28,7 +28,7 @@ from simpletuner.reporting.card import NOBODY
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.upload import Destination, Hub
-from simpletuner.run.model_card import describe
+from simpletuner.run.model_card import describe_run
 from simpletuner.run.publish import weight_note
 from simpletuner.run.records import RunRecord
 from simpletuner.run.uploads import Uploads
@@ -174,9 +174,8 @@ def build_uploads(plan: Plan, destinations: Sequence[Destination], events: Event
     name = repository_name(publish.hub_model_id or tracking.tracker_project_name)
     hubs = [each.repository for each in destinations if isinstance(each, Hub)]
     repository = hubs[0] if hubs else name if "/" in name else f"{NOBODY}/{name}"
-    uploads = Uploads(
-        publish, plan.output_dir, tracking.tracker_run_name, destinations, events, partial(describe, plan, repository)
-    )
+    write = partial(describe_run, plan, repository)
+    uploads = Uploads(publish, plan.output_dir, tracking.tracker_run_name, destinations, events, write)
     events.subscribe(uploads)
     return uploads
 
