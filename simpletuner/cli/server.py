@@ -43,6 +43,7 @@ def server(
         Literal["unified", "trainer", "callback"],
         typer.Option("--mode", help="trainer: the page; callback: only take events of runs elsewhere; unified: both."),
     ] = "unified",
+    env: Annotated[str | None, typer.Option("--env", help="Start the run of config/NAME/config.json at once.")] = None,
     root: Annotated[
         list[Path] | None, typer.Option("--root", help="A folder outside the project that the page may read and write.")
     ] = None,
@@ -59,20 +60,23 @@ def server(
     require_packages()
     from uvicorn.supervisors import ChangeReload
 
+    from simpletuner.server.control import Runs
     from simpletuner.server.project import Project
     from simpletuner.server.serve import listen, make_server
 
     access, pair = find_access(host, token), certificate(ssl, ssl_key, ssl_cert)
     project = Project(Path.cwd().resolve(), tuple(map(existing_folder, root or [])))
-    listener = listen(host, port or (CALLBACK_PORT if mode == "callback" else PORT))
     if ssl_no_verify:
         os.environ["SIMPLETUNER_SSL_NO_VERIFY"] = "true"  # runs inherit it
-    announce(access, listener, secure=bool(pair))
     page = make_server(project, access, mode, **pair, reload_dirs=[str(Path(__file__).parents[1])])
-    if reload:
-        ChangeReload(page.config, target=page.run, sockets=[listener]).run()
-    else:
-        page.run([listener])
+    with listen(host, port or (CALLBACK_PORT if mode == "callback" else PORT)) as listener:
+        if env is not None:
+            typer.echo(f"Started {env}; its output is in {Runs(project).start(env, {}).folder}")
+        announce(access, listener, secure=bool(pair))
+        if reload:
+            ChangeReload(page.config, target=page.run, sockets=[listener]).run()
+        else:
+            page.run([listener])
 
 
 def open_page(port: int) -> Callable[[Path, EventStream], AbstractContextManager[None]]:

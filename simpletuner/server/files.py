@@ -153,10 +153,12 @@ def writable(project: Project, path: Path) -> Path:
     """The file itself, if it may be written.
 
     Raises:
-        Refusal: 403 if it is packaged or outside the project.
+        Refusal: 403 if it is packaged, outside the project, or another kind of file.
     """
     if path.is_relative_to(EXAMPLES):
         raise Refusal(403, "This belongs to a packaged example; `simpletuner examples copy` makes one to change.")
+    if path.suffix != ".json":
+        raise Refusal(403, f"{path.name!r} is not written: configs and dataset files end in .json.")
     return project.inside(path)
 
 
@@ -168,14 +170,11 @@ def shown(project: Project, path: Path) -> str:
 def config_json(project: Project, name: str, path: Path) -> dict[str, Any]:
     """A config as the page reads it."""
     file, values = datasets_of(project, name)
-    entries = None
-    with suppress(Refusal):  # a config is shown whatever its dataset file is
-        entries = masked(read(readable(project, file)))
     return {
         "name": name,
         "path": shown(project, path),
         "values": masked(values),
-        "datasets": entries,
+        "datasets": masked(entries_in(project, file)),
         "dataset_path": shown(project, file),
         "problems": problems_json(Draft(path, values).judgement.problems),
     }
@@ -185,8 +184,20 @@ def datasets_of(project: Project, name: str) -> tuple[Path, dict[str, Any]]:
     """The dataset file of a config, wherever it is, and the config's settings by their main names."""
     path = project.config_file(name)
     values = {canonical(key): value for key, value in settings_in(path).items()}
+    return dataset_path(project, path, values), values
+
+
+def dataset_path(project: Project, config: Path, values: Mapping[str, Any]) -> Path:
+    """The dataset file of the settings of a config, wherever it is."""
     given = values.get("data_backend_config")
-    return project.folder / dataset_file(given if isinstance(given, str) else None, path.parent, []), values
+    return project.folder / dataset_file(given if isinstance(given, str) else None, config.parent, [])
+
+
+def entries_in(project: Project, path: Path) -> Any:
+    """What a dataset file holds; None if it may not be shown, or is not readable."""
+    with suppress(Refusal):
+        return read(readable(project, path))
+    return None
 
 
 def datasets_json(project: Project, path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

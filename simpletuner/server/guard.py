@@ -19,6 +19,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from simpletuner.server.live import BUTTONS
 from simpletuner.server.project import Refusal
 
 SAFE = frozenset({"GET", "HEAD"})
@@ -26,14 +27,9 @@ LARGEST_BODY = 2 * 2**20
 BODY_SECONDS = 20.0  # a request has to be complete by then
 OWN_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 # The page of a run has its buttons, and says what is wrong with settings; it neither edits nor starts anything.
-BUTTONS = frozenset(
-    f"/api/{route}"
-    for route in (
-        "training/stop", "training/stop_at_epoch_end", "training/cancel", "training/validation/run",
-        "training/checkpoint/run",
-    )
-)  # fmt: skip
-CHECKS = frozenset({"/api/training/validate", "/api/configuration/check"})
+ALLOWED_IN_RUN = frozenset(
+    {"/api/training/validate", "/api/configuration/check", *(f"/api/training{path}" for path in BUTTONS)}
+)
 POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; object-src 'none'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -88,7 +84,7 @@ class Access:
         Raises:
             Refusal: 403, 413 or 415.
         """
-        if self.in_run and path not in BUTTONS | CHECKS:
+        if self.in_run and path not in ALLOWED_IN_RUN:
             raise Refusal(403, "This page belongs to a run; `simpletuner server` edits and starts.")
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "The request must be sent as Content-Type: application/json.")

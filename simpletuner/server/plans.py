@@ -18,10 +18,10 @@ from starlette.responses import JSONResponse, Response
 
 from simpletuner.atomic import write_json
 from simpletuner.config.json_files import json_kind
-from simpletuner.config.locate import DATASET_FILE, dataset_file
+from simpletuner.config.locate import DATASET_FILE
 from simpletuner.errors import Problem
 from simpletuner.redaction import hide_secrets, redact
-from simpletuner.server.files import allowed, canonical, read, settings_of, text_of, unmasked
+from simpletuner.server.files import canonical, dataset_path, entries_in, settings_in, unmasked
 from simpletuner.server.project import Project, Refusal, project_of, read_object
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
@@ -57,12 +57,11 @@ class Unsaved:
         if not isinstance(values, dict) or not isinstance(entries, list | None):
             message = f"must be an object and datasets a list, not {json_kind(values)} and {json_kind(entries)}."
             raise Refusal(400, [Problem("values", message)])
-        saved = settings_of(read(file)) if file.is_file() else {}
-        known = {canonical(key): value for key, value in saved.items()}
+        known = {canonical(key): value for key, value in settings_in(file).items()}
         values = {key: unmasked(value, known.get(key), key) for key, value in values.items()}
-        path = project.folder / dataset_file(text_of(values.get("data_backend_config")), file.parent, [])
+        path = dataset_path(project, file, values)
         if entries is not None:
-            entries = unmasked(entries, read(path) if path.is_file() and allowed(project, path) else None, "datasets")
+            entries = unmasked(entries, entries_in(project, path), "datasets")
         hide_secrets({"values": values, "datasets": entries})
         return cls(file, values, entries, path)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,14 +13,14 @@ from starlette.responses import JSONResponse, Response
 
 from simpletuner.config.json_files import json_kind, parse_json
 from simpletuner.config.locate import DATASET_FILE, EXAMPLES, example_names
-from simpletuner.errors import Problem
+from simpletuner.errors import ConfigError, Problem
 from simpletuner.redaction import redact
 
 EXAMPLE = "examples/"  # begins the names of packaged configs
 CONFIG_NAME = re.compile(r"\w[\w.-]*")
 
 
-class Refusal(Exception):
+class Refusal(ConfigError):
     """A request that is answered with problems instead of what it asked for.
 
     Args:
@@ -28,10 +28,9 @@ class Refusal(Exception):
         problems: what the answer lists; a text stands for one problem without a key.
     """
 
-    def __init__(self, status: int, problems: str | Sequence[Problem]) -> None:
+    def __init__(self, status: int, problems: str | Iterable[Problem]) -> None:
         self.status = status
-        self.problems = [Problem("", problems)] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(map(str, self.problems)))
+        super().__init__([Problem("", problems)] if isinstance(problems, str) else problems)
 
     def answer(self, headers: Mapping[str, str] | None = None) -> Response:
         """The response that says so."""

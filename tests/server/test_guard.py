@@ -25,12 +25,12 @@ VALID = json.dumps({"values": {"seed": 3}}).encode()
 CONFIG = "/api/configs/config"
 
 
-def stream(size: int) -> Iterator[bytes]:
-    """A body in pieces, which is sent without a Content-Length."""
-    yield b'{"values": {"prompt": "'
-    for _ in range(size // 2**16):
-        yield b"x" * 2**16
-    yield b'"}}'
+def stream() -> Iterator[bytes]:
+    """A huge body in pieces, which is sent without a Content-Length."""
+    yield b'{"values": {"seed": 3}'
+    for _ in range(2 * LARGEST_BODY // 2**16):
+        yield b" " * 2**16
+    yield b"}"
 
 
 @dataclass
@@ -62,8 +62,8 @@ ATTACKS = {
     "form without preflight": Attack(415, 200, headers={"content-type": "text/plain"}),
     "form of a page": Attack(415, 200, headers={"content-type": "application/x-www-form-urlencoded"}),
     "no content type": Attack(415, 200),
-    "huge body": Attack(413, 200, headers=JSON, body=b'{"values": {"p": "' + b"x" * LARGEST_BODY + b'"}}'),
-    "huge body in pieces": Attack(413, 200, headers=JSON, body=stream(2 * LARGEST_BODY)),
+    "huge body": Attack(413, 200, headers=JSON, body=VALID + b" " * LARGEST_BODY),
+    "huge body in pieces": Attack(413, 200, headers=JSON, body=stream()),
     "no length": Attack(413, None, headers={**JSON, "content-length": "-1"}),
     "no token": Attack(401, 404, method="GET", token=TOKEN),
     "wrong token": Attack(401, 404, method="GET", headers={"x-api-key": "y" * 43}, token=TOKEN),
@@ -104,7 +104,7 @@ def test_attack_is_refused(attack: Attack, project: Project) -> None:
     "attack", [pytest.param(attack, id=name) for name, attack in ATTACKS.items() if attack.unguarded]
 )
 def test_only_the_guard_refuses_it(attack: Attack, project: Project) -> None:
-    body = stream(2 * LARGEST_BODY) if isinstance(attack.body, Iterator) else attack.body
+    body = stream() if isinstance(attack.body, Iterator) else attack.body
     assert send(create_app(project), Attack(**{**vars(attack), "body": body})).status_code == attack.unguarded
 
 
@@ -193,6 +193,11 @@ def test_no_file_outside_is_written(project: Project) -> None:
     assert visitor.put("/api/configs/linked", json={"values": {}}).status_code == 403
     assert visitor.put("/api/configs/examples/demo", json={"values": {}}).status_code == 403
     assert visitor.put("/api/datasets/plan?config=examples/demo", json={"entries": []}).status_code == 403
+    for path in (str(outside / "new.json"), "../other/new.json", "train.sh", ".env"):
+        name = f"of-{len(path)}"
+        assert visitor.put(f"/api/configs/{name}", json={"values": {"data_backend_config": path}}).status_code == 200
+        assert visitor.put(f"/api/datasets/plan?config={name}", json={"entries": []}).status_code == 403
+    assert sorted(each.name for each in project.folder.iterdir()) == ["config"]
     assert list(outside.iterdir()) == []
 
 

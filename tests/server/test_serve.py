@@ -26,7 +26,6 @@ from starlette.routing import Route
 
 from simpletuner.cli.app import main
 from simpletuner.plan.build import Plan
-from simpletuner.reporting.events import EventStream
 from simpletuner.server import serve
 from simpletuner.server.guard import Access
 from simpletuner.server.project import Project
@@ -44,10 +43,14 @@ def free_port() -> int:
 def started(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], re.Match[str]]]:
     """`simpletuner server` as a process, and the address it printed."""
     command = [sys.executable, "-m", "simpletuner", "server", "--port", str(free_port()), *options]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
+    )  # fmt: skip
     try:
         assert process.stdout is not None
-        found = ADDRESS.fullmatch(process.stdout.readline())
+        lines = [process.stdout.readline() for _ in range(1 + ("--env" in options))]
+        found = ADDRESS.fullmatch(lines[-1])
         assert found is not None
         yield process, found
     finally:
@@ -121,10 +124,12 @@ def test_busy_port_and_foreign_address_are_one_sentence(capsys: pytest.CaptureFi
         (["--root", "nowhere"], "--root nowhere is not a folder"),
         (["--token", "short"], "at least 16"),
         (["--mode", "all"], "unified"),
+        (["--env", "nothing"], "There is no config 'nothing'."),
+        (["--env", "../nothing"], "'../nothing' is not the name of a config."),
     ],
 )
 def test_bad_option_is_refused(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["server", *options]) == 2
+    assert main(["server", "--port", str(free_port()), *options]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -205,7 +210,7 @@ def test_page_of_a_run_is_up_while_it_lasts(workspace: Workspace, monkeypatch: p
     seen = []
     monkeypatch.chdir(workspace.folder)
 
-    def look(plan: Plan, budget: object, events: EventStream) -> None:
+    def look(plan: Plan, *rest: object, **more: object) -> None:
         seen.append(fetch(str(port)))
         seen.append(signal.getsignal(signal.SIGINT))
         with pytest.raises(OSError, match="403"):
@@ -228,3 +233,19 @@ def test_run_whose_page_finds_its_port_taken_does_not_begin(
         assert main(["train", "--page-port", str(taken.getsockname()[1])]) == 2
     assert "cannot be used" in capsys.readouterr().err
     assert not (workspace.folder / "output").exists()
+
+
+def test_run_that_is_started_at_once_outlives_the_server(workspace: Workspace) -> None:
+    named = workspace.folder / "config" / "first" / "config.json"
+    named.parent.mkdir()
+    named.write_bytes((workspace.folder / "config" / "config.json").read_bytes())
+    console = workspace.folder / "output" / "console.log"
+    with started(workspace.folder, "--env", "first") as (process, address):
+        assert b'"ok"' in fetch(address[3])
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+        _, errors = process.communicate(timeout=10)
+        assert errors == "Interrupted.\n"
+    deadline = time.monotonic() + 120
+    while "Report:" not in console.read_text() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert "Trained 4 steps" in console.read_text()
