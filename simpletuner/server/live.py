@@ -164,7 +164,7 @@ BUTTONS: Mapping[str, Act] = {
 
 async def stream(path: Path, after: int | None) -> AsyncIterator[str]:
     """Server-sent events: those after an id (none if it is None), then every new one, until the client leaves."""
-    tail = Tail(path)
+    tail = Tail(path, "id")
     tail.skip()
     new = [] if after is None else await run_in_threadpool(read_events, path, after)
     twice = {event["id"] for event in new}  # if they were written between the two looks at the file

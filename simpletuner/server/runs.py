@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -46,14 +46,17 @@ SILENCE = 900.0
 
 
 class Tail:
-    """JSON lines that are appended to a file, each read once; torn lines are left out.
+    """JSON objects that are appended to a file, one a line, each read once; others and torn lines are left out.
+
+    Args:
+        key: which they all have.
 
     Attributes:
         generation: grows when the file was replaced or cut, and is read from its start again.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.generation = path, 0
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key, self.generation = path, key, 0
         self._file, self._offset = 0, 0
 
     def skip(self) -> None:
@@ -77,15 +80,14 @@ class Tail:
             return []
         complete = content[: content.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return [row for line in complete.splitlines() if (row := _parse(line)) is not None]
+        return list(self._objects(complete))
 
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+    def _objects(self, content: bytes) -> Iterator[dict[str, Any]]:
+        for line in content.splitlines():
+            with suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict) and self.key in found:
+                    yield found
 
 
 @dataclass
@@ -154,7 +156,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._events, self._metrics = Tail(self.folder / EVENTS_FILE), Tail(self.folder / METRICS_FILE)
+        self._events = Tail(self.folder / EVENTS_FILE, "job_id")
+        self._metrics = Tail(self.folder / METRICS_FILE, "step")
         self._story, self._rows, self._generation = Story(), dict[int, dict[str, Any]](), 0
         self.recent = deque[dict[str, Any]](maxlen=RECENT)
 

@@ -1,12 +1,15 @@
-"""The page, served from a thread."""
+"""The page, served from a thread, and a browser for it."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 from uvicorn import Server
 
 from simpletuner.server.guard import Access
@@ -26,3 +29,18 @@ def serving(folder: Path) -> Iterator[tuple[int, Server]]:
     finally:
         server.should_exit = True
         thread.join(10)
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser; the test is skipped if none is installed."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("needs an installed Chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -162,9 +162,9 @@ def test_a_new_session_begins_a_new_story(tmp_path: Path) -> None:
 
 def test_each_line_is_read_once_and_torn_ones_later(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    tail = Tail(path)
+    tail = Tail(path, "id")
     assert tail.read() == []
-    path.write_text('{"id": 1}\nnot json\n[1]\n{"id"')
+    path.write_text('{"id": 1}\nnot json\n[1]\n{"no": 1}\n{"id"')
     assert tail.read() == [{"id": 1}]
     with path.open("a") as file:
         file.write(': 2}\n{"id": 3}\n')

@@ -95,7 +95,7 @@ async function refresh(name) {
   } finally {
     part.busy = false;
     part.at = performance.now();
-    part.pause = Math.max(1000, 20 * (part.at - begun));
+    part.pause = Math.max(1000, 10 * (part.at - begun));
   }
   if (name === "list") chooseFirst();
 }
