@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from uvicorn import Server
 
 from simpletuner.server.guard import Access
 from simpletuner.server.project import Project
+from simpletuner.server.runs import Run
 from simpletuner.server.serve import listen, make_server
 
 
@@ -29,6 +32,18 @@ def serving(folder: Path) -> Iterator[tuple[int, Server]]:
     finally:
         server.should_exit = True
         thread.join(10)
+
+
+@contextmanager
+def ending_runs(folder: Path) -> Iterator[None]:
+    """Kill the processes that are at work below a folder when the block is left, also by a failed test."""
+    try:
+        yield
+    finally:
+        for path in folder.glob("*/run.lock"):
+            pid = Run("", path.parent).pid
+            if pid is not None and pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

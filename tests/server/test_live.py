@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from simpletuner.run.lock import LOCK_FILE
 from simpletuner.server.app import create_app
 from simpletuner.server.project import Project
 from simpletuner.server.runs import CONSOLE_FILE
-from tests.server.page import serving
+from tests.server.page import ending_runs, serving
 from tests.server.test_runs import STEPS, own, tell
 from tests.workspace import Workspace
 
@@ -29,10 +29,11 @@ LIMIT = 300.0  # seconds; a run of a tiny model takes ten
 
 
 @pytest.fixture
-def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
     made = Workspace.create((tmp_path / "project").resolve(), t2i_checkpoint)
     monkeypatch.chdir(made.folder)
-    return made
+    with ending_runs(made.folder):
+        yield made
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from simpletuner.reporting.events import MediaRendered, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, MediaFile, MediaRecord
 from simpletuner.server.control import run_id
 from simpletuner.server.runs import Run
-from tests.server.page import chromium, serving
+from tests.server.page import chromium, ending_runs, serving
 from tests.server.test_runs import STEPS, own, tell
 from tests.workspace import Workspace
 
@@ -26,10 +26,11 @@ WAIT = 300_000.0  # milliseconds; a run of a tiny model takes ten seconds
 
 
 @pytest.fixture
-def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
     made = Workspace.create(tmp_path.resolve() / "project", t2i_checkpoint)
     monkeypatch.chdir(made.folder)
-    return made
+    with ending_runs(made.folder):
+        yield made
 
 
 @pytest.fixture
