@@ -11,9 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.requests import Request, make_request
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 from simpletuner.server.project import CONFIG_NAME, EXAMPLE, Project, Refusal
-from simpletuner.server.runs import ACTIVE, CONSOLE_FILE, PROMPT, Run
+from simpletuner.server.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 
 # How far runs are searched for below a folder.
 DEPTH, FOLDERS = 4, 2000
@@ -68,7 +68,7 @@ class Runs:
 
     def _at(self, folder: Path, config: str) -> Run:
         run = self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
-        run.config = config or run.config
+        run.written_by = config or run.written_by
         return run
 
     def _configured(self) -> dict[Path, str]:
@@ -99,19 +99,28 @@ class Runs:
         judgement = Draft(file, {**values_of(file), **settings}).judgement
         if fatal := [problem for problem in judgement.problems if problem.fatal]:
             raise Refusal(422, fatal)
-        run = self._at(self.project.inside(judgement.config.run.output_dir), name)
+        run = self._at(self.project.inside(judgement.config.run.output_dir), "")
         with self._lock:
             refuse_if_busy(run)
+            write_json(run.folder / STARTED_FILE, {"time": time.time(), "config": name, "settings": dict(settings)})
             run.child = self._spawn(run.folder, command_line(name, file, settings))
         threading.Thread(target=run.child.wait, daemon=True).start()  # no zombie stays
         return run
 
+    def resume(self, run: Run, settings: Mapping[str, Any]) -> Run:
+        """Start a run again as it was started before, with further settings.
+
+        Raises:
+            Refusal: as `start`, and 400 if its config is not known.
+        """
+        if not run.config:
+            raise Refusal(400, f"No config of this project writes into {run.folder}.")
+        return self.start(run.config, {**run.settings, **settings})
+
     def _spawn(self, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
         environment = {key: value for key, value in os.environ.items() if key not in ENV_VARIABLES}
-        folder.mkdir(parents=True, exist_ok=True)
         with (folder / CONSOLE_FILE).open("ab") as console:
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            console.write(redact(f"{PROMPT}{now} simpletuner {shlex.join(arguments)}\n").encode())
+            console.write(redact(f"{PROMPT}{shlex.join(arguments)}\n").encode())
             console.flush()
             return subprocess.Popen(
                 [sys.executable, "-m", "simpletuner", *arguments], cwd=self.project.folder, env=environment,
@@ -132,8 +141,8 @@ class Runs:
         if file.exists():
             raise Refusal(409, f"There is a config {name!r} already.")
         source = self.project.config_file(run.config)
-        own = {"init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"}
-        write_json(file, {"data_backend_config": str(source.with_name(DATASET_FILE)), **values_of(source), **own})
+        given = {"data_backend_config": str(source.with_name(DATASET_FILE)), **values_of(source), **run.settings}
+        write_json(file, {**given, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
         return file
 
 

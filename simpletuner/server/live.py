@@ -77,12 +77,15 @@ def summaries(request: Request) -> Response:
 
 
 async def start(request: Request) -> Response:
-    """Start a config: `{"config": NAME, "settings": {...}}`."""
-    wanted = await read_object(request)
+    """Start a config, or a run again: `{"config": NAME, "settings": {...}}` or `{"run": ID, "settings": {...}}`."""
+    wanted, runs = await read_object(request), runs_of(request)
     settings = wanted.get("settings", {})
     if not isinstance(settings, dict):
         raise Refusal(400, "settings: must be an object.")
-    run = await run_in_threadpool(runs_of(request).start, str(wanted.get("config", "config")), settings)
+    if "run" in wanted:
+        run = await run_in_threadpool(lambda: runs.resume(runs.find(str(wanted["run"])), settings))
+    else:
+        run = await run_in_threadpool(runs.start, str(wanted.get("config", "config")), settings)
     return JSONResponse({"run": run.id}, 202)
 
 
@@ -161,10 +164,11 @@ BUTTONS: Mapping[str, Act] = {
 
 async def stream(path: Path, after: int | None) -> AsyncIterator[str]:
     """Server-sent events: those after an id (none if it is None), then every new one, until the client leaves."""
-    tail = Tail(path)
+    tail = Tail(path, "id")
     tail.skip()
     new = [] if after is None else await run_in_threadpool(read_events, path, after)
     twice = {event["id"] for event in new}  # if they were written between the two looks at the file
+    generation = tail.generation
     yield ": connected\n\n"
     sent_at = time.monotonic()
     while True:
@@ -175,7 +179,7 @@ async def stream(path: Path, after: int | None) -> AsyncIterator[str]:
             sent_at = time.monotonic()
             yield ": alive\n\n"
         await asyncio.sleep(POLL)
-        new = [event for event in tail.read() if event["id"] not in twice]
+        new = [event for event in tail.read() if tail.generation != generation or event["id"] not in twice]
 
 
 def decimated(rows: Sequence[Mapping[str, Any]], names: Sequence[str], limit: int) -> dict[str, list[Any]]:

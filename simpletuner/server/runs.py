@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from simpletuner.config.json_files import read_json
 from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
@@ -33,7 +34,8 @@ from simpletuner.training.manifest import result_step
 
 Status = Literal["idle", "starting", "running", "completed", "error", "cancelled", "interrupted"]
 CONSOLE_FILE = "console.log"
-PROMPT = "$ "  # begins the line of console.log that names the command of a session
+PROMPT = "$ simpletuner "  # begins the line of console.log that names the command of a session
+STARTED_FILE = "started.json"  # what the page started last: when, which config, with which settings
 END = 1 << 16  # bytes; no line is longer
 NOTICES, RECENT = 100, 200
 ACTIVE = ("starting", "running")
@@ -44,14 +46,17 @@ SILENCE = 900.0
 
 
 class Tail:
-    """JSON lines that are appended to a file, each read once; torn lines are left out.
+    """JSON objects that are appended to a file, one a line, each read once; others and torn lines are left out.
+
+    Args:
+        key: which they all have.
 
     Attributes:
         generation: grows when the file was replaced or cut, and is read from its start again.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.generation = path, 0
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key, self.generation = path, key, 0
         self._file, self._offset = 0, 0
 
     def skip(self) -> None:
@@ -75,15 +80,14 @@ class Tail:
             return []
         complete = content[: content.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return [row for line in complete.splitlines() if (row := _parse(line)) is not None]
+        return list(self._objects(complete))
 
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+    def _objects(self, content: bytes) -> Iterator[dict[str, Any]]:
+        for line in content.splitlines():
+            with suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict) and self.key in found:
+                    yield found
 
 
 @dataclass
@@ -139,7 +143,7 @@ class Run:
     Attributes:
         id: its name in addresses.
         may_start: whether this server starts runs.
-        config: the config of the project that writes into it; empty if there is none.
+        written_by: the config of the project that writes into it; empty if there is none.
         child: the process that this server started for it.
         recent: its newest events.
     """
@@ -147,12 +151,13 @@ class Run:
     id: str
     folder: Path
     may_start: bool = True
-    config: str = ""
+    written_by: str = ""
     child: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._events, self._metrics = Tail(self.folder / EVENTS_FILE), Tail(self.folder / METRICS_FILE)
+        self._events = Tail(self.folder / EVENTS_FILE, "job_id")
+        self._metrics = Tail(self.folder / METRICS_FILE, "step")
         self._story, self._rows, self._generation = Story(), dict[int, dict[str, Any]](), 0
         self.recent = deque[dict[str, Any]](maxlen=RECENT)
 
@@ -168,6 +173,22 @@ class Run:
             for row in new:
                 self._rows.setdefault(row["step"], {}).update({sys.intern(key): value for key, value in row.items()})
             return self._story, list(self._rows.values())
+
+    @property
+    def started(self) -> Mapping[str, Any]:
+        """What the page started last: `time` (since 1970), `config`, `settings`; empty if it was not the page."""
+        found = read_json(self.folder / STARTED_FILE, [])
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def config(self) -> str:
+        """The config that it is started with; empty if that is not known."""
+        return str(self.started.get("config", self.written_by))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings that it is started with besides the config."""
+        return dict(self.started.get("settings", {}))
 
     @property
     def owner(self) -> Owner | None:
@@ -210,7 +231,7 @@ class Run:
         owner, step = self.owner, rows[-1]["step"] if rows else 0
         is_elsewhere = owner is not None and owner.host != socket.gethostname()
         told = owner is None or story.time >= owner.since
-        if told and story.status in ENDED and _begun(self.console) <= story.time:
+        if told and story.status in ENDED and self.started.get("time", 0.0) <= story.time:
             return ENDED[story.status], story.message
         if self.pid is not None or (is_elsewhere and time.time() - self.seen < SILENCE):
             where = f"On {owner.host}. " if owner and is_elsewhere else ""
@@ -223,7 +244,7 @@ class Run:
     def _judge_ended(self, owner: Owner | None, story: Story, step: int) -> tuple[Status, str]:
         """How a run ended whose events do not say so."""
         last = said_at_the_end(self.console)
-        if _begun(self.console) > story.time and last:  # before the first event
+        if self.started.get("time", 0.0) > story.time and last:  # before the first event
             return "cancelled" if last == "Interrupted." else "error", last
         if owner is not None or story.status in ("starting", *IN_LOOP):
             return "interrupted", f"Ended unexpectedly at step {step:,}."
@@ -242,7 +263,7 @@ class Run:
         last = rows[-1] if rows else {}
         is_active, step = state in ACTIVE, last.get("step", 0)
         known = {"current": step, "total": None, "percent": None, "eta_seconds": None, "metrics": last}
-        progress = {**known, **story.progress} if story.progress.get("current") else known
+        progress = {**known, **story.progress} if story.progress else known
         in_loop = state == "running" and story.status == "running"
         startable = self.may_start and bool(self.config) and not is_active and self.pid is None
         return {
@@ -266,12 +287,6 @@ class Run:
 
 def _over(stage: dict[str, Any]) -> dict[str, Any]:
     return {**stage, "status": "failed"} if stage["status"] == "running" else stage
-
-
-def _begun(console: str) -> float:
-    """When the newest session in a console.log began; 0 if none did."""
-    found = re.findall(rf"^{re.escape(PROMPT)}(\S+)", console, re.MULTILINE)
-    return datetime.fromisoformat(found[-1]).timestamp() if found else 0.0
 
 
 def said_at_the_end(console: str) -> str:

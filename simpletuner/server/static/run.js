@@ -95,7 +95,7 @@ async function refresh(name) {
   } finally {
     part.busy = false;
     part.at = performance.now();
-    part.pause = Math.max(1000, 20 * (part.at - begun));
+    part.pause = Math.max(1000, 10 * (part.at - begun));
   }
   if (name === "list") chooseFirst();
 }
@@ -164,19 +164,16 @@ async function send(path, body) {
   return answer.ok ? content : null;
 }
 
-const configOfRun = () => place("list").querySelector(`a[data-run="${CSS.escape(run)}"]`)?.dataset.config ?? "config";
-
-async function startRun(config, settings = {}) {
-  const started = await send("start", { config, settings });
+async function startRun(body) {
+  const started = await send("start", body);
   if (started) choose(started.run);
-  return started;
 }
 
 const forms = {
   continue: (form) => {
     const steps = form.steps.valueAsNumber;
     const more = Number.isNaN(steps) || String(steps) === form.dataset.total ? {} : { max_train_steps: steps };
-    return startRun(configOfRun(), more);
+    return startRun({ run, settings: more });
   },
   new: async (form) => {
     const made = await send("new", { run, name: form.elements.name.value });
@@ -192,7 +189,7 @@ pane.addEventListener("click", (event) => {
   }
   const button = event.target.closest("button[data-press]");
   if (!button) return;
-  if (button.dataset.press === "start") startRun(configOfRun());
+  if (button.dataset.press === "start") startRun({ run });
   else send(button.dataset.press, { run });
 });
 pane.addEventListener("submit", (event) => {
@@ -201,7 +198,7 @@ pane.addEventListener("submit", (event) => {
 });
 
 // Another part of the page may start a run: `document.dispatchEvent(new CustomEvent("start", { detail: "NAME" }))`.
-document.addEventListener("start", (event) => startRun(event.detail));
+document.addEventListener("start", (event) => startRun({ config: event.detail }));
 // The run of the config that is opened; at the start the address or the list decides.
 document.addEventListener("config", (event) => {
   const link = event.detail !== opened && opened && linkOf(event.detail);

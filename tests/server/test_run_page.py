@@ -1,0 +1,142 @@
+"""The pane "Run" in Chromium: a run from its start to its last preview, stopped, killed and continued."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.reporting.events import MediaRendered, StateChanged
+from simpletuner.reporting.metrics import MEDIA_FILE, MediaFile, MediaRecord
+from simpletuner.server.control import run_id
+from simpletuner.server.runs import Run
+from tests.server.page import chromium, ending_runs, serving
+from tests.server.test_runs import STEPS, own, tell
+from tests.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
+expect = sync_api.expect
+expect.set_options(timeout=30_000)
+WAIT = 300_000.0  # milliseconds; a run of a tiny model takes ten seconds
+
+
+@pytest.fixture
+def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
+    made = Workspace.create(tmp_path.resolve() / "project", t2i_checkpoint)
+    monkeypatch.chdir(made.folder)
+    with ending_runs(made.folder):
+        yield made
+
+
+@pytest.fixture
+def page(project: Workspace) -> Iterator[Any]:
+    """The pane, open; a message in the browser's console or a request to elsewhere fails the test."""
+    complaints: list[str] = []
+    with serving(project.folder) as (port, _), chromium() as browser:
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: None if f":{port}/" in request.url else complaints.append(request.url))
+        page.goto(f"http://127.0.0.1:{port}/#run")
+        yield page
+    assert complaints == []
+
+
+def state(page: Any) -> Any:
+    return page.locator("[data-part=head] .state")
+
+
+def press(page: Any, name: str) -> None:
+    page.get_by_role("button", name=name, exact=True).click()
+
+
+def test_a_run_goes_from_its_start_to_its_last_preview(page: Any, project: Workspace) -> None:
+    shown = {"validation_disable": False, "validation_step_interval": 2, "checkpoint_step_interval": 100}
+    project.write_config(**shown, max_train_steps=500)
+    expect(state(page)).to_have_text("idle")
+    press(page, "Start")
+    expect(page.get_by_text("step 2", exact=True).first).to_be_visible(timeout=WAIT)  # the caption of a preview
+    expect(state(page)).to_have_text("running")
+    expect(page.locator(".run-list .state").first).to_have_text("running")
+    expect(page.locator("figure.chart").first).to_contain_text("Loss")
+    page.locator(".prompt-row img").last.scroll_into_view_if_needed()
+    expect(page.locator(".prompt-row img").last).to_have_js_property("naturalWidth", 128)
+    page.reload()
+    expect(state(page)).to_have_text("running")
+    press(page, "Save now")
+    expect(page.locator(".console")).to_contain_text("Saved checkpoint-", timeout=WAIT)
+
+    pid = Run("", project.path("output")).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    expect(state(page)).to_have_text("interrupted")
+    expect(page.locator(".message")).to_contain_text("Ended unexpectedly at step")
+    step = max(int(path.name.split("-")[1]) for path in project.path("output").glob("checkpoint-*"))
+    page.get_by_label("to step").fill(str(step + 2))
+    press(page, "Continue")
+    expect(state(page)).to_have_text("completed", timeout=WAIT)
+    expect(page.locator(".message")).to_contain_text("pytorch_lora_weights.safetensors")
+    expect(page.get_by_text(f"step {step + 2}", exact=True).first).to_be_visible()
+    expect(page.get_by_role("link", name="Report")).to_be_visible()
+
+
+@pytest.fixture
+def finished(project: Workspace) -> Path:
+    """A run that has ended, with two previews of two prompts."""
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS, StateChanged("finished", 3, 9, "done"))
+    preview(output, *((step, name) for step in (0, 3) for name in ("validation", "bird")))
+    return output
+
+
+def preview(output: Path, *shots: tuple[int, str]) -> list[MediaRendered]:
+    """Record that pictures were rendered; any will do."""
+    events = []
+    media = MediaFile(output / MEDIA_FILE, 9)
+    for step, name in shots:
+        path = output / f"{name}-{step}.png"
+        path.write_bytes((output.parent / "datasets" / "pictures" / "p1.png").read_bytes())
+        events.append(MediaRendered(MediaRecord(step, name, f"a {name}", path.name, 64, 64)))
+        media.append(events[-1].media)
+    media.close()
+    return events
+
+
+def test_previews_grow_compare_and_enlarge(page: Any, project: Workspace, finished: Path) -> None:
+    page.reload()
+    expect(page.locator("#comparison .compare")).to_have_count(2)
+    first = page.locator("button.preview").first
+    first.click()
+    viewer = page.locator("#viewer")
+    expect(viewer).to_contain_text("a validation")
+    page.keyboard.press("ArrowRight")
+    expect(viewer).to_contain_text("step 3")
+    page.get_by_role("button", name="Compare with step 0").click()
+    expect(viewer.locator(".compare")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(viewer).to_be_hidden()
+    first.evaluate("node => { node.kept = true; node.focus(); }")
+    own(finished)
+    tell(finished, *STEPS, *preview(finished, (4, "validation"), (4, "bird")))
+    expect(state(page)).to_have_text("running")
+    expect(page.locator("button.preview")).to_have_count(6)
+    expect(first).to_have_js_property("kept", True)
+    expect(first).to_be_focused()
+
+
+def test_all_runs_are_one_click_away_and_addresses_last(page: Any, project: Workspace, finished: Path) -> None:
+    other = project.path("other")
+    other.mkdir()
+    tell(other, *STEPS, StateChanged("failed", 3, 9, "The disk is full."))
+    page.reload()
+    page.locator(".run-list a", has_text="other").click()
+    expect(page.locator(".message")).to_have_text("The disk is full.")
+    assert f"run={run_id(other)}" in page.url
+    page.reload()
+    expect(page.get_by_role("heading", level=1)).to_have_text("other")
+    expect(page.locator(".run-list a[aria-current=true]")).to_contain_text("other")
