@@ -21,7 +21,7 @@ from simpletuner.config.json_files import json_kind
 from simpletuner.config.locate import DATASET_FILE, dataset_file
 from simpletuner.errors import Problem
 from simpletuner.redaction import hide_secrets, redact
-from simpletuner.server.files import allowed, canonical, read, settings_of, text_of, unmasked
+from simpletuner.server.files import datasets_of, read, readable, unmasked
 from simpletuner.server.project import Project, Refusal, project_of, read_object
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
@@ -52,17 +52,17 @@ class Unsaved:
         Raises:
             Refusal: it is not of the right kind.
         """
-        file = project.config_file(str(body.get("config") or "config"))
+        name = str(body.get("config") or "config")
         values, entries = body.get("values"), body.get("datasets")
         if not isinstance(values, dict) or not isinstance(entries, list | None):
             message = f"must be an object and datasets a list, not {json_kind(values)} and {json_kind(entries)}."
             raise Refusal(400, [Problem("values", message)])
-        saved = settings_of(read(file)) if file.is_file() else {}
-        known = {canonical(key): value for key, value in saved.items()}
-        values = {key: unmasked(value, known.get(key), key) for key, value in values.items()}
-        path = project.folder / dataset_file(text_of(values.get("data_backend_config")), file.parent, [])
+        file, (opened, known) = project.config_file(name), datasets_of(project, name)
+        values = unmasked(values, known)
         if entries is not None:
-            entries = unmasked(entries, read(path) if path.is_file() and allowed(project, path) else None, "datasets")
+            entries = unmasked(entries, read(readable(project, opened)) if opened.is_file() else None)
+        given = values.get("data_backend_config")
+        path = project.folder / dataset_file(given if isinstance(given, str) else None, file.parent, [])
         hide_secrets({"values": values, "datasets": entries})
         return cls(file, values, entries, path)
 
