@@ -11,7 +11,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
@@ -257,7 +257,7 @@ class Option:
     form: str
     limits: dict[str, float]
     requires: Mapping[str, tuple[object, ...]]
-    parsers: tuple[object, ...]
+    parsers: tuple[Callable[..., Any], ...]
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -9,19 +9,7 @@ from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.load import RunConfig
-from simpletuner.config.option import (
-    Option,
-    describe,
-    parse_flag,
-    parse_gigabytes,
-    parse_integer,
-    parse_list,
-    parse_number,
-    parse_path,
-    parse_sizes,
-    parse_text,
-    parse_texts,
-)
+from simpletuner.config.option import Option, describe
 from simpletuner.config.schema import all_options
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
@@ -29,17 +17,11 @@ from simpletuner.plan.checks import check_config, check_family
 from simpletuner.plan.draft import Judgement
 from simpletuner.redaction import SECRET_NAME
 
-TYPES: dict[object, str] = {
-    parse_flag: "bool",
-    parse_integer: "int",
-    parse_number: "float",
-    parse_path: "path",
-    parse_list: "list",
-    parse_texts: "list",
-    parse_sizes: "sizes",
-    parse_text: "text",
-    parse_gigabytes: "text",
-}
+# The type of a field by the function that parses its values, and by what the reference page calls them.
+TYPES = {
+    "parse_flag": "bool", "parse_integer": "int", "parse_number": "float", "parse_path": "path", "parse_list": "list",
+    "parse_texts": "list", "parse_sizes": "sizes", "parse_text": "text", "parse_gigabytes": "text", "text": "text",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,6 +72,7 @@ SECTIONS = (
     Section("validation/evaluation", "Evaluation", ("Evaluation",)),
     Section("publishing/publishing_controls", "Publishing", ("Publishing",)),
     Section("publishing/tracking", "Tracking", ("Tracking",)),
+    Section("publishing/webhooks", "Webhooks", ("Webhooks",)),
     Section("checkpoints/saving", "Saving", ("Checkpoints",)),
     Section("environment/paths", "Folders and safety"),
 )
@@ -157,6 +140,7 @@ LABELS = {
     "offload_block_inputs": "Offload Block Inputs",
     "lora_plus_ratio": "LoRA+ Ratio",
     "crepa_lambda_end": "End Weight",
+    "publishing_config": "Other Targets",
 }
 WORDS = """
     VAE EMA LoRA DoRA LoKr LyCORIS TF32 CPU SNR iREPA CREPA TREAD MixFlow ReflexFlow RoPE FSDP ID LR GB PEFT bf16
@@ -255,7 +239,7 @@ def _field(option: Option, spec: FamilySpec | None, moved_to: str | None) -> Fie
         group="" if moved_to else option.section,
         help=option.help,
         requires=list(option.requires.items()),
-        secret=bool(SECRET_NAME.search(option.name)) or option.name == "webhook_config",
+        secret=option.may_hold_secret or bool(SECRET_NAME.search(option.name)),
         aliases=option.aliases,
         common=option.name in COMMON,
     )
@@ -273,8 +257,8 @@ def _choices(option: Option, spec: FamilySpec | None) -> tuple[str, ...]:
 def _type(option: Option) -> str:
     if _choices(option, None):
         return "choice"
-    found = [TYPES[parser] for parser in option.parsers if parser in TYPES]
-    return found[0] if found else option.form.lower() or "json"
+    names = [*(parser.__name__ for parser in option.parsers), option.form]
+    return next((TYPES[name] for name in names if name in TYPES), "json")
 
 
 def label_of(option: Option) -> str:

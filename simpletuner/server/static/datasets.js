@@ -4,6 +4,7 @@ import { api, ask, bindField, element, showField, state, tell } from "./form.js"
 const list = document.querySelector("#datasets"), template = document.querySelector("#dataset");
 const SHORT = new Set(["id", "dataset_type", "type"]); // all that an entry without samples needs
 const part = (entry, key) => key.split(".").reduce((value, name) => value?.[name], entry);
+const cards = () => [...list.children];
 let changed = () => {}, numbers = 0;
 
 function put(entry, key, value) {
@@ -37,13 +38,9 @@ function refresh(card, entry) {
 }
 
 function makeCard(index) {
-  const card = template.content.firstElementChild.cloneNode(true), number = (numbers += 1);
-  for (const each of card.querySelectorAll("[id], [for], [aria-describedby]")) {
-    for (const name of ["id", "for", "aria-describedby"]) {
-      const value = each.getAttribute(name);
-      if (value) each.setAttribute(name, value.split(" ").map((id) => `${id}-${number}`).join(" "));
-    }
-  }
+  const box = element("div"), number = (numbers += 1);
+  box.innerHTML = template.innerHTML.replaceAll("dataset--", `dataset-${number}-`); // ids are unique on a page
+  const card = box.firstElementChild;
   const entry = () => state.datasets.entries[index];
   const edit = () => { refresh(card, entry()); changed(); };
   for (const field of card.querySelectorAll(".field")) {
@@ -60,24 +57,22 @@ function makeCard(index) {
     changed();
   });
   const raw = card.querySelector(".raw");
-  raw.setAttribute("aria-label", "The whole entry as JSON");
   raw.addEventListener("input", () => {
     const told = card.querySelector(".json .told");
     try {
-      state.datasets.entries[index] = JSON.parse(raw.value);
+      state.datasets.entries[index] = { ...JSON.parse(raw.value) };
       told.textContent = "";
       edit();
     } catch (error) {
       told.textContent = `This is not JSON yet: ${error.message}`;
     }
   });
-  const folder = card.querySelector('[data-key="instance_data_dir"]');
   const browse = element("button", { type: "button", className: "browse", textContent: "Browse" });
   browse.addEventListener("click", async () => {
     const chosen = await chooseFolder(entry().instance_data_dir);
     if (chosen) { put(entry(), "instance_data_dir", chosen); edit(); }
   });
-  folder.querySelector(".set").append(browse);
+  card.querySelector('[data-key="instance_data_dir"] .set').append(browse);
   return card;
 }
 
@@ -87,42 +82,36 @@ export function showDatasets() {
 }
 
 export function refreshDatasets() {
-  [...list.children].forEach((card, index) => refresh(card, state.datasets.entries[index]));
+  cards().forEach((card, index) => refresh(card, state.datasets.entries[index]));
 }
 
 // Problems name an entry by its id or, in the file, by its number; returns those that no card shows.
 export function tellDatasets(problems) {
-  const left = new Set(problems);
-  [...list.children].forEach((card, index) => {
-    const id = state.datasets.entries[index].id, fields = [...card.querySelectorAll(".field")];
-    const found = problems.filter(({ key }) => {
-      const name = key.replace(/^[^:]*\.json: /, "");
-      return (id && (name === id || name.startsWith(`${id}.`))) || key.includes(`[${index}]`);
-    });
-    const byField = new Map(fields.map((field) => [field, []]));
-    for (const problem of found) {
-      const key = problem.key.replace(/^[^:]*\.json: /, "").slice((id ?? "").length + 1);
-      const field = fields.find((each) => each.dataset.key === key && !each.hidden) ?? fields[0];
-      byField.get(field).push(field.dataset.key === key || !key ? problem : { ...problem, message: `${key} ${problem.message}` });
+  const left = new Set(problems), named = (problem) => problem.key.replace(/^[^:]*\.json: /, "");
+  cards().forEach((card, index) => {
+    const id = state.datasets.entries[index].id || `[${index}]`, fields = [...card.querySelectorAll(".field:not([hidden])")], told = new Map();
+    for (const problem of problems) {
+      if (named(problem) !== id && !named(problem).startsWith(`${id}.`) && !problem.key.includes(`.json[${index}]`)) continue;
+      const key = named(problem).slice(id.length + 1), field = fields.find((each) => each.dataset.key === key);
+      const shown = field || !key ? problem : { ...problem, message: `${key} ${problem.message}` };
+      told.set(field ?? fields[0], [...(told.get(field ?? fields[0]) ?? []), shown]);
       left.delete(problem);
     }
-    byField.forEach((own, field) => tell(field, own));
+    for (const field of fields) tell(field, told.get(field) ?? []);
   });
   return [...left];
 }
 
 // What the plan found in the folders.
 export function tellLedger(datasets = []) {
-  [...list.children].forEach((card, index) => {
-    const found = datasets.find((each) => each.id === state.datasets.entries[index].id);
+  cards().forEach((card, index) => {
+    const found = datasets.find((each) => each.id === state.datasets.entries[index].id), left = found?.left_out ?? [];
     const badge = card.querySelector(".used"), ledger = card.querySelector(".ledger");
     badge.hidden = !found;
-    badge.textContent = found ? `${found.used} of ${found.files} files used` : "";
-    const left = found?.left_out ?? [];
+    badge.textContent = found && `${found.used} of ${found.files} files used`;
     ledger.hidden = !left.length;
-    ledger.querySelector("summary").textContent = found ? `${found.files - found.used} files not used` : "";
-    const lines = left.map(({ file, reason }) => element("li", {}, element("span", { className: "key", textContent: file }), ` ${reason}`));
-    ledger.querySelector("ul").replaceChildren(...lines);
+    ledger.querySelector("summary").textContent = found && `${found.files - found.used} files not used`;
+    ledger.querySelector("ul").replaceChildren(...left.map(({ file, reason }) => element("li", {}, element("span", { className: "key", textContent: file }), ` ${reason}`)));
   });
 }
 

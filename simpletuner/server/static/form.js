@@ -94,55 +94,42 @@ export const isDirty = () => Object.keys(changes()).length > 0 || datasetsChange
 
 // Saving. A file that changed meanwhile is compared first, and nothing is lost.
 export async function save() {
-  const answers = [];
-  if (Object.keys(changes()).length) answers.push(await put(`/api/configs/${state.config}`, { values: changes() }, state.etag, takeConfig, compareValues));
-  if (datasetsChanged()) {
-    const path = `/api/datasets/plan?config=${encodeURIComponent(state.config)}`;
-    answers.push(await put(path, { entries: state.datasets.entries }, state.datasets.etag, takeDatasets, compareEntries));
-  }
-  return answers.every(Boolean);
+  const values = changes(), entries = state.datasets.entries, name = encodeURIComponent(state.config);
+  const first = !Object.keys(values).length || (await put(`/api/configs/${state.config}`, { values }, state.etag, takeConfig));
+  return first && (!datasetsChanged() || put(`/api/datasets/plan?config=${name}`, { entries }, state.datasets.etag, takeDatasets));
 }
 
-async function put(path, body, etag, take, compare) {
+async function put(path, body, etag, take) {
   const answer = await api(path, { method: "PUT", body, etag });
   if (answer.ok) take(answer);
-  else if (answer.status === 412 || answer.status === 409) await settle(answer, take, compare);
+  else if (answer.status === 412) return settle(answer, take);
   else throw new Error(answer.data.problems.map((problem) => `${problem.key} ${problem.message}`.trim()).join("\n"));
-  return answer.ok;
+  return true;
 }
 
 export function takeConfig({ data, etag }) {
   Object.assign(state, { etag, file: clone(data.values), values: clone(data.values) });
 }
 export function takeDatasets({ data, etag }) {
-  state.datasets = { etag, path: data.path, file: clone(data.entries), entries: clone(data.entries) };
+  state.datasets = { etag, file: clone(data.entries), entries: clone(data.entries) };
 }
 
-function compareValues({ data }) {
-  const mine = changes();
-  const theirs = Object.keys({ ...state.file, ...data.values }).filter((key) => !same(state.file[key], data.values[key]));
-  const rows = [...new Set([...Object.keys(mine), ...theirs])].map((key) => [key, data.values[key], state.values[key]]);
-  const merge = () => Object.fromEntries(Object.entries({ ...data.values, ...mine }).filter(([, value]) => value !== null));
-  return { path: data.path, rows, keep: () => { state.values = merge(); } };
-}
-
-function compareEntries({ data }) {
-  const mine = state.datasets.entries, byId = (entries) => Object.fromEntries(entries.map((entry) => [entry.id, entry]));
-  const [there, here] = [byId(data.entries), byId(mine)];
-  const rows = Object.keys({ ...there, ...here }).filter((id) => !same(there[id], here[id])).map((id) => [id, there[id], here[id]]);
-  return { path: data.path, rows, keep: () => { state.datasets.entries = mine; } };
-}
-
-async function settle(answer, take, compare) {
-  const { path, rows, keep } = compare(answer), dialog = page("#conflict");
-  dialog.querySelector(".what").textContent = `${path} has changed since it was opened. Nothing was saved, and nothing is lost: this is what differs.`;
+// Asks which of two versions to keep; resolves to whether one was saved or taken.
+async function settle(answer, take) {
+  const { data } = answer, dialog = page("#conflict"), byId = (entries) => Object.fromEntries(entries.map((entry) => [entry.id, entry]));
+  const [theirs, mine] = data.entries ? [byId(data.entries), byId(state.datasets.entries)] : [data.values, state.values];
+  const kept = data.entries ? state.datasets.entries : { ...data.values, ...changes() };
   const cell = (value) => element("td", { className: "key", textContent: value === undefined ? "not set" : written(value) });
-  dialog.querySelector("tbody").replaceChildren(
-    ...rows.map(([key, theirs, mine]) => element("tr", {}, element("td", { className: "key", textContent: key }), cell(theirs), cell(mine))));
+  const rows = Object.keys({ ...theirs, ...mine }).filter((key) => !same(theirs[key], mine[key]));
+  dialog.querySelector(".what").textContent = `${data.path} has changed since it was opened. Nothing was saved, and nothing is lost: this is what differs.`;
+  dialog.querySelector("tbody").replaceChildren(...rows.map((key) => element("tr", {}, cell(key), cell(theirs[key]), cell(mine[key]))));
   const choice = await ask(dialog);
-  if (choice !== "mine" && choice !== "theirs") return;
+  if (!choice || choice === "keep") return false;
   take(answer);
-  if (choice === "mine") { keep(); await save(); }
+  if (choice === "theirs") return true;
+  if (data.entries) state.datasets.entries = kept;
+  else state.values = Object.fromEntries(Object.entries(kept).filter(([, value]) => value !== null));
+  return save();
 }
 
 // Shows a dialog; resolves to the value of the button, or "" on Escape.

@@ -71,12 +71,9 @@ function phases(memory, usable) {
 function facts({ length, seconds, disk, memory }) {
   const written = disk.reduce((total, each) => total + each.bytes, 0);
   const pairs = [
-    ["Steps", length.steps_done ? `${length.steps - length.steps_done} of ${length.steps} left` : String(length.steps)],
-    ["A step", duration(seconds.step)],
-    ["Training", duration(seconds.training)],
-    ["Previews", duration(seconds.previews)],
-    ["Disk", gigabytes(written)],
-    ["Host memory", gigabytes(Math.max(...memory.map((phase) => phase.host)))],
+    ["Steps", length.steps_done ? `${length.steps - length.steps_done} of ${length.steps} left` : length.steps],
+    ["A step", duration(seconds.step)], ["Training", duration(seconds.training)], ["Previews", duration(seconds.previews)],
+    ["Disk", gigabytes(written)], ["Host memory", gigabytes(Math.max(...memory.map((phase) => phase.host)))],
   ];
   return element("dl", { className: "plan-facts" }, ...pairs.map(([name, value]) => element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: value }))));
 }
