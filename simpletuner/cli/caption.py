@@ -1,7 +1,8 @@
-"""`simpletuner caption`: captions for files that have none."""
+"""`simpletuner caption` and `simpletuner dataset`: what one does with a dataset before training."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -49,3 +50,22 @@ def caption(
         else:
             written = write_captions(found, files, wording, events)
             events.say(f"Wrote {written} captions; {len(files) - written} files are left out.")
+
+
+def dataset(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("dataset.html"),
+) -> None:
+    """Write a page that shows each file as it will be trained: crop, caption, near-duplicates, what is left out.
+
+    No file of a dataset is touched. Settings follow as in train.
+    """
+    from simpletuner.plan.survey import survey
+    from simpletuner.reporting.progress import shown_events
+
+    found = survey(*parse_settings(context.args))
+    with shown_events() as events:
+        from simpletuner.run.dataset_page import write_page
+
+        write_page(found, out, events)
+        events.say(f"Saved {out}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from simpletuner.config.load import raise_if_fatal
 from simpletuner.data.captions import control_token
-from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts
+from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.discovery import CAPTION_SUFFIX, is_readable, pair_key, scan
+from simpletuner.data.discovery import is_readable, pair_key, scan
+from simpletuner.data.look import DatasetFile
 from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.source import ModelSource
@@ -43,35 +43,6 @@ CLIP_INSTRUCTIONS: dict[Style, str] = {
 }
 ENCODER = ("text_encoder", "tokenizer")  # roles of the parts that a captioner needs
 LANGUAGE_HEAD, VISION = "lm_head.weight", "visual."
-
-
-@dataclass(frozen=True)
-class Uncaptioned:
-    """A picture or clip without a caption file beside it."""
-
-    dataset: Dataset
-    name: str
-
-    @property
-    def path(self) -> Path:
-        return self.dataset.root / self.name
-
-    @property
-    def caption_file(self) -> Path:
-        """Where its caption belongs."""
-        return self.path.with_suffix(CAPTION_SUFFIX)
-
-    @property
-    def clip(self) -> ClipFacts | None:
-        """Facts of a clip, as it is read for training; None for pictures."""
-        facts, rules = self.dataset.facts[self.name].clip, self.dataset.clips
-        return rules.read(facts) if rules and facts else None
-
-    @property
-    def trained_seconds(self) -> float | None:
-        """How much of a clip is trained, from its start; None for pictures."""
-        clip, rules = self.clip, self.dataset.clips
-        return min(clip.seconds, rules.frames_of(clip) / rules.rate) if rules and clip else None
 
 
 @dataclass(frozen=True)
@@ -151,7 +122,7 @@ def _described(datasets: Sequence[Dataset]) -> list[Dataset]:
     return [each for each in datasets if each.config.type == "local" and not each.config.is_conditioning]
 
 
-def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[Uncaptioned]:
+def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[DatasetFile]:
     """The usable files without a caption file, of one dataset or of all; files of one stem share a caption."""
     for dataset in _described(datasets):
         if wanted in (None, dataset.id) and is_readable(dataset.root):
@@ -159,10 +130,10 @@ def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Itera
             names = {each.name for each in dataset.samples}
             names |= {each.name for each in dataset.rejected if each.reason == "no caption"}
             firsts = {pair_key(name): name for name in sorted(names, reverse=True)}
-            yield from (Uncaptioned(dataset, firsts[key]) for key in sorted(firsts.keys() - taken))
+            yield from (DatasetFile(dataset, firsts[key]) for key in sorted(firsts.keys() - taken))
 
 
-def unread(files: Sequence[Uncaptioned]) -> list[str]:
+def unread(files: Sequence[DatasetFile]) -> list[str]:
     """A note for each dataset that would not be trained with the new captions."""
     configs = {file.dataset.id: file.dataset.config for file in files}
     return [
