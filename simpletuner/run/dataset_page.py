@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +88,7 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
         WriteError: it cannot be written.
     """
     read, datasets = caption_reader(survey), survey.datasets
-    files = [(dataset, entry) for dataset in datasets for entry in dataset.ledger()]
+    files = [(dataset, entry) for dataset in datasets for entry in placed(dataset)]
     captions = {(each.id, sample.name): sample.captions for each in datasets for sample in each.samples}
     side = SMALL if len(files) > MANY else LARGE
 
@@ -120,6 +120,16 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
         refresh=None,
     )
     write_atomically(path, page, durable=False)
+
+
+def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
+    """The ledger, with the crops that files without a caption would have."""
+    silent = {file.name for file in dataset.rejected if file.reason == "no caption"}
+    for entry in dataset.ledger():
+        if entry.name in silent:
+            geometry, _ = dataset.place(entry.name, dataset.facts[entry.name].picture_size, epoch=1)
+            entry = replace(entry, geometry=geometry)
+        yield entry
 
 
 def tokenizer_file(survey: Survey) -> Path | None:
