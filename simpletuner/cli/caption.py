@@ -24,8 +24,8 @@ def caption(
 
     Nothing is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
     """
+    from simpletuner.plan.build import survey
     from simpletuner.plan.captions import Wording, check_captions, uncaptioned, unread
-    from simpletuner.plan.survey import survey
     from simpletuner.reporting.events import Notice
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
@@ -43,9 +43,9 @@ def caption(
             events.say("Every picture and clip has a caption file.")
             return
         with events.phase("Loading torch"), quick_imports():
-            from simpletuner.run.caption import describe, write_captions
+            from simpletuner.run.caption import described, write_captions
         if preview:
-            for file, text in describe(found, files[:: -(-len(files) // PREVIEWED)], wording, events):
+            for file, text in described(found, files[:: -(-len(files) // PREVIEWED)], wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
             written = write_captions(found, files, wording, events)
@@ -60,7 +60,7 @@ def dataset(
 
     No file of a dataset is touched. Settings follow as in train.
     """
-    from simpletuner.plan.survey import survey
+    from simpletuner.plan.build import survey
     from simpletuner.reporting.progress import shown_events
 
     found = survey(*parse_settings(context.args))

@@ -1,4 +1,4 @@
-"""A picture or clip as it looks: its frames, and numbers about them (a fingerprint, sharpness, motion)."""
+"""A picture or clip as it looks: its frames, and numbers about them (colours, sharpness, motion)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class DatasetFile:
         return [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]
 
 
-def fingerprint(picture: Image.Image) -> NDArray[np.int16]:
+def colour_grid(picture: Image.Image) -> NDArray[np.int16]:
     """The mean colours of a grid of 9 x 9 fields, `9 9 3`."""
     return np.asarray(picture.resize((SIDE + 1, SIDE + 1), Image.Resampling.BOX), dtype=np.int16)
 
@@ -76,7 +76,7 @@ def difference_hash(prints: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def near_duplicates(prints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
-    """Groups of indices of pictures that are nearly the same as another one of the group, by their fingerprints."""
+    """Groups of indices of pictures that are nearly the same as another one of the group, by their colour grids."""
     grids = np.array(prints, dtype=np.int16).reshape(-1, SIDE + 1, SIDE + 1, 3)
     signs = difference_hash(grids).astype(np.float32) * 2 - 1
     group = np.arange(len(grids))

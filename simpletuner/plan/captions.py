@@ -16,31 +16,24 @@ from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.survey import Survey
+from simpletuner.plan.build import Survey
 
 Style = Literal["short", "long", "tags"]
 # Tokens that a caption of each style may take, if the prompt has room for them.
 LENGTHS: dict[Style, int] = {"short": 60, "long": 220, "tags": 90}
-PICTURE_INSTRUCTIONS: dict[Style, str] = {
-    "short": "Describe this picture in one plain sentence: the subject, what it does, where it is, and whether it is a "
-    "photo, a drawing or something else. State what is visible; guess nothing.",
-    "long": "Describe this picture in one paragraph of up to 120 words, as for somebody who will paint it without "
-    "seeing it: the kind of picture, the subject and its colours, materials and pose, what surrounds it and where each "
+# What the captioner is told: {0} is what it sees, {1} what it should look at besides.
+INSTRUCTIONS: dict[Style, str] = {
+    "short": "Describe this {0} in one plain sentence: the subject, {1}, where it is, and whether it is photographed, "
+    "drawn or something else. State what is visible; guess nothing.",
+    "long": "Describe this {0} in one paragraph of up to 120 words, as for somebody who will make it again without "
+    "seeing it: the kind of {0}, the subject with its colours and materials, {1}, what surrounds it and where each "
     "thing is, the background, the light and the framing. Quote text that can be read. State what is visible; guess "
     "nothing, and do not interpret.",
-    "tags": "List what this picture shows as at most twenty short tags in lower case, separated by commas, the most "
-    "important first: subject, looks, action, place, colours, light, framing, kind of picture. Write the tags alone.",
+    "tags": "List what this {0} shows as at most twenty short tags in lower case, separated by commas, the most "
+    "important first: subject, looks, {1}, place, colours, light, kind of {0}. Write the tags alone.",
 }
-CLIP_INSTRUCTIONS: dict[Style, str] = {
-    "short": "Describe this clip in one plain sentence: the subject, how it moves, where it is, and whether it is "
-    "footage, animation or something else. State what is visible; guess nothing.",
-    "long": "Describe this clip in one paragraph of up to 120 words, as for somebody who will film it again without "
-    "seeing it: the kind of clip, the subject and its looks, what it does in which order, how fast it moves, the "
-    "place, the light, and whether the camera stands still, pans, zooms or follows. State what is visible; guess "
-    "nothing, and do not interpret.",
-    "tags": "List what this clip shows as at most twenty short tags in lower case, separated by commas, the most "
-    "important first: subject, looks, movement, place, camera, light, kind of clip. Write the tags alone.",
-}
+PICTURE = ("picture", "its pose or action")
+CLIP = ("clip", "what it does in which order and how fast, how the camera moves")
 ENCODER = ("text_encoder", "tokenizer")  # roles of the parts that a captioner needs
 LANGUAGE_HEAD, VISION = "lm_head.weight", "visual."
 
@@ -68,7 +61,7 @@ class Wording:
 
     def instruction(self, *, is_clip: bool) -> str:
         """What the captioner is told."""
-        return (CLIP_INSTRUCTIONS if is_clip else PICTURE_INSTRUCTIONS)[self.style]
+        return INSTRUCTIONS[self.style].format(*(CLIP if is_clip else PICTURE))
 
     def caption(self, text: str, *, is_whole: bool) -> str:
         """An answer as a caption, without the beginning of a sentence or tag that was cut off; empty if it is."""

@@ -24,8 +24,8 @@ from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import Captioner, Description, DescriptionRequest
 from simpletuner.models.registry import load_captioner
 from simpletuner.models.source import Part
+from simpletuner.plan.build import Survey
 from simpletuner.plan.captions import ENCODER, LENGTHS, Wording, check_captioner
-from simpletuner.plan.survey import Survey
 from simpletuner.reporting.events import EventStream
 from simpletuner.run.caches import download, load_encoder
 from simpletuner.run.train import compute_threads
@@ -46,7 +46,7 @@ Shown = tuple[DatasetFile, DescriptionRequest]
 def write_captions(survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream) -> int:
     """Write a caption file beside each file and return their number; no file is overwritten."""
     written = 0
-    for file, caption in describe(survey, files, wording, events):
+    for file, caption in described(survey, files, wording, events):
         target = file.path.with_suffix(CAPTION_SUFFIX)
         if not target.exists():
             write_atomically(target, f"{caption}\n")
@@ -54,7 +54,7 @@ def write_captions(survey: Survey, files: Sequence[DatasetFile], wording: Wordin
     return written
 
 
-def describe(
+def described(
     survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream
 ) -> Iterator[tuple[DatasetFile, str]]:
     """Each file with its caption; the log names those that cannot be decoded.

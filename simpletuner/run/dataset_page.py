@@ -19,9 +19,9 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.checks import NOTICEABLE_ENLARGEMENT
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.files import MediaError
-from simpletuner.data.look import DatasetFile, fingerprint, motion, near_duplicates, sharpness
+from simpletuner.data.look import DatasetFile, colour_grid, motion, near_duplicates, sharpness
 from simpletuner.data.sample import LedgerEntry
-from simpletuner.plan.survey import Survey
+from simpletuner.plan.build import Survey
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.html import render
 from simpletuner.reporting.previews import thumbnail
@@ -48,7 +48,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Card:
+class FileCard:
     """One file on the page.
 
     Attributes:
@@ -58,7 +58,7 @@ class Card:
         size, trained: of the file, and as it is trained.
         box: left, top, width and height of what is trained, in percent of the picture.
         sharpness, motion: see `data.look`; None if not measured.
-        print: fingerprint of the picture.
+        print: see `data.look.colour_grid`.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Card:
     motion: float | None = None
     print: NDArray[np.int16] | None = None
 
-    def marked(self, kind: str, text: str) -> Card:
+    def marked(self, kind: str, text: str) -> FileCard:
         """The card with one more thing that deserves a look."""
         return replace(self, kinds={**self.kinds, kind: text})
 
@@ -87,32 +87,13 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
     Raises:
         WriteError: it cannot be written.
     """
-    read, datasets = caption_reader(survey), survey.datasets
-    files = [(dataset, entry) for dataset in datasets for entry in placed(dataset)]
-    captions = {(each.id, sample.name): sample.captions for each in datasets for sample in each.samples}
-    side = SMALL if len(files) > MANY else LARGE
-
-    def card(file: tuple[Dataset, LedgerEntry]) -> Card:
-        dataset, entry = file
-        words = [read(dataset, caption) for caption in captions.get((dataset.id, entry.name), ())]
-        return look_at(dataset, entry, words, side)
-
-    cards: dict[str, list[Card]] = {dataset.id: [] for dataset in datasets}
-    pool = ThreadPoolExecutor(min(survey.config.caching.max_workers, usable_cores()))
-    with events.phase("Looking at the files", len(files), "files") as phase:
-        try:
-            for (dataset, entry), made in zip(files, pool.map(card, files), strict=True):
-                cards[dataset.id].append(made)
-                phase.advance(1, entry.name)
-        finally:
-            pool.shutdown(cancel_futures=True)
-    shown = mark_twins({name: mark_blurred(own) for name, own in cards.items()}, datasets)
-    found = Counter(kind for own in shown.values() for each in own for kind in each.kinds)
+    cards = {name: mark_blurred(own) for name, own in look_at_all(survey, events).items()}
+    shown = mark_twins(cards, survey.datasets)
     page = render(
         "dataset.html.jinja",
         survey=survey,
         cards=shown,
-        found=found,
+        found=Counter(kind for own in shown.values() for each in own for kind in each.kinds),
         kinds=KINDS,
         room=survey.spec.text_room(survey.config.text),
         counted=tokenizer_file(survey) is not None,
@@ -120,6 +101,28 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
         refresh=None,
     )
     write_atomically(path, page, durable=False)
+
+
+def look_at_all(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]:
+    """The cards of all files by dataset, decoded in threads."""
+    read, cards = caption_reader(survey), {dataset.id: list[FileCard]() for dataset in survey.datasets}
+    files = [(dataset, entry) for dataset in survey.datasets for entry in placed(dataset)]
+    captions = {(each.id, sample.name): sample.captions for each in survey.datasets for sample in each.samples}
+    side = SMALL if len(files) > MANY else LARGE
+
+    def look(file: tuple[Dataset, LedgerEntry]) -> FileCard:
+        words = [read(file[0], caption) for caption in captions.get((file[0].id, file[1].name), ())]
+        return look_at(*file, words, side)
+
+    pool = ThreadPoolExecutor(min(survey.config.caching.max_workers, usable_cores()))
+    with events.phase("Looking at the files", len(files), "files") as phase:
+        try:
+            for (dataset, entry), card in zip(files, pool.map(look, files), strict=True):
+                cards[dataset.id].append(card)
+                phase.advance(1, entry.name)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return cards
 
 
 def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
@@ -154,10 +157,10 @@ def caption_reader(survey: Survey) -> CaptionReader:
     return read
 
 
-def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: int) -> Card:
+def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: int) -> FileCard:
     """Decode a file once, and measure it."""
     facts = dataset.facts.get(entry.name)
-    card = Card(entry.name, {"unused": entry.use} if entry.use else {}, words=words)
+    card = FileCard(entry.name, {"unused": entry.use} if entry.use else {}, words=words)
     if facts is None or facts.problem is not None:
         return card
     try:
@@ -166,7 +169,7 @@ def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: 
         return card.marked("unused", str(error))
     geometry, size = entry.geometry, "{}x{}".format(*facts.picture_size)
     source, ratio = thumbnail(frames[0], side), facts.width / facts.height
-    card = replace(card, source=source, ratio=ratio, size=size, print=fingerprint(frames[0]))
+    card = replace(card, source=source, ratio=ratio, size=size, print=colour_grid(frames[0]))
     if geometry is not None:
         box, enlarged = box_of(geometry), geometry.resized[0] / facts.width
         card = replace(card, box=box, trained=entry.trained_size, sharpness=sharpness(frames[0], geometry))
@@ -186,7 +189,7 @@ def box_of(geometry: Geometry) -> list[float]:
     return [100 * part / whole for part, whole in zip(sizes, geometry.resized * 2, strict=True)]
 
 
-def mark_blurred(cards: Sequence[Card]) -> list[Card]:
+def mark_blurred(cards: Sequence[FileCard]) -> list[FileCard]:
     """Mark what is much less sharp than most of its dataset; a soft style is not blurred."""
     known = [each.sharpness for each in cards if each.sharpness is not None]
     least = BLURRED * median(known) if known else 0
@@ -196,7 +199,7 @@ def mark_blurred(cards: Sequence[Card]) -> list[Card]:
     ]
 
 
-def mark_twins(cards: Mapping[str, Sequence[Card]], datasets: Iterable[Dataset]) -> dict[str, list[Card]]:
+def mark_twins(cards: Mapping[str, Sequence[FileCard]], datasets: Iterable[Dataset]) -> dict[str, list[FileCard]]:
     """Mark near-duplicates with the number of their group, across datasets; partners and masks are not compared."""
     ids = [dataset.id for dataset in datasets if not dataset.config.is_conditioning]
     places = [(name, index) for name in ids for index, each in enumerate(cards[name]) if each.print is not None]

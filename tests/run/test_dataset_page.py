@@ -13,10 +13,10 @@ import torch
 from PIL import Image, ImageFilter
 
 from simpletuner.cli.train import parse_settings
-from simpletuner.data.look import fingerprint, motion, near_duplicates
+from simpletuner.data.look import colour_grid, motion, near_duplicates
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.registry import load_adapter
-from simpletuner.plan.survey import survey
+from simpletuner.plan.build import survey
 from simpletuner.run.dataset_page import caption_reader
 from tests.clips import Clip
 from tests.pictures import photograph
@@ -132,7 +132,7 @@ def test_versions_of_a_picture_are_near_duplicates_and_other_pictures_are_not(tm
     disc.paste((200, 30, 30), (30, 30, 60, 60))
     square.paste((20, 20, 20), (30, 30, 60, 60))
     pictures = [one, two, one.resize((100, 75)), brighter, disc, square, one.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
-    assert near_duplicates([fingerprint(each) for each in pictures]) == [[0, 2, 3]]
+    assert near_duplicates([colour_grid(each) for each in pictures]) == [[0, 2, 3]]
     assert near_duplicates([]) == []
 
 
