@@ -45,7 +45,9 @@ def caption(
         with events.phase("Loading torch"), quick_imports():
             from simpletuner.run.caption import described, write_captions
         if preview:
-            for file, text in described(found, files[:: -(-len(files) // PREVIEWED)], wording, events):
+            count = min(PREVIEWED, len(files))
+            spread = [files[index * len(files) // count] for index in range(count)]
+            for file, text in described(found, spread, wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
             written = write_captions(found, files, wording, events)
