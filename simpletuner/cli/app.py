@@ -33,6 +33,7 @@ app.command("plan", cls=help.SettingsCommand, context_settings=train.PASS_THROUG
 app.command("sample", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(sample.sample)
 app.command("sweep", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(sample.sweep)
 app.command("caption", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(caption.caption)
+app.command("dataset", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(caption.dataset)
 app.command("publish", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(publish.publish)
 app.command("configure")(train.configure)
 app.command("server")(server.server)

@@ -1,7 +1,8 @@
-"""`simpletuner caption`: captions for files that have none."""
+"""`simpletuner caption` and `simpletuner dataset`: what one does with a dataset before training."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -23,8 +24,8 @@ def caption(
 
     Nothing is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
     """
+    from simpletuner.plan.build import survey
     from simpletuner.plan.captions import Wording, check_captions, uncaptioned, unread
-    from simpletuner.plan.survey import survey
     from simpletuner.reporting.events import Notice
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
@@ -42,10 +43,31 @@ def caption(
             events.say("Every picture and clip has a caption file.")
             return
         with events.phase("Loading torch"), quick_imports():
-            from simpletuner.run.caption import describe, write_captions
+            from simpletuner.run.caption import described, write_captions
         if preview:
-            for file, text in describe(found, files[:: -(-len(files) // PREVIEWED)], wording, events):
+            count = min(PREVIEWED, len(files))
+            spread = [files[index * len(files) // count] for index in range(count)]
+            for file, text in described(found, spread, wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
             written = write_captions(found, files, wording, events)
             events.say(f"Wrote {written} captions; {len(files) - written} files are left out.")
+
+
+def dataset(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("dataset.html"),
+) -> None:
+    """Write a page that shows each file as it will be trained: crop, caption, near-duplicates, what is left out.
+
+    No file of a dataset is touched. Settings follow as in train.
+    """
+    from simpletuner.plan.build import survey
+    from simpletuner.reporting.progress import shown_events
+
+    found = survey(*parse_settings(context.args))
+    with shown_events() as events:
+        from simpletuner.run.dataset_page import write_page
+
+        write_page(found, out, events)
+        events.say(f"Saved {out}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -17,6 +16,11 @@ from simpletuner.errors import Problem
 KEY = "webhook_config"
 NO_VERIFY = "SIMPLETUNER_SSL_NO_VERIFY"
 Level = Literal["critical", "error", "warning", "info", "debug"]
+
+
+def parse_hooks(value: object) -> object:
+    """The list of webhooks."""
+    return parse_objects(KEY, value)
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,13 @@ class Hook:
 class WebhookConfig(Group):
     """Webhooks"""
 
-    webhook_config: (
-        Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(partial(parse_objects, KEY))] | None
-    ) = option(
-        None,
-        "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
-        "`callback_url`, a list of them, or a file with either.",
-        form="JSON or file",
+    webhook_config: Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)] | None = (
+        option(
+            None,
+            "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
+            "`callback_url`, a list of them, or a file with either.",
+            form="JSON or file",
+        )
     )
     webhook_reporting_interval: Integer = option(
         5, "Seconds between two messages about the training steps; the first and the last are always sent.", ge=1

@@ -200,6 +200,10 @@ class FamilySpec:
         """The longest caption of a run in tokens; longer ones are truncated."""
         return min(text.tokenizer_max_length or self.text_length_cap, self.text_length_cap)
 
+    def text_room(self, text: TextConfig) -> int:
+        """The longest caption in tokens without the prompt's format."""
+        return self.text_length(text) - self.text_reserve
+
     def latent_size(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
         """(frames, height, width) of the latents of a picture or clip of this size in pixels."""
         return (frames - 1) // self.frame_stride + 1, height // self.vae_stride, width // self.vae_stride

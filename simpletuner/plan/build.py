@@ -25,7 +25,7 @@ from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import ConfigError, Problem, did_you_mean
 from simpletuner.models.lora_keys import check_init_lora
 from simpletuner.models.lora_targets import (
     Targets,
@@ -219,7 +219,7 @@ def _plan_family(
     flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     source = ModelSource.from_config(spec, flavour, config)
     spec = spec.for_checkpoint(flavour, source)
-    config = fit_grid(config, spec)
+    config = _fit_grid(config, spec)
     problems.extend(check_model(config, spec, flavour, source))
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
@@ -282,7 +282,7 @@ def check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: M
     yield from check_block_numbers(config, spec, source)
 
 
-def fit_grid(config: RunConfig, spec: FamilySpec) -> RunConfig:
+def _fit_grid(config: RunConfig, spec: FamilySpec) -> RunConfig:
     """The settings with the pixel grid that the checkpoint needs, unless the user set one."""
     if config.is_explicit("aspect_bucket_alignment"):
         return config
@@ -367,3 +367,40 @@ def _check_last_epoch(config: RunConfig, trained: Sequence[Dataset], length: Len
             f"{last} is the last epoch of any dataset: {there} batches, and {length.total_steps} steps need {needed}."
         )
         problems.append(Problem("end_epoch", message))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Datasets with the settings that they are read with.
+
+    Attributes:
+        notes: what is wrong with the datasets, or worth knowing, besides the settings.
+    """
+
+    config: RunConfig
+    spec: FamilySpec
+    flavour: Flavour
+    source: ModelSource
+    datasets: Sequence[Dataset]
+    notes: Sequence[Problem]
+
+
+def survey(arguments: Arguments, problems: list[Problem]) -> Survey:
+    """Read settings and every file of the datasets; datasets need not have captions, or enough samples.
+
+    Raises:
+        ConfigError: with every problem of the settings at once.
+    """
+    config, spec, _, entries = read_settings(arguments, problems)
+    if spec is None:
+        raise ConfigError(problems)
+    flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
+    source = ModelSource.from_config(spec, flavour, config)
+    spec = spec.for_checkpoint(flavour, source)
+    config, found = _fit_grid(config, spec), list[Problem]()
+    datasets = build_datasets(entries, DataContext.of(config, spec, flavour.task), found)
+    ids = {dataset.id for dataset in datasets}
+    # A problem of a dataset as a whole, and not of one of its keys, is about its files.
+    problems.extend(problem for problem in found if problem.where not in ids)
+    raise_if_fatal(problems)
+    return Survey(config, spec, flavour, source, datasets, [replace(each, fatal=False) for each in found])

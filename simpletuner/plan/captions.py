@@ -4,74 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from simpletuner.config.load import raise_if_fatal
 from simpletuner.data.captions import control_token
-from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts
+from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.discovery import CAPTION_SUFFIX, is_readable, pair_key, scan
+from simpletuner.data.discovery import is_readable, pair_key, scan
+from simpletuner.data.look import DatasetFile
 from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.survey import Survey
+from simpletuner.plan.build import Survey
 
 Style = Literal["short", "long", "tags"]
 # Tokens that a caption of each style may take, if the prompt has room for them.
 LENGTHS: dict[Style, int] = {"short": 60, "long": 220, "tags": 90}
-PICTURE_INSTRUCTIONS: dict[Style, str] = {
-    "short": "Describe this picture in one plain sentence: the subject, what it does, where it is, and whether it is a "
-    "photo, a drawing or something else. State what is visible; guess nothing.",
-    "long": "Describe this picture in one paragraph of up to 120 words, as for somebody who will paint it without "
-    "seeing it: the kind of picture, the subject and its colours, materials and pose, what surrounds it and where each "
+# What the captioner is told: {0} is what it sees, {1} what it should look at besides.
+INSTRUCTIONS: dict[Style, str] = {
+    "short": "Describe this {0} in one plain sentence: the subject, {1}, where it is, and whether it is photographed, "
+    "drawn or something else. State what is visible; guess nothing.",
+    "long": "Describe this {0} in one paragraph of up to 120 words, as for somebody who will make it again without "
+    "seeing it: the kind of {0}, the subject with its colours and materials, {1}, what surrounds it and where each "
     "thing is, the background, the light and the framing. Quote text that can be read. State what is visible; guess "
     "nothing, and do not interpret.",
-    "tags": "List what this picture shows as at most twenty short tags in lower case, separated by commas, the most "
-    "important first: subject, looks, action, place, colours, light, framing, kind of picture. Write the tags alone.",
+    "tags": "List what this {0} shows as at most twenty short tags in lower case, separated by commas, the most "
+    "important first: subject, looks, {1}, place, colours, light, kind of {0}. Write the tags alone.",
 }
-CLIP_INSTRUCTIONS: dict[Style, str] = {
-    "short": "Describe this clip in one plain sentence: the subject, how it moves, where it is, and whether it is "
-    "footage, animation or something else. State what is visible; guess nothing.",
-    "long": "Describe this clip in one paragraph of up to 120 words, as for somebody who will film it again without "
-    "seeing it: the kind of clip, the subject and its looks, what it does in which order, how fast it moves, the "
-    "place, the light, and whether the camera stands still, pans, zooms or follows. State what is visible; guess "
-    "nothing, and do not interpret.",
-    "tags": "List what this clip shows as at most twenty short tags in lower case, separated by commas, the most "
-    "important first: subject, looks, movement, place, camera, light, kind of clip. Write the tags alone.",
-}
+PICTURE = ("picture", "its pose or action")
+CLIP = ("clip", "what it does in which order and how fast, how the camera moves")
 ENCODER = ("text_encoder", "tokenizer")  # roles of the parts that a captioner needs
 LANGUAGE_HEAD, VISION = "lm_head.weight", "visual."
-
-
-@dataclass(frozen=True)
-class Uncaptioned:
-    """A picture or clip without a caption file beside it."""
-
-    dataset: Dataset
-    name: str
-
-    @property
-    def path(self) -> Path:
-        return self.dataset.root / self.name
-
-    @property
-    def caption_file(self) -> Path:
-        """Where its caption belongs."""
-        return self.path.with_suffix(CAPTION_SUFFIX)
-
-    @property
-    def clip(self) -> ClipFacts | None:
-        """Facts of a clip, as it is read for training; None for pictures."""
-        facts, rules = self.dataset.facts[self.name].clip, self.dataset.clips
-        return rules.read(facts) if rules and facts else None
-
-    @property
-    def trained_seconds(self) -> float | None:
-        """How much of a clip is trained, from its start; None for pictures."""
-        clip, rules = self.clip, self.dataset.clips
-        return min(clip.seconds, rules.frames_of(clip) / rules.rate) if rules and clip else None
 
 
 @dataclass(frozen=True)
@@ -97,7 +61,7 @@ class Wording:
 
     def instruction(self, *, is_clip: bool) -> str:
         """What the captioner is told."""
-        return (CLIP_INSTRUCTIONS if is_clip else PICTURE_INSTRUCTIONS)[self.style]
+        return INSTRUCTIONS[self.style].format(*(CLIP if is_clip else PICTURE))
 
     def caption(self, text: str, *, is_whole: bool) -> str:
         """An answer as a caption, without the beginning of a sentence or tag that was cut off; empty if it is."""
@@ -151,7 +115,7 @@ def _described(datasets: Sequence[Dataset]) -> list[Dataset]:
     return [each for each in datasets if each.config.type == "local" and not each.config.is_conditioning]
 
 
-def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[Uncaptioned]:
+def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[DatasetFile]:
     """The usable files without a caption file, of one dataset or of all; files of one stem share a caption."""
     for dataset in _described(datasets):
         if wanted in (None, dataset.id) and is_readable(dataset.root):
@@ -159,10 +123,10 @@ def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Itera
             names = {each.name for each in dataset.samples}
             names |= {each.name for each in dataset.rejected if each.reason == "no caption"}
             firsts = {pair_key(name): name for name in sorted(names, reverse=True)}
-            yield from (Uncaptioned(dataset, firsts[key]) for key in sorted(firsts.keys() - taken))
+            yield from (DatasetFile(dataset, firsts[key]) for key in sorted(firsts.keys() - taken))
 
 
-def unread(files: Sequence[Uncaptioned]) -> list[str]:
+def unread(files: Sequence[DatasetFile]) -> list[str]:
     """A note for each dataset that would not be trained with the new captions."""
     configs = {file.dataset.id: file.dataset.config for file in files}
     return [

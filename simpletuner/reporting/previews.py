@@ -146,10 +146,10 @@ def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], source: Cal
     return Row(records[0].short_name, records[0].prompt, cells(by_weights[False]), averaged)
 
 
-def thumbnail(picture: Image.Image) -> str:
+def thumbnail(picture: Image.Image, side: int = THUMBNAIL_SIDE) -> str:
     """A small copy of a training picture as a data URI."""
     copy = picture.convert("RGB")
-    copy.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE), reducing_gap=2.0)
+    copy.thumbnail((side, side), reducing_gap=2.0)
     buffer = io.BytesIO()
     copy.save(buffer, "WEBP", quality=QUALITY, method=2)
     return _data_uri("image/webp", buffer.getvalue())

@@ -10,24 +10,22 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import numpy as np
 import torch
-from PIL import Image
 
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.shrink import ShrinkingEncoder
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype
-from simpletuner.data.clips import ClipFacts, frames_of, retry_once
+from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.files import MediaError
-from simpletuner.data.media import decode
+from simpletuner.data.look import DatasetFile
 from simpletuner.errors import UserError
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import Captioner, Description, DescriptionRequest
 from simpletuner.models.registry import load_captioner
 from simpletuner.models.source import Part
-from simpletuner.plan.captions import ENCODER, LENGTHS, Uncaptioned, Wording, check_captioner
-from simpletuner.plan.survey import Survey
+from simpletuner.plan.build import Survey
+from simpletuner.plan.captions import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.reporting.events import EventStream
 from simpletuner.run.caches import download, load_encoder
 from simpletuner.run.train import compute_threads
@@ -42,22 +40,23 @@ FEWEST = 16  # tokens of a caption besides its trigger
 SHARE = 0.8  # of the free device memory that weights may take
 ADVICE = "These need less memory: group_offload_text_encoder, text_encoder_1_precision int8-quanto."
 
-Shown = tuple[Uncaptioned, DescriptionRequest]
+Shown = tuple[DatasetFile, DescriptionRequest]
 
 
-def write_captions(survey: Survey, files: Sequence[Uncaptioned], wording: Wording, events: EventStream) -> int:
+def write_captions(survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream) -> int:
     """Write a caption file beside each file and return their number; no file is overwritten."""
     written = 0
-    for file, caption in describe(survey, files, wording, events):
-        if not file.caption_file.exists():
-            write_atomically(file.caption_file, f"{caption}\n")
+    for file, caption in described(survey, files, wording, events):
+        target = file.path.with_suffix(CAPTION_SUFFIX)
+        if not target.exists():
+            write_atomically(target, f"{caption}\n")
             written += 1
     return written
 
 
-def describe(
-    survey: Survey, files: Sequence[Uncaptioned], wording: Wording, events: EventStream
-) -> Iterator[tuple[Uncaptioned, str]]:
+def described(
+    survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream
+) -> Iterator[tuple[DatasetFile, str]]:
     """Each file with its caption; the log names those that cannot be decoded.
 
     Raises:
@@ -118,28 +117,21 @@ def longest(survey: Survey, captioner: Captioner, wording: Wording) -> int:
     Raises:
         UserError: too few are left.
     """
-    room = survey.spec.text_length(survey.config.text) - survey.spec.text_reserve
+    room = survey.spec.text_room(survey.config.text)
     left = room - (captioner.count(wording.lead) if wording.lead else 0)
     if left < FEWEST:
         raise UserError(f"--trigger {wording.trigger!r} leaves {left} of {room} tokens (tokenizer_max_length).")
     return min(left, LENGTHS[wording.style])
 
 
-def _request(file: Uncaptioned, wording: Wording) -> DescriptionRequest | None:
+def _request(file: DatasetFile, wording: Wording) -> DescriptionRequest | None:
     """The pictures of a file and the instruction; None if it cannot be decoded."""
-    seconds, clip = file.trained_seconds, file.clip
     try:
-        frames = [decode(file.path)] if clip is None else retry_once(partial(_frames, file, clip))
+        frames = file.frames(FRAMES)
         width, height = frames[0].size
         if max(width, height) > WIDEST * min(width, height):
             raise MediaError(f"is {width}x{height}, too narrow to be described")
     except MediaError as error:
         logger.warning("%s is left out: it %s", file.path, error)
         return None
-    return DescriptionRequest(frames, wording.instruction(is_clip=seconds is not None), seconds)
-
-
-def _frames(file: Uncaptioned, clip: ClipFacts) -> list[Image.Image]:
-    """Evenly spaced frames of what is trained of a clip, by time."""
-    frames = frames_of(file.path, FRAMES, FRAMES / (file.trained_seconds or clip.seconds), clip)
-    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]
+    return DescriptionRequest(frames, wording.instruction(is_clip=file.clip is not None), file.seconds)

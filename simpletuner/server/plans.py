@@ -52,7 +52,7 @@ class Unsaved:
         Raises:
             Refusal: it is not of the right kind.
         """
-        name = str(body.get("config") or "config")
+        file = project.config_file(str(body.get("config") or "config"))
         values, entries = body.get("values"), body.get("datasets")
         if not isinstance(values, dict) or not isinstance(entries, list | None):
             message = f"must be an object and datasets a list, not {json_kind(values)} and {json_kind(entries)}."

@@ -143,6 +143,7 @@ SANA_VIDEO = FamilySpec(
     largest_side=POSITIONS * 16,
     native_sizes={480: SIZES_480},
     text_length_cap=TEXT_LENGTH,
+    text_reserve=2,
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
     lora_presets={"all-linear": ALL_LINEAR, "slider": SLIDER},
     adapter_classes={

@@ -1,0 +1,211 @@
+"""`simpletuner dataset`: every file of the datasets on one page, as it will be trained. Free of torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from simpletuner.atomic import write_atomically
+from simpletuner.budget.device import usable_cores
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.checks import NOTICEABLE_ENLARGEMENT
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.files import MediaError
+from simpletuner.data.look import DatasetFile, colour_grid, motion, near_duplicates, sharpness
+from simpletuner.data.sample import LedgerEntry
+from simpletuner.plan.build import Survey
+from simpletuner.reporting.events import EventStream
+from simpletuner.reporting.html import render
+from simpletuner.reporting.previews import thumbnail
+
+TOKENIZER = "tokenizer.json"
+FRAMES = 8  # of a clip, whose changes are its motion
+MANY, SMALL, LARGE = 500, 160, 320  # with more files than that, thumbnails have the smaller side
+BLURRED = 0.25  # of the median sharpness of a dataset
+STILL = 0.004  # mean change between frames; less is the noise of the camera
+# What deserves a look, in the order of the page's buttons.
+KINDS = {
+    "unused": "not used", "twin": "near-duplicates", "blurred": "blurred", "small": "small", "still": "hardly moving",
+    "cut": "caption cut off",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Words:
+    """A caption as it is encoded: what is kept and what is cut off; its tokens, if they can be counted here."""
+
+    kept: str
+    cut: str = ""
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class FileCard:
+    """One file on the page.
+
+    Attributes:
+        kinds: what deserves a look: a key of `KINDS` and a text.
+        source: the picture, or the first frame of a clip, as a data URI; empty if it cannot be shown.
+        ratio: its width / height.
+        size, trained: of the file, and as it is trained.
+        box: left, top, width and height of what is trained, in percent of the picture.
+        sharpness, motion: see `data.look`; None if not measured.
+        print: see `data.look.colour_grid`.
+    """
+
+    name: str
+    kinds: Mapping[str, str]
+    source: str = ""
+    ratio: float = 1.0
+    size: str = ""
+    trained: str = ""
+    box: Sequence[float] | None = None
+    words: Sequence[Words] = ()
+    sharpness: float | None = None
+    motion: float | None = None
+    print: NDArray[np.int16] | None = None
+
+    def marked(self, kind: str, text: str) -> FileCard:
+        """The card with one more thing that deserves a look."""
+        return replace(self, kinds={**self.kinds, kind: text})
+
+
+CaptionReader = Callable[[Dataset, str], Words]
+
+
+def write_page(survey: Survey, path: Path, events: EventStream) -> None:
+    """Look at every file and write the page; nothing else is written.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    cards = {name: mark_blurred(own) for name, own in look_at_all(survey, events).items()}
+    shown = mark_twins(cards, survey.datasets)
+    page = render(
+        "dataset.html.jinja",
+        survey=survey,
+        cards=shown,
+        found=Counter(kind for own in shown.values() for each in own for kind in each.kinds),
+        kinds=KINDS,
+        room=survey.spec.text_room(survey.config.text),
+        counted=tokenizer_file(survey) is not None,
+        scripts=("dataset.js",),
+        refresh=None,
+    )
+    write_atomically(path, page, durable=False)
+
+
+def look_at_all(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]:
+    """The cards of all files by dataset, decoded in threads."""
+    read, cards = caption_reader(survey), {dataset.id: list[FileCard]() for dataset in survey.datasets}
+    files = [(dataset, entry) for dataset in survey.datasets for entry in placed(dataset)]
+    captions = {(each.id, sample.name): sample.captions for each in survey.datasets for sample in each.samples}
+    side = SMALL if len(files) > MANY else LARGE
+
+    def look(file: tuple[Dataset, LedgerEntry]) -> FileCard:
+        words = [read(file[0], caption) for caption in captions.get((file[0].id, file[1].name), ())]
+        return look_at(*file, words, side)
+
+    pool = ThreadPoolExecutor(min(survey.config.caching.max_workers, usable_cores()))
+    with events.phase("Looking at the files", len(files), "files") as phase:
+        try:
+            for (dataset, entry), card in zip(files, pool.map(look, files), strict=True):
+                cards[dataset.id].append(card)
+                phase.advance(1, entry.name)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return cards
+
+
+def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
+    """The ledger, with the crops that files without a caption would have."""
+    silent = {file.name for file in dataset.rejected if file.reason == "no caption"}
+    for entry in dataset.ledger():
+        if entry.name in silent:
+            geometry, _ = dataset.place(entry.name, dataset.facts[entry.name].picture_size, epoch=1)
+            entry = replace(entry, geometry=geometry)
+        yield entry
+
+
+def tokenizer_file(survey: Survey) -> Path | None:
+    """The tokenizer of the checkpoint, if it is on this machine."""
+    folder = survey.source["tokenizer"].local_folder()
+    return folder / TOKENIZER if folder is not None and (folder / TOKENIZER).is_file() else None
+
+
+def caption_reader(survey: Survey) -> CaptionReader:
+    """Splits captions where the prompt ends, if the checkpoint's tokenizer is on this machine."""
+    spec, file = survey.spec, tokenizer_file(survey)
+    if file is None:
+        return lambda dataset, caption: Words(caption)
+    tokenizer, room = Tokenizer.from_file(str(file)), spec.text_room(survey.config.text)
+
+    def read(dataset: Dataset, caption: str) -> Words:
+        text = spec.clean_caption(spec.dataset_caption(dataset.config, caption) if spec.dataset_caption else caption)
+        spans = tokenizer.encode(text, add_special_tokens=False).offsets
+        end = spans[room][0] if len(spans) > room else len(text)
+        return Words(text[:end], text[end:], len(spans))
+
+    return read
+
+
+def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: int) -> FileCard:
+    """Decode a file once, and measure it."""
+    facts = dataset.facts.get(entry.name)
+    card = FileCard(entry.name, {"unused": entry.use} if entry.use else {}, words=words)
+    if facts is None or facts.problem is not None:
+        return card
+    try:
+        frames = DatasetFile(dataset, entry.name).frames(FRAMES)
+    except MediaError as error:
+        return card.marked("unused", str(error))
+    geometry, size = entry.geometry, "{}x{}".format(*facts.picture_size)
+    source, ratio = thumbnail(frames[0], side), facts.width / facts.height
+    card = replace(card, source=source, ratio=ratio, size=size, print=colour_grid(frames[0]))
+    if geometry is not None:
+        box, enlarged = box_of(geometry), geometry.resized[0] / facts.width
+        card = replace(card, box=box, trained=entry.trained_size, sharpness=sharpness(frames[0], geometry))
+        if enlarged > NOTICEABLE_ENLARGEMENT:
+            card = card.marked("small", f"enlarged {enlarged:.1f} times")
+    if any(each.cut for each in words):
+        card = card.marked("cut", "caption cut off")
+    if len(frames) == 1:
+        return card
+    card = replace(card, motion=motion(frames))
+    return card.marked("still", "hardly moves") if motion(frames) < STILL else card
+
+
+def box_of(geometry: Geometry) -> list[float]:
+    """Left, top, width and height of a crop in percent of the whole picture."""
+    sizes = (*geometry.crop, *geometry.size)
+    return [100 * part / whole for part, whole in zip(sizes, geometry.resized * 2, strict=True)]
+
+
+def mark_blurred(cards: Sequence[FileCard]) -> list[FileCard]:
+    """Mark what is much less sharp than most of its dataset; a soft style is not blurred."""
+    known = [each.sharpness for each in cards if each.sharpness is not None]
+    least = BLURRED * median(known) if known else 0
+    return [
+        each.marked("blurred", "blurred") if each.sharpness is not None and each.sharpness < least else each
+        for each in cards
+    ]
+
+
+def mark_twins(cards: Mapping[str, Sequence[FileCard]], datasets: Iterable[Dataset]) -> dict[str, list[FileCard]]:
+    """Mark near-duplicates with the number of their group, across datasets; partners and masks are not compared."""
+    ids = [dataset.id for dataset in datasets if not dataset.config.is_conditioning]
+    places = [(name, index) for name in ids for index, each in enumerate(cards[name]) if each.print is not None]
+    marked = {name: list(own) for name, own in cards.items()}
+    prints = [each for name, index in places if (each := cards[name][index].print) is not None]
+    for number, group in enumerate(near_duplicates(prints), 1):
+        for name, index in (places[member] for member in group):
+            marked[name][index] = cards[name][index].marked("twin", f"near-duplicate {number}")
+    return marked
