@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,9 @@ def train(
     if dry_run:
         _show_plan(arguments, problems)
         return
+    # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from simpletuner.budget.ready import ready_plan
     from simpletuner.budget.show import log_plan, start_lines
     from simpletuner.models.registry import load_adapter
