@@ -177,9 +177,8 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
         rendering = _preview_peak(config, parts, workload, setup, vae)
         rendering += parts.lora_bytes
         yield PhasePeak("rendering previews", trained + rendering + there.waiting + beside, waiting + here.waiting)
-    copies = there.saving + there.waiting
-    host = waiting + saving_bytes(cost, setup) + here.saving + here.waiting
-    yield PhasePeak("saving", frozen + trained + copies if copies else 0.0, host)
+    host = waiting + saving_bytes(cost, setup) + here.waiting
+    yield PhasePeak("saving", frozen + trained + there.waiting if there.waiting else 0.0, host)
 
 
 def _encoding_bytes(config: RunConfig, parts: Parts, loads: Sequence[VaeLoad]) -> float:

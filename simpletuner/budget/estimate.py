@@ -123,19 +123,17 @@ class AverageMemory:
         kept: the average itself, throughout the run.
         updating: float32 copies of the weights, during its update.
         waiting: the trained weights, while the average replaces them for previews and saving.
-        saving: the copy that is written to a checkpoint.
     """
 
     kept: float
     updating: float
     waiting: float
-    saving: float
 
 
 def average_memory(cost: TransformerCost, setup: TrainingSetup, place: Literal["device", "host"]) -> AverageMemory:
     """Memory of the average at `place`; 0 if it is kept elsewhere."""
     count = trained_numbers(cost, setup) if setup.averaged == place else 0
-    return AverageMemory(AVERAGE * count, AVERAGE * count, setup.trained_bytes * count, AVERAGE * count)
+    return AverageMemory(AVERAGE * count, AVERAGE * count, setup.trained_bytes * count)
 
 
 def saving_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
