@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,7 @@ def metered_block(trial: Trial) -> Metered:
     return Metered(
         {
             "saved": saved,
+            "compiled": compiled_bytes(trial, block, inputs, settings, there),
             "transient": peak.most - saved,
             "outside": sum(outside.values()),
             "sampling": sampling.most,
@@ -338,6 +340,22 @@ def metered_block(trial: Trial) -> Metered:
         },
         reads,
     )
+
+
+def compiled_bytes(trial: Trial, block: Any, inputs: Any, settings: Any, there: Sequence[Tensor]) -> int:
+    """What autograd saves for the block when it is compiled: inductor's choice, made without generating its code."""
+    torch._dynamo.reset()
+    compiler = partial(torch.compile, backend="aot_eager_decomp_partition", dynamic=trial.spec.fast_blocks)
+    if trial.spec.fast_blocks:
+        pieces = trial.adapter.use_fast_blocks(trial.model).pieces
+        pieces |= {name: compiler(piece) for name, piece in pieces.items()}
+    else:
+        block.forward = compiler(block.forward)
+    with saved_bytes(there) as once:
+        block(*inputs, **settings)
+    with saved_bytes([*there, *once.tensors]) as again:  # what both save, such as position tables, is no block's own
+        block(*inputs, **settings)
+    return again.bytes
 
 
 def _with_arguments(trial: Trial) -> tuple[nn.Module, Any, Any]:

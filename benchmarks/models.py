@@ -24,7 +24,7 @@ from transformers import Gemma2Model, PreTrainedTokenizerBase, Qwen2_5_VLForCond
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter
-from simpletuner.models.cost import TransformerCost
+from simpletuner.models.cost import STOCK, Kernels, TransformerCost
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource, Part
@@ -144,10 +144,10 @@ def transformer_class(size: str) -> Any:
     return getattr(diffusers, FAMILIES[SHAPES[size].family].cost.transformer_class)
 
 
-def cost_of(cost: FamilyCost, model: Any, **changes: object) -> TransformerCost:
+def cost_of(cost: FamilyCost, model: Any, kernels: Kernels = STOCK, /, **changes: object) -> TransformerCost:
     """What a model costs, as its config and its parameters have it, but for some settings."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return cost.transformer({**model.config, **changes}, shapes)
+    return cost.transformer({**model.config, **changes}, shapes, kernels)
 
 
 def hollow_transformer(size: str) -> nn.Module:

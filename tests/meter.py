@@ -27,6 +27,10 @@ class Meter:
         return set(self._kept)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        return list(self._kept.values())
+
+    @property
     def bytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 

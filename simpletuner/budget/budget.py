@@ -111,7 +111,7 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     workload = workload_of(plan, len(listing.missing_texts) if listing else 1, ahead, later)
     if feature_kinds(plan) and (listing is None or listing.missing_features):
         workload = replace(workload, encodes_features=True)
-    return estimate(plan.config, parts_of(plan), workload, device, listing)
+    return estimate(plan.config, parts_of(plan, device), workload, device, listing)
 
 
 def _to_encode(plan: Plan, listing: Listing | None) -> tuple[list[Sample], list[Sample]]:
@@ -150,9 +150,10 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
         yield PhasePeak("encoding captions", on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
     if workload.encoded:
         loads = [_at_a_time(load, config.caching) for load in workload.encoded]
-        peak = vae + _encoding_bytes(config, parts, loads)
-        clip = max(load.samples * load.frames * load.width * load.height for load in loads)
-        yield PhasePeak(f"encoding {parts.spec.media_noun}", peak, HOST_BASE + workload.waiting + 3.0 * 4 * clip)
+        clip = 3.0 * max(load.samples * load.frames * load.width * load.height for load in loads)
+        peak = vae + _encoding_bytes(config, parts, loads) + clip * BYTES["fp32"]
+        # Bytes on the host, gathered into a batch and page-locked.
+        yield PhasePeak(f"encoding {parts.spec.media_noun}", peak, HOST_BASE + workload.waiting + 2 * clip)
     in_training = [_at_a_time(load, config.caching) for load in workload.encoded_in_training]
     beside = vae + _encoding_bytes(config, parts, in_training) if in_training else 0.0
     if workload.encodes_features:
@@ -176,9 +177,8 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
         rendering = _preview_peak(config, parts, workload, setup, vae)
         rendering += parts.lora_bytes
         yield PhasePeak("rendering previews", trained + rendering + there.waiting + beside, waiting + here.waiting)
-    copies = there.saving + there.waiting
-    host = waiting + saving_bytes(cost, setup) + here.saving + here.waiting
-    yield PhasePeak("saving", frozen + trained + copies if copies else 0.0, host)
+    host = waiting + saving_bytes(cost, setup) + here.waiting
+    yield PhasePeak("saving", frozen + trained + there.waiting if there.waiting else 0.0, host)
 
 
 def _encoding_bytes(config: RunConfig, parts: Parts, loads: Sequence[VaeLoad]) -> float:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from simpletuner.config.optimizers import OPTIMIZERS
 from simpletuner.config.schema import SLOTS, OptimizerName
+from simpletuner.config.speed import checkpointed_blocks
 from simpletuner.config.tread import Route
 from simpletuner.models.cost import BYTES, Activations, Adapters, BatchShape, TransformerCost
 from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
@@ -32,7 +33,7 @@ class TrainingSetup:
         adapters: the LoRA; none for a full fine-tune.
         trained_bytes: bytes per trained number.
         state_bytes: bytes of optimizer state per trained number.
-        checkpoint_interval: every n-th block is checkpointed; None without checkpointing.
+        checkpoint_interval, kept_blocks: every n-th block is checkpointed but for some; None without checkpointing.
         keep_attention: checkpointing keeps the self-attention's output.
         streamed: frozen blocks stream through slots on the device.
         residents: number of blocks that stay on the device.
@@ -51,6 +52,7 @@ class TrainingSetup:
     trained_bytes: float
     state_bytes: float
     checkpoint_interval: int | None = 1
+    kept_blocks: int = 0
     keep_attention: bool = False
     streamed: bool = False
     residents: int = 0
@@ -121,19 +123,17 @@ class AverageMemory:
         kept: the average itself, throughout the run.
         updating: float32 copies of the weights, during its update.
         waiting: the trained weights, while the average replaces them for previews and saving.
-        saving: the copy that is written to a checkpoint.
     """
 
     kept: float
     updating: float
     waiting: float
-    saving: float
 
 
 def average_memory(cost: TransformerCost, setup: TrainingSetup, place: Literal["device", "host"]) -> AverageMemory:
     """Memory of the average at `place`; 0 if it is kept elsewhere."""
     count = trained_numbers(cost, setup) if setup.averaged == place else 0
-    return AverageMemory(AVERAGE * count, AVERAGE * count, setup.trained_bytes * count, AVERAGE * count)
+    return AverageMemory(AVERAGE * count, AVERAGE * count, setup.trained_bytes * count)
 
 
 def saving_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
@@ -203,8 +203,8 @@ def activations_of(cost: TransformerCost, setup: TrainingSetup, load: BatchShape
 
 def are_checkpointed(cost: TransformerCost, setup: TrainingSetup) -> list[bool]:
     """Whether each large block is checkpointed."""
-    interval, first = setup.checkpoint_interval, len(cost.blocks) - cost.large
-    return [interval is not None and index % interval == 0 for index in range(first, len(cost.blocks))]
+    blocks = len(cost.blocks)
+    return checkpointed_blocks(blocks, setup.checkpoint_interval, setup.kept_blocks)[blocks - cost.large :]
 
 
 def inputs_on_host_bytes(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> float:

@@ -147,7 +147,8 @@ def _lossless_changes(budget: Budget) -> Iterator[Change]:
     if keeps_attention(config.speed):
         yield Change({"speed_keep_attention": False})
     if not precision.checkpoints_all:
-        yield Change({"gradient_checkpointing": True, "gradient_checkpointing_interval": 1})
+        kept = {"gradient_checkpointing_kept_blocks": 0} if precision.gradient_checkpointing_kept_blocks else {}
+        yield Change({"gradient_checkpointing": True, "gradient_checkpointing_interval": 1, **kept})
     if caching.vae_batch_size > 1:
         yield Change({"vae_batch_size": 1})
     if budget.device.is_gpu:
@@ -172,12 +173,11 @@ def _offload_changes(config: RunConfig) -> Iterator[Change]:
 
 
 HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and errors of the estimate
-# Checkpointing intervals from the fastest to the leanest; None checkpoints no block.
-DEPTHS = (None, 8, 4, 3, 2)
 # Keys that auto may set, if the user has not.
 OWN_KEYS = (
-    "gradient_checkpointing", "gradient_checkpointing_interval", "speed_keep_attention", "enable_group_offload",
-    "group_offload_use_stream", "group_offload_resident_blocks", "offload_block_inputs", "base_model_precision",
+    "gradient_checkpointing", "gradient_checkpointing_interval", "gradient_checkpointing_kept_blocks",
+    "speed_keep_attention", "enable_group_offload", "group_offload_use_stream", "group_offload_resident_blocks",
+    "offload_block_inputs", "base_model_precision",
 )  # fmt: skip
 Candidate = tuple[Change, str]  # a change and its reason
 
@@ -256,8 +256,8 @@ def _ladders(budget: Budget) -> Iterator[Iterable[Candidate]]:
     free = {key: not config.is_explicit(key) for key in OWN_KEYS}
     if graph_key(config.launch) is not None:
         free |= {"enable_group_offload": False, "offload_block_inputs": False}
-    if free["gradient_checkpointing"] and free["gradient_checkpointing_interval"] and budget.workload.buckets:
-        yield _depths()
+    if all(free[key] for key in OWN_KEYS[:3]) and budget.workload.buckets:
+        yield _depths(len(budget.parts.transformer.blocks))
     kinds: list[tuple[dict[str, Any], str]] = [({}, "")]  # by default every block is checkpointed
     if free["speed_keep_attention"] and keeps_attention(config.speed):
         kinds.append(({"speed_keep_attention": False}, ", attention is recomputed"))
@@ -287,14 +287,12 @@ def _may_stream(config: RunConfig) -> bool:
     return config.model.model_type == "lora" and not config.offload.enable_model_cpu_offload
 
 
-def _depths() -> Iterator[Candidate]:
+def _depths(blocks: int) -> Iterator[Candidate]:
     """Checkpoint as few blocks as memory allows."""
-    for depth in DEPTHS:
-        if depth is None:
-            yield Change({"gradient_checkpointing": False}), "memory holds all activations, so none is recomputed"
-        else:
-            values = {"gradient_checkpointing": True, "gradient_checkpointing_interval": depth}
-            yield Change(values), f"memory holds the activations of all but every {depth}th block"
+    yield Change({"gradient_checkpointing": False}), "memory holds all activations, so none is recomputed"
+    for kept in range(blocks - 1, 0, -1):
+        values = {"gradient_checkpointing": True, "gradient_checkpointing_kept_blocks": kept}
+        yield Change(values), f"memory holds the activations of {kept} of {blocks} blocks, the others are recomputed"
 
 
 def _resident(values: Mapping[str, Any], *, on_host: bool, twice: str) -> Candidate:

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from simpletuner.budget.device import Device
 from simpletuner.budget.estimate import TrainingSetup, optimizer_state_bytes
 from simpletuner.budget.workload import Bucket
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.schema import EmaConfig
-from simpletuner.config.speed import keeps_attention
+from simpletuner.config.speed import compile_backend, keeps_attention, plain_math
 from simpletuner.models.adapter_sizes import planned_adapters
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, TransformerCost
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, Kernels, TransformerCost
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.lora_targets import Targets, weights_of
 from simpletuner.models.source import Part
@@ -73,6 +74,7 @@ class Parts:
             trained_bytes=BYTES[trained],
             state_bytes=optimizer_state_bytes(name, BYTES[trained], compensated=trained == "bf16"),
             checkpoint_interval=precision.checkpoint_interval,
+            kept_blocks=precision.gradient_checkpointing_kept_blocks,
             keep_attention=precision.gradient_checkpointing and keeps_attention(config.speed),
             streamed=offload.enable_group_offload,
             residents=offload.group_offload_resident_blocks,
@@ -94,15 +96,23 @@ def average_place(ema: EmaConfig) -> Literal["", "device", "host"]:
     return "host" if ema.ema_cpu_only or ema.ema_device == "cpu" else "device"
 
 
-def parts_of(plan: Plan) -> Parts:
-    """The parts of a plan: measured from files on this machine, otherwise as published."""
-    cost, assumed = plan.spec.cost, []
+def kernels_on(device: Device, config: RunConfig, spec: FamilySpec) -> Kernels:
+    """What the blocks run in. Compiled blocks are counted where they were measured: a family's own fast ones, and on a
+    GPU stock ones, which on a CPU fail the check of their gradients."""
+    backend = compile_backend(config.speed, config.launch, "cuda" if device.is_gpu else "cpu")
+    measured = plain_math(config.speed) if spec.fast_blocks else device.is_gpu
+    return Kernels(backend == "inductor" and measured, device.is_gpu)
+
+
+def parts_of(plan: Plan, device: Device) -> Parts:
+    """The parts of a plan on a device: measured from files on this machine, otherwise as published."""
+    cost, assumed, kernels = plan.spec.cost, [], kernels_on(device, plan.config, plan.spec)
     settings, shapes = plan.source.read_config("transformer"), plan.source["transformer"].weight_shapes()
     if settings is None or not shapes:
-        transformer = cost.of_flavour(plan.flavour.name)
+        transformer = cost.of_flavour(plan.flavour.name, kernels)
         assumed.append("transformer")
     else:
-        transformer = cost.transformer(settings, shapes)
+        transformer = cost.transformer(settings, shapes, kernels)
     vae = plan.source.read_config("vae")
     vae_parameters = count_parameters(plan.source["vae"]) or cost.vae_parameters
     encoders = [plan.source[role] for role in ("text_encoder", "text_encoder_2") if role in plan.source.parts]

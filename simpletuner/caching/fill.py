@@ -31,12 +31,13 @@ from simpletuner.config.schema import CachingConfig
 from simpletuner.data import clips, files, media
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.sample import Sample
-from simpletuner.diffusion.batch import TextEmbeds
+from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 WRITERS = 2
 FEATURES = "features"  # the tensor in an entry of features
 Decoded = tuple[LatentEntry, np.ndarray]
@@ -186,8 +187,8 @@ def _text_batch(encoder: TextEncoder) -> Callable[[Sequence[TextEntry]], list[Te
 
 def _latent_batch(encoder: LatentEncoder) -> Callable[[Sequence[Decoded]], list[Tensor]]:
     def encode(group: Sequence[Decoded]) -> list[Tensor]:
-        pixels = torch.stack([to_pixels(array) for _, array in group])
-        latents = encoder.encode(pixels, [entry.key.seed() for entry, _ in group])
+        pixels = np.stack([array for _, array in group])
+        latents = encoder.encode(to_pixels(pixels, encoder.device), [entry.key.seed() for entry, _ in group])
         names = [entry.sample.full_name for entry, _ in group]
         stop_if_not_finite("VAE", [{"latents": each} for each in latents], names, "vae_dtype fp32")
         return list(latents)
@@ -230,11 +231,13 @@ def stop_if_not_finite(
         raise UserError(f"The {encoder}'s output is not finite for {shorten(bad)}; try {remedy}.")
 
 
-def to_pixels(frames: np.ndarray) -> Tensor:
-    """Frames `F H W 3` (or one, `H W 3`) of 0..255 as `3 F H W` in [-1, 1], float32, rounded as in the pipelines."""
-    clip = frames if frames.ndim == 4 else frames[None]
+def to_pixels(frames: np.ndarray, device: torch.device = CPU) -> Tensor:
+    """Frames `... F H W 3` (or one, `H W 3`) of 0..255 as `... 3 F H W` in [-1, 1], float32, rounded as in the
+    pipelines. They go to the device as bytes."""
+    pixels = upload(torch.tensor(frames if frames.ndim > 3 else frames[None]), device).float()
     # In place, since a clip of 10 seconds takes a gigabyte in float32; the order of the operations is the pipelines'.
-    return torch.tensor(clip).float().div_(255.0).mul_(2.0).sub_(1.0).permute(3, 0, 1, 2)
+    # By a tensor: instead of dividing by a number, CUDA multiplies by its reciprocal, which rounds differently.
+    return pixels.div_(torch.full((), 255.0, device=device)).mul_(2.0).sub_(1.0).movedim(-1, -4)
 
 
 def prepared_picture(sample: Sample) -> Image.Image:

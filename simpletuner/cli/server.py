@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from simpletuner.reporting.events import EventStream
     from simpletuner.server.guard import Access
 
+    ServePage = Callable[[Path, EventStream], AbstractContextManager[None]]
+
 INSTALL = "the web page needs Starlette and uvicorn: pip install 'simpletuner[server]'"
 MAKE_PAIR = "openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost -keyout key.pem -out cert.pem"
 NO_ACCOUNTS = (
@@ -79,7 +81,7 @@ def server(
             page.run([listener])
 
 
-def open_page(port: int) -> Callable[[Path, EventStream], AbstractContextManager[None]]:
+def open_page(port: int) -> ServePage:
     """Take a port for the page of a run; `page_of_run` of its output folder and events serves it.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,8 @@ from simpletuner.cli.server import PORT, open_page
 from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
+    from simpletuner.budget.budget import Budget
+    from simpletuner.cli.server import ServePage
     from simpletuner.config.arguments import Arguments
     from simpletuner.plan.build import Plan
 
@@ -63,6 +66,14 @@ def train(
         return
     serve_page = open_page(page_port or PORT) if page or page_port else None
     from simpletuner.budget.ready import ready_plan
+
+    plan, budget = ready_plan(arguments, problems)
+    prepare_output(plan)
+    _train(plan, budget, serve_page)
+
+
+def _train(plan: Plan, budget: Budget, serve_page: ServePage | None) -> None:
+    """Everything after the plan: records that begin with the first event, then the run."""
     from simpletuner.budget.show import log_plan, start_lines
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import Notice, StateChanged
@@ -73,8 +84,9 @@ def train(
     from simpletuner.reporting.upload import prepared_destinations
     from simpletuner.run.lock import lock_output
 
-    plan, budget = ready_plan(arguments, problems)
-    prepare_output(plan)
+    # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     setup_logging()
     log_plan(plan, budget)
     with ExitStack() as stack:

@@ -269,6 +269,9 @@ class PrecisionConfig(Group):
         default_note="all blocks",
         requires={"gradient_checkpointing": (True,)},
     )
+    gradient_checkpointing_kept_blocks: Integer = option(
+        0, "Of the recomputed blocks, this many, evenly spaced, keep their activations instead.", ge=0
+    )
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
     ] = option(
@@ -286,7 +289,7 @@ class PrecisionConfig(Group):
     @property
     def checkpoints_all(self) -> bool:
         """Whether no block keeps its activations until the backward pass."""
-        return self.checkpoint_interval == 1
+        return self.checkpoint_interval == 1 and not self.gradient_checkpointing_kept_blocks
 
 
 class SpeedConfig(Group):
@@ -452,7 +455,10 @@ class CachingConfig(Group):
     )
     compress_disk_cache: Flag = option(True, "Compress cache entries; both kinds can be read with either setting.")
     text_encoder_batch_size: Integer = option(
-        1, "Captions encoded at a time, fewer if memory runs out; changes only the rounding.", ge=1
+        1,
+        "Captions encoded at a time, fewer if memory runs out; changes only the rounding.",
+        ge=1,
+        default_note="1, or 8 with group_offload_text_encoder",
     )
     image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
     read_batch_size: Integer = option(25, "Accepted; reading needs no batches.", ge=1)

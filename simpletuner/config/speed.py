@@ -54,6 +54,12 @@ def bf16_modulation(config: SpeedConfig) -> bool:
     return is_enabled(config.speed_bf16_modulation, config)
 
 
+def checkpointed_blocks(blocks: int, interval: int | None, kept: int) -> list[bool]:
+    """Whether each block is recomputed: every `interval`-th one (None: no block), but for `kept` evenly spaced ones."""
+    staying = [(index + 1) * kept // blocks > index * kept // blocks for index in range(blocks)]
+    return [interval is not None and index % interval == 0 and not stays for index, stays in enumerate(staying)]
+
+
 def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> str | None:
     """The torch.compile backend, or None; by default inductor on CUDA, if a compiler and triton are available."""
     if launch.dynamo_backend is not None:
@@ -87,6 +93,9 @@ def check_speed(
         yield Problem("speed_keep_attention", message, fatal=False)
     elif config.speed_keep_attention and not precision.gradient_checkpointing:
         yield Problem("speed_keep_attention", "has no effect: gradient_checkpointing is off.", fatal=False)
+    key = "gradient_checkpointing_kept_blocks"
+    if precision.gradient_checkpointing_kept_blocks and not precision.gradient_checkpointing:
+        yield Problem(key, "has no effect: gradient_checkpointing is off.", fatal=False)
     yield from check_mechanism(config, precision.attention_mechanism)
     yield from check_compile(config, launch, is_explicit)
 

@@ -31,6 +31,7 @@ class Batch:
         loss_mask: weight of each latent position in the loss, float32, `B 1 F H W`, or None.
         other_embeds: for each sample the embeddings of the caption whose prediction is preserved, or None.
         features: features that techniques cached per sample, by kind; of any shape and dtype.
+        host_mask: `loss_mask` as it was before it went to a device, to be read without waiting for that.
     """
 
     latents: Tensor
@@ -41,10 +42,12 @@ class Batch:
     loss_mask: Tensor | None = None
     other_embeds: list[TextEmbeds] | None = None
     features: Mapping[str, list[Tensor]] = field(default_factory=dict)
+    host_mask: Tensor | None = None
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        moved = self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return replace(moved, host_mask=self.loss_mask if self.host_mask is None else self.host_mask)
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked host memory, so that uploads do not block."""

@@ -117,6 +117,7 @@ class LatentEncoder(Protocol):
     """Converts pixels to the latents that the transformer sees, and back."""
 
     vae: Any
+    device: torch.device
 
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """Encode `B 3 F H W` in [-1, 1] to z `B C F H W`, float32, on the CPU.

@@ -99,6 +99,22 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """What blocks run in, which decides what autograd saves.
+
+    Attributes:
+        compiled: by inductor.
+        tile_lists: block-sparse attention reads lists of tiles, as on a GPU, instead of masks.
+    """
+
+    compiled: bool = False
+    tile_lists: bool = False
+
+
+STOCK = Kernels()
+
+
+@dataclass(frozen=True)
 class Adapters:
     """An adapter: a LoRA of a rank, or another kind; no modules mean none.
 

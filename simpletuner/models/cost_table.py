@@ -15,7 +15,17 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from simpletuner.models.cost import Activations, Adapters, BatchShape, Shape, TransformerCost, VaeLoad, Work
+from simpletuner.models.cost import (
+    STOCK,
+    Activations,
+    Adapters,
+    BatchShape,
+    Kernels,
+    Shape,
+    TransformerCost,
+    VaeLoad,
+    Work,
+)
 
 Factors = Mapping[str, float]
 
@@ -32,7 +42,7 @@ class CostTable:
         keeps_attention: whether selective checkpointing can keep the result of the self-attention.
         flops: of a `large` and a `small` block, excluding products with weights.
         bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
-            the first layer that reads the same input.
+            the first layer that reads the same input, and `compiled` is what a compiled block saves.
         published: shapes of the published checkpoints.
     """
 
@@ -69,7 +79,7 @@ class FamilyCost:
         package: the folder of the family, with its `cost.json`.
         transformer_class: name of the transformer's class in diffusers.
         published: flavour name -> dimensions of the published transformer, as in its config.json.
-        transformer: (config.json, shapes of parameters by name) -> its cost.
+        transformer: (config.json, shapes of parameters by name, kernels) -> its cost.
         vae_parameters, text_parameters: of the published encoders, for checkpoints that are not downloaded yet.
         vae_encode, vae_decode: (the VAE's config, its load) -> numbers alive at the peak.
         prompt_layer: the layer that reads text embeddings, and so has their width.
@@ -81,7 +91,7 @@ class FamilyCost:
     package: str
     transformer_class: str
     published: Callable[[str], dict[str, object]]
-    transformer: Callable[[Mapping[str, object], Mapping[str, Shape]], TransformerCost]
+    transformer: Callable[[Mapping[str, object], Mapping[str, Shape], Kernels], TransformerCost]
     vae_parameters: int
     text_parameters: int
     vae_encode: Callable[[Mapping[str, object], VaeLoad], float]
@@ -91,11 +101,10 @@ class FamilyCost:
     guided_together: bool = False
     padded_text: int = 0
 
-    def of_flavour(self, flavour: str, **changes: object) -> TransformerCost:
+    def of_flavour(self, flavour: str, kernels: Kernels = STOCK, /, **changes: object) -> TransformerCost:
         """The cost of a published checkpoint, optionally with some settings changed."""
-        return self.transformer(
-            {**self.published(flavour), **changes}, read_cost_table(self.package).published_shapes(flavour)
-        )
+        shapes = read_cost_table(self.package).published_shapes(flavour)
+        return self.transformer({**self.published(flavour), **changes}, shapes, kernels)
 
 
 def numbered(name: str, groups: Sequence[str]) -> str:
@@ -133,13 +142,22 @@ class Block:
         return max(shape[0] for shape in self.tokens)
 
 
+@dataclass(frozen=True)
+class TileBytes:
+    """Bytes of what tells block-sparse attention which tiles to read, in a large block: saved, and while it is made."""
+
+    saved: float = 0.0
+    making: float = 0.0
+
+
 def transformer_cost(
     table: CostTable,
     shapes: Mapping[str, Shape],
     *,
     head: int,
     unit: int = 1,
-    masked: Callable[[BatchShape], float] = lambda load: 0.0,
+    sparse: Callable[[BatchShape, int], TileBytes] = lambda load, size: TileBytes(),
+    compiled: bool = False,
 ) -> TransformerCost:
     """The cost of a transformer of the table's class.
 
@@ -147,7 +165,8 @@ def transformer_cost(
         shapes: of every parameter, by name.
         head: width of an attention head.
         unit: how many tokens a route keeps or drops together.
-        masked: entries of the attention mask that a large block makes for a micro-batch.
+        sparse: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
+        compiled: blocks with adapters are compiled.
     """
     counts = {group: len({each.split(".")[1] for each in shapes if each.startswith(f"{group}.")})
               for group in table.groups}  # fmt: skip
@@ -180,7 +199,9 @@ def transformer_cost(
         stays_float32=lambda name: any(part in name.split(".") for part in table.float32),
         rows=rows_of,
         attention=attention,
-        activations=lambda load, size, adapters: _activations(table, block, head, masked, load, size, adapters),
+        activations=lambda load, size, adapters: _activations(
+            table, block, head, sparse(load, size), load, size, adapters, compiled=compiled
+        ),
         starts=starts,
         unit=unit,
     )
@@ -203,14 +224,11 @@ def _attention(factors: Factors, numbers: Mapping[str, float]) -> Work:
 
 
 def _activations(
-    table: CostTable, block: Block, head: int, masked: Callable[[BatchShape], float], load: BatchShape, size: int,
-    adapters: Adapters,
+    table: CostTable, block: Block, head: int, tiles: TileBytes, load: BatchShape, size: int, adapters: Adapters, *,
+    compiled: bool,
 ) -> Activations:  # fmt: skip
-    """Bytes of a micro-batch in a large block with its adapters.
-
-    An attention mask takes one byte per entry as booleans, and again the number that attention adds to its scores,
-    which autograd saves.
-    """
+    """Bytes of a micro-batch in a large block with its adapters. Whatever is only measured of stock blocks bounds that
+    of compiled ones."""
     kind = "bf16" if size < 4 else "fp32"
     # Measured only for families whose tokens can have their own timesteps.
     timed = load.timed_tokens and f"{kind} given" in table.bytes
@@ -218,16 +236,18 @@ def _activations(
     axes = {"token": load.samples * load.tokens, "text": load.samples * load.text, "sample": load.samples}
     numbers = {**axes, "width": block.hidden, "inner": block.inner, "head": head, "heads": block.hidden // head}
     found = {name: sum_of(each, numbers) for name, each in factors.items() if name != "reads"}
-    elements, mask = axes["token"] * block.hidden, masked(load)
+    elements = axes["token"] * block.hidden
     kept = elements * size + axes["token"] * numbers["heads"] * 4  # its result and log-sum-exp
     return Activations(
         held=elements * size,
-        saved=found["saved"] + _adapted(block, factors["reads"], axes, adapters) * size + mask * size,
-        transient=max(found["transient"], 2.0 * mask),
+        saved=found["compiled" if compiled and adapters.modules else "saved"]
+        + _adapted(block, factors["reads"], axes, adapters) * size
+        + tiles.saved,
+        transient=max(found["transient"], tiles.making),
         attention=kept if table.keeps_attention else 0.0,
         outside=found["outside"],
-        sampling=found["sampling"] + mask * (1 + size),
-        traffic=found["traffic"] + mask * 2 * (1 + size),
+        sampling=found["sampling"] + tiles.saved + tiles.making,
+        traffic=found["traffic"] + 2 * (tiles.saved + tiles.making),
     )
 
 

@@ -77,6 +77,7 @@ class StepDone:
         weights_wait_seconds: part of `seconds` spent waiting for streamed weights; None if none are streamed.
         mfu: model FLOP utilisation, relative to the device's measured matmul rate; None if unknown.
         memory_bytes: peak memory of the device, on a CPU of this process; None if not measured.
+        reserved_bytes: peak of what torch's allocator held of a GPU, fragments included.
         epochs: planned epochs; None if the run is counted in steps.
         timesteps: of the samples of this step.
     """
@@ -89,6 +90,7 @@ class StepDone:
     weights_wait_seconds: float | None = None
     mfu: float | None = None
     memory_bytes: int | None = None
+    reserved_bytes: int | None = None
     epochs: int | None = None
     timesteps: Sequence[float] = ()
 

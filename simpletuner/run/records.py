@@ -90,7 +90,8 @@ class RunRecord:
 
 def row_of(step: StepDone) -> dict[str, Value]:
     """The line of a step in the record."""
-    memory = {} if step.memory_bytes is None else {"peak_memory_gb": round(step.memory_bytes / 1e9, 3)}
+    peaks = {"peak_memory_gb": step.memory_bytes, "reserved_memory_gb": step.reserved_bytes}
+    memory = {name: round(size / 1e9, 3) for name, size in peaks.items() if size is not None}
     return {**step.metrics, **timing_of(step), **memory, "timesteps": [round(each, 1) for each in step.timesteps]}
 
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from simpletuner.config.schema import PrecisionConfig
+from simpletuner.config.speed import checkpointed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.models.adapter import BlockLayout
 from simpletuner.models.blocks import SelfAttention
@@ -37,7 +38,7 @@ def enable_checkpointing(
     block_inputs: BlockInputs | None = None,
     keep: SelfAttention | None = None,
 ) -> None:
-    """Checkpoint every block, or every n-th with `gradient_checkpointing_interval`.
+    """Checkpoint the blocks that the config says.
 
     Args:
         dropout: blocks draw random numbers, so the generator's state is restored for the recomputation.
@@ -45,10 +46,11 @@ def enable_checkpointing(
         keep: the attention whose result is kept instead of recomputed: one more tensor of the hidden states' size per
             block saves the part of the recomputation that is quadratic in tokens.
     """
-    interval = config.checkpoint_interval
-    if interval is None:
+    if not config.gradient_checkpointing:
         return
-    chosen = {id(block) for index, block in enumerate(layout.blocks) if index % interval == 0}
+    kept = config.gradient_checkpointing_kept_blocks
+    are_chosen = checkpointed_blocks(len(layout.blocks), config.checkpoint_interval, kept)
+    chosen = {id(block) for block, is_one in zip(layout.blocks, are_chosen, strict=True) if is_one}
 
     def run_block(block: nn.Module, hidden: Tensor, *others: Any) -> Any:
         if id(block) not in chosen:

@@ -44,9 +44,9 @@ class MaskedLoss(Technique):
         if self._config.masked_loss_prior:
             with self._disabled():
                 self._prior = replace(_masked(noisy, 1 - mask), target=predict(noisy))
-        protected = mask >= 0.5
+        protected = (mask if noisy.batch.host_mask is None else noisy.batch.host_mask) >= 0.5
         if noisy.protected is not None:
-            protected = protected | noisy.protected.to(mask.device)
+            protected = protected | noisy.protected.to(protected.device)
         return replace(_masked(noisy, self._weights(mask, noisy.frame_weights)), protected=protected)
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:

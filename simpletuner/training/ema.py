@@ -83,9 +83,11 @@ class Ema:
             self._fill(waiting)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next update depends on, in types that `torch.load` accepts with `weights_only`."""
-        average = {name: tensor.clone() for name, tensor in self.average.items()}
-        return {"average": average, "updates": self._updates, "decay_value": self.decay_value}
+        """What the next update depends on, in types that `torch.load` accepts with `weights_only`.
+
+        Like an optimizer's, it is to be saved before the next update: a copy would need as much memory again.
+        """
+        return {"average": self.average, "updates": self._updates, "decay_value": self.decay_value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved average.

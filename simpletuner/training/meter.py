@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, Shape
+from simpletuner.models.cost import NO_ADAPTERS, STOCK, Adapters, BatchShape, Shape
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.techniques.base import Technique
 from simpletuner.training.state import Assembly, SampleFlops
@@ -90,7 +90,7 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
     What checkpointing recomputes counts once, and tokens do not count in blocks that they skip.
     """
     model: Any = transformer
-    costs, adapters = cost.transformer(model.config, weight_shapes(model)), adapters_of(transformer)
+    costs, adapters = cost.transformer(model.config, weight_shapes(model), STOCK), adapters_of(transformer)
     is_full = adapters is NO_ADAPTERS
     routes = [route for technique in techniques for route in technique.routes]
 

@@ -52,6 +52,7 @@ class Recorder:
                 weights_wait_seconds=report.weights_seconds,
                 mfu=utilisation(report, self.matmul_flops),
                 memory_bytes=peak_memory(),
+                reserved_bytes=torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
                 epochs=self.epochs,
                 timesteps=[timestep for timestep, _ in report.samples],
             )

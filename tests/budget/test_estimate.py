@@ -23,7 +23,8 @@ from simpletuner.budget.estimate import (
 )
 from simpletuner.config.optimizers import keeps_bf16_weights
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, TransformerCost
+from simpletuner.config.speed import checkpointed_blocks
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, Kernels, TransformerCost
 from simpletuner.models.cost_table import FamilyCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import linear_modules, matching_modules
@@ -100,6 +101,51 @@ def test_every_nth_block_is_checkpointed_as_the_step_does_it(lite: TransformerCo
     # Two text blocks come first; of the 34 those with an even number are checkpointed.
     assert sum(are_checkpointed(lite, replace(setup, checkpoint_interval=2))) == 16
     assert sum(are_checkpointed(lite, replace(setup, checkpoint_interval=None))) == 0
+
+
+def test_all_but_so_many_blocks_are_checkpointed(lite: TransformerCost) -> None:
+    setup = lora(lite, KANDINSKY)
+    all_blocks = len(lite.blocks)
+    for kept in range(all_blocks + 1):
+        chosen = checkpointed_blocks(all_blocks, 1, kept)
+        assert chosen.count(False) == kept
+        assert are_checkpointed(lite, replace(setup, kept_blocks=kept)) == chosen[2:], "two text blocks come first"
+    assert checkpointed_blocks(6, 1, 2) == [True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour", "targets", "load", "stock", "compiled"),
+    [
+        ("kandinsky", "t2v-lite-sft-5s", KANDINSKY, LOAD, 24.2, 17.3),
+        ("sana", "2b-480p", SANA, BatchShape(1, 21, 30, 52, 300), 51.1, 41.6),
+    ],
+)
+def test_a_compiled_block_saves_less(
+    family: str, flavour: str, targets: list[str], load: BatchShape, stock: float, compiled: float
+) -> None:
+    """In tensors of the hidden states' size."""
+    costs = {"kandinsky": VIDEO_COST, "sana": SANA_COST}[family]
+    found = []
+    for kernels in (Kernels(), Kernels(compiled=True)):
+        cost = costs.of_flavour(flavour, kernels)
+        saved = cost.activations(load, 2, lora(cost, targets).adapters).saved
+        found.append(saved / (load.tokens * cost.hidden * 2))
+        plain = cost.activations(load, 2, NO_ADAPTERS)
+    assert found == pytest.approx([stock, compiled], rel=0.02)
+    assert plain == costs.of_flavour(flavour).activations(load, 2, NO_ADAPTERS), "only a LoRA's blocks were measured"
+
+
+def test_lists_of_tiles_take_less_than_masks() -> None:
+    """On a GPU four int32 for each pair of tiles and head, where a CPU has a mask of 64 x 64 / 64 numbers."""
+    load = BatchShape(1, 31, 32, 48, 256)
+    saved = [
+        VIDEO_COST.of_flavour("t2v-pro-sft-10s-hd", Kernels(), attention_type="regular"),
+        VIDEO_COST.of_flavour("t2v-pro-sft-10s-hd", Kernels(tile_lists=True)),
+        VIDEO_COST.of_flavour("t2v-pro-sft-10s-hd", Kernels()),
+    ]
+    dense, lists, masks = (cost.activations(load, 2, NO_ADAPTERS).saved for cost in saved)
+    assert lists - dense == 16 * 744**2 * 32
+    assert masks - dense == 64 * 2 * 744**2 * 32
 
 
 def test_residents_take_their_bytes_and_no_more_than_all(lite: TransformerCost) -> None:

@@ -11,10 +11,10 @@ from simpletuner.budget.budget import Budget, estimate, fits
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.duration import step_cost
 from simpletuner.budget.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
-from simpletuner.budget.parts import Parts
+from simpletuner.budget.parts import Parts, kernels_on
 from simpletuner.budget.workload import Bucket, Workload
 from simpletuner.config.load import Layer, RunConfig, resolve
-from simpletuner.models.cost import VaeLoad
+from simpletuner.models.cost import Kernels, VaeLoad
 from simpletuner.models.registry import FAMILIES
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
@@ -135,6 +135,41 @@ def test_auto_checkpoints_no_more_than_it_must() -> None:
         seconds.append(chosen.buckets[0].step.seconds)
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[1] > seconds[2]
+
+
+@pytest.mark.parametrize("gigabytes", [24, 50])
+def test_auto_checkpoints_all_but_the_blocks_that_fit(gigabytes: float) -> None:
+    chosen = choose(budget(gpu(gigabytes)))
+    key = "gradient_checkpointing_kept_blocks"
+    kept = chosen.config.precision.gradient_checkpointing_kept_blocks
+    assert 0 < kept < 34
+    assert f"activations of {kept} of 34 blocks" in chosen.decisions[0]
+    more = chosen.config.with_values({key: kept + 1}, "test")
+    again = estimate(more, chosen.parts, chosen.workload, chosen.device, None)
+    assert not fits(again.phases, again.device, headroom=HEADROOM)
+    mine = {"gradient_checkpointing": True, key: 34}
+    changes = [str(each) for each in smallest_change(budget(gpu(gigabytes), **mine))]
+    assert changes == [f"gradient_checkpointing true, gradient_checkpointing_interval 1, {key} 0"]
+
+
+@pytest.mark.parametrize(
+    ("family", "is_gpu", "settings", "compiled"),
+    [
+        ("kandinsky5-video", True, {"dynamo_backend": "inductor"}, True),
+        ("kandinsky5-video", False, {"dynamo_backend": "inductor"}, True),
+        ("kandinsky5-video", True, {"dynamo_backend": "inductor", "speed_plain_math": False}, False),
+        ("kandinsky5-video", True, {"dynamo_backend": "aot_eager"}, False),
+        ("kandinsky5-video", True, {"dynamo_backend": "no"}, False),
+        ("sanavideo", True, {"dynamo_backend": "inductor"}, True),
+        ("sanavideo", False, {"dynamo_backend": "inductor"}, False),
+    ],
+)
+def test_compiled_blocks_count_where_they_were_measured(
+    family: str, is_gpu: bool, settings: dict[str, Any], compiled: bool
+) -> None:
+    device = gpu(24) if is_gpu else Device("CPU", 9e9, 9e9, False, rates_of(""), "")
+    settings = {"speed": "auto", **settings}
+    assert kernels_on(device, config(family, **settings), FAMILIES[family]) == Kernels(compiled, is_gpu)
 
 
 def test_auto_keeps_as_many_blocks_as_fit() -> None:

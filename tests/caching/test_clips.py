@@ -35,6 +35,8 @@ SIZE = (96, 64)
 class SmallEncoder:
     """A linear VAE in shape: every eighth pixel, every fourth frame."""
 
+    device = torch.device("cpu")
+
     def __init__(self, seconds: float = 0.0) -> None:
         self.shapes: list[tuple[int, ...]] = []
         self.seconds = seconds
@@ -154,6 +156,22 @@ def test_pixels_are_rounded_as_the_pipelines_do() -> None:
     expected = (2.0 * (torch.tensor(values).float() / 255.0) - 1.0).permute(3, 0, 1, 2)
     assert torch.equal(to_pixels(values), expected)
     assert torch.equal(to_pixels(values[0]), expected)
+    assert torch.equal(to_pixels(np.stack([values, values])), torch.stack([expected, expected]))
+
+
+def test_pixels_go_to_the_device_as_bytes(catalogue: Catalogue, film: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, upload = [], fill.upload
+
+    def watched(tensor: Tensor, device: torch.device) -> Tensor:
+        sent.append((tensor.dtype, device))
+        return upload(tensor, device)
+
+    monkeypatch.setattr(fill, "upload", watched)
+    encoder = SmallEncoder()
+    fill_latents([catalogue.latent(film)], lambda: encoder, config_of(), Silent())
+    assert sent == [(torch.uint8, encoder.device)]
+    meta = torch.device("meta")
+    assert to_pixels(np.zeros((1, 8, 8, 3), np.uint8), meta).device == meta
 
 
 @pytest.mark.parametrize(("budget", "most"), [(0, 2), (3 * 17 * 96 * 64 * 4, 4), (1 << 30, 8)])

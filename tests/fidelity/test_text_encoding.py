@@ -159,6 +159,13 @@ def test_the_template_is_read_once_and_the_head_never(t2i_checkpoint: Path) -> N
     assert seen == [crop + lengths[4], lengths[4], 2 * lengths[4]]
 
 
+@pytest.mark.parametrize(("task", "sees"), [("t2i", False), ("t2v", False), ("i2i", True)])
+def test_only_what_is_read_is_loaded(checkpoints: dict[str, Path], task: str, sees: bool) -> None:
+    encoder = encoder_of(checkpoints[task], task)
+    assert not list(encoder.qwen.lm_head.parameters())
+    assert (encoder.qwen.model.visual is not None) is sees
+
+
 def test_what_is_kept_of_the_template_never_changes(t2i_checkpoint: Path) -> None:
     encoder = encoder_of(t2i_checkpoint, "t2i")
     first = encoder.encode([TextRequest(CAPTIONS[2])])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.memory.offload import attach
+from simpletuner.memory.offload import attach, block_inputs
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from tests.memory.streaming import BLOCKS, CPU, AdversarialLane, Trained, assert_equal
 
@@ -91,6 +92,45 @@ def test_buffers_serve_tensors_of_any_shape() -> None:
         weight.grad = None
         del products
         assert len(inputs._free) == 2
+
+
+class FakeStream:
+    """A stream that notes what it waits for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Any] = []
+
+    def record_event(self) -> object:
+        return object()
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+def test_the_device_holds_two_tensors_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And computes on only after their copies; their memory is locked in place, at its own size."""
+    inputs, compute, locked = BlockInputs(CPU), FakeStream(), list[int]()
+    inputs.side = FakeStream()  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(block_inputs, "page_lock", lambda flat, owner: locked.append(flat.nbytes))
+    weight = torch.ones(5, requires_grad=True)
+    storages, copies, products = [], [], []
+    for _ in range(6):
+        hidden = torch.rand(5)
+        storages.append(weakref.ref(hidden.untyped_storage()))
+        with inputs.around(hidden):
+            products.append(weight * hidden)
+        copies.append(inputs._copied[-1][1])
+        del hidden
+        assert [each() is not None for each in storages[-3:]] == [False, True, True][-len(storages[-3:]) :]
+    assert compute.waited == copies[:4]
+    assert locked == [20] * 6
+    sum(each.sum() for each in products).backward()
+    assert not inputs._copied
 
 
 @pytest.mark.gpu

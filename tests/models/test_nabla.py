@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.nabla import TileAttention, tile_mask
@@ -83,6 +84,42 @@ def test_block_masks_hold_the_choice(blocks: Callable[[Tensor], BlockMask], coun
     within = mask.mask_mod(batch, head, positions.view(1, 1, -1, 1), positions.view(1, 1, 1, -1))
     assert torch.equal(coarse & within, tiles)
     assert inputs[0].shape[-2] == mask.seq_lengths[0]
+
+
+class Sorts(TorchDispatchMode):
+    """Counts sorts."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "sort" in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_only_the_coarse_map_is_sorted(blocks: Callable[[Tensor], BlockMask]) -> None:
+    """And the lists are those that `from_kv_blocks` sorts for."""
+    (query, key, _), tiles = draw(5)
+    with Sorts() as sorts:
+        tile_mask(query, key, torch.eye(5, dtype=torch.bool), 0.5)
+        mask = blocks(tiles)
+    assert sorts.count == 1
+    rows = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+    expected = BlockMask.from_kv_blocks(*rows, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=mask.seq_lengths)
+    for name in ("full_q_num_blocks", "full_q_indices", "q_num_blocks", *["q_indices"] * bool(mask.q_num_blocks.any())):
+        one, other = getattr(mask, name), getattr(expected, name)
+        assert torch.equal(one, other), name
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+
+
+def test_tiles_are_those_of_their_ranks() -> None:
+    (query, key, _), _ = draw(7)
+    window = torch.zeros(7, 7, dtype=torch.bool)
+    means = [x.transpose(1, 2).unflatten(2, (-1, 64)).mean(-2) for x in (query, key)]
+    values, order = torch.softmax(means[0] @ means[1].mT / HEAD_DIM**0.5, dim=-1).sort(-1)
+    expected = (values.cumsum(-1) >= 0.3).gather(-1, order.argsort(-1))
+    assert torch.equal(tile_mask(query, key, window, 0.7), expected)
+    assert 0 < expected.float().mean() < 1
 
 
 @pytest.mark.slow

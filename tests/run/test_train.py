@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,24 @@ def test_photographs_as_people_have_them(tmp_path: Path) -> None:
     assert workspace.path(LORA).exists()
     report = workspace.path("output/training_report.html").read_text(encoding="utf-8")
     assert "astronaut तस्वीर.jpg" in report
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("PYTORCH_ALLOC_CONF", None, "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "backend:native", "backend:native"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", None),
+    ],
+)
+def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_otherwise(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, expected: str | None
+) -> None:
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(each, "to be restored")
+        monkeypatch.delenv(each)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    workspace.write_config(learning_rte=1)
+    assert workspace.train() == 2
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected

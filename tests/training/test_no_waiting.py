@@ -17,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, make_batch, make_config
+from simpletuner.config.masked_loss import MaskedLossConfig
 from simpletuner.config.tread import Route
 from simpletuner.models.kandinsky5.nabla import sparse_params
+from simpletuner.techniques.base import Technique
+from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.assemble import TrainingSpec, assemble
@@ -46,11 +49,17 @@ class Watched(TorchDispatchMode):
         return func(*args, **named)
 
 
-@pytest.mark.parametrize("techniques", [list, lambda: [Tread([Route(0.5, 0, -1)])]], ids=["all tokens", "half"])
+def masked() -> list[Technique]:
+    return [MaskedLoss(MaskedLossConfig()), Tread([Route(0.5, 0, -1)])]
+
+
+@pytest.mark.parametrize(
+    "techniques", [list, lambda: [Tread([Route(0.5, 0, -1)])], masked], ids=["all tokens", "half", "masked"]
+)
 @pytest.mark.parametrize("settings", [{}, {"speed": "reference"}], ids=["fast", "reference"])
 @pytest.mark.parametrize("size", ["tiny", "tiny-video", "tiny-sana"])
 def test_nothing_makes_the_host_wait(
-    monkeypatch: pytest.MonkeyPatch, size: str, settings: dict[str, Any], techniques: Callable[[], list[Tread]]
+    monkeypatch: pytest.MonkeyPatch, size: str, settings: dict[str, Any], techniques: Callable[[], list[Technique]]
 ) -> None:
     if size == "tiny-sana" and techniques():
         pytest.skip("Sana's blocks need all tokens")
@@ -61,8 +70,10 @@ def test_nothing_makes_the_host_wait(
     batch = make_batch(size, 2)
     first = batch.embeds[0]["prompt_embeds"][:-3]  # of unequal lengths, so that there is a mask
     batch = replace(batch, embeds=[{**batch.embeds[0], "prompt_embeds": first}, batch.embeds[1]])
-    if size == "tiny-video":
+    if size in ("tiny-video", "tiny-sana"):
         batch = replace(batch, condition=batch.latents[:, :, :1])
+    if techniques is masked:
+        batch = replace(batch, loss_mask=(batch.latents[:, :1] > 0).float())
     monkeypatch.setattr(step, "seed_device", lambda device, seed: None)
     with Watched() as watched:
         losses = step._Losses()

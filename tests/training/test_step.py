@@ -72,7 +72,10 @@ def test_accumulation_equals_a_larger_batch(t2i_checkpoint: Path) -> None:
     assert distance(found, one) < ROTATION
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing_interval": 2}, {"lora_dropout": 0.2}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_checkpointing_interval": 2}, {"gradient_checkpointing_kept_blocks": 1}, {"lora_dropout": 0.2}],
+)
 def test_checkpointing_changes_no_gradient(t2i_checkpoint: Path, settings: dict[str, Any]) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     found = []

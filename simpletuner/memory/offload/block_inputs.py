@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simpletuner.memory.offload.image import Span
+from simpletuner.config.schema import SLOTS
+from simpletuner.memory.offload.image import Span, page_lock, whole_pages
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class BlockInputs:
             logger.warning("offload_block_inputs saves nothing: the compute device is no CUDA device.")
         self._free: list[Tensor] = []  # page-locked bytes
         self._last: weakref.ref[_Kept] | None = None
+        self._copied: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # on the device, of the newest copies
 
     def around(self, hidden_states: Tensor) -> saved_tensors_hooks:
         """Hooks to wrap around one checkpointed call of a block.
@@ -70,8 +73,7 @@ class BlockInputs:
         host = Span.of(tensor).view(buffer)
         with self._beside():
             host.copy_(tensor, non_blocking=True)
-        if self.side is not None:
-            tensor.record_stream(self.side)
+        self._hold(tensor)
         kept = _Kept(host, self._last)
         self._last = weakref.ref(kept)
         weakref.finalize(kept, self._free.append, buffer).atexit = False
@@ -81,20 +83,39 @@ class BlockInputs:
         tensor, arrival = kept.coming or self._fetch(kept)
         before = kept.before() if kept.before is not None else None
         if arrival is not None:
-            compute = torch.cuda.current_stream(self.device)
-            compute.wait_event(arrival)
-            tensor.record_stream(compute)
+            self._wait(arrival)
         if before is not None and before.coming is None:
             before.coming = self._fetch(before)
         return tensor
 
     def _fetch(self, kept: _Kept) -> tuple[Tensor, torch.cuda.Event | None]:
         """Start to copy a tensor back to the device."""
+        # A real copy on a CPU too: the buffer will be reused for another tensor.
+        tensor = torch.empty_like(kept.host, device=self.device)
         with self._beside():
-            # A real copy on a CPU too: the buffer will be reused for another tensor.
-            tensor = torch.empty_like(kept.host, device=self.device, pin_memory=False)
             tensor.copy_(kept.host, non_blocking=True)
-        return tensor, None if self.side is None else self.side.record_event()
+        return tensor, self._hold(tensor)
+
+    def _hold(self, tensor: Tensor) -> torch.cuda.Event | None:
+        """Keep a tensor's memory until its copy is complete; returns the event of that.
+
+        `record_stream` would leave it to the allocator, which reuses memory only after the host has seen the event: by
+        then it has launched many blocks, whose inputs all take new memory. Here the compute waits for all but the
+        newest copies, and later tensors take the memory of those.
+        """
+        if self.side is None:
+            return None
+        complete = self.side.record_event()
+        self._copied.append((tensor, complete))
+        if len(self._copied) > SLOTS:
+            self._wait(self._copied[0][1])
+        return complete
+
+    def _wait(self, complete: torch.cuda.Event) -> None:
+        """Let the compute wait for a copy; its tensor and those copied before it need not be held any longer."""
+        torch.cuda.current_stream(self.device).wait_event(complete)
+        while any(event is complete for _, event in self._copied):
+            self._copied.popleft()
 
     def _buffer(self, nbytes: int) -> Tensor:
         """Host memory of at least `nbytes` bytes: the smallest free buffer, or a new one.
@@ -107,7 +128,10 @@ class BlockInputs:
         if index is not None:
             return self._free.pop(index)
         del self._free[:1]
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.side is not None)
+        buffer = whole_pages(nbytes)
+        if self.side is not None:
+            page_lock(buffer, buffer)
+        return buffer
 
     def _beside(self) -> AbstractContextManager[object]:
         """The side stream, after waiting for the compute up to this point."""

@@ -43,7 +43,7 @@ def page_lock(flat: Tensor, owner: object) -> None:
     if error:
         _forget_error()
         logger.warning(
-            "Offloaded weights could not be locked in memory (CUDA error %d; see `ulimit -l`): copies will be slower.",
+            "Offloaded tensors could not be locked in memory (CUDA error %d; see `ulimit -l`): copies will be slower.",
             error,
         )
         return

@@ -1,4 +1,4 @@
-"""Costs of Kandinsky 5 that `cost.json` lacks: published dimensions, encoders, NABLA's mask. Free of torch."""
+"""Costs of Kandinsky 5 that `cost.json` lacks: published dimensions, encoders, NABLA's tiles. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from simpletuner.models.cost import BatchShape, Shape, TransformerCost, VaeLoad, number
-from simpletuner.models.cost_table import FamilyCost, read_cost_table
+from simpletuner.models.cost import STOCK, BatchShape, Kernels, Shape, TransformerCost, VaeLoad, number
+from simpletuner.models.cost_table import FamilyCost, TileBytes, read_cost_table
 from simpletuner.models.cost_table import transformer_cost as build_cost
 from simpletuner.models.kandinsky5.geometry import TILE, is_sparse, is_sparse_flavour
 
@@ -34,18 +34,26 @@ def published(flavour: str) -> dict[str, object]:
     return {**CHANNELS, "num_text_blocks": 2, **size, "visual_cond": task != "t2i", "attention_type": attention}
 
 
-def transformer_cost(settings: Mapping[str, object], shapes: Mapping[str, Shape]) -> TransformerCost:
+def transformer_cost(
+    settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK
+) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
-    axes, sparse = settings.get("axes_dims", (16, 24, 24)), is_sparse(settings)
+    axes = settings.get("axes_dims", (16, 24, 24))
     head = sum(axes) if isinstance(axes, list | tuple) else 64
     heads = number(settings, "model_dim", 2048) // head
 
-    def masked(load: BatchShape) -> float:
-        """NABLA's mask has one entry per tile of queries, key and head: quadratic in tokens, unlike the measured costs.
-        Kernels that take lists of tiles need less."""
-        return load.samples * load.tokens**2 // TILE * heads if sparse else 0.0
+    def tile_bytes(load: BatchShape, size: int) -> TileBytes:
+        """Quadratic in tokens, unlike the measured costs."""
+        pairs = float(load.samples * heads * (load.tokens // TILE) ** 2)
+        if kernels.tile_lists:  # four int32 lists; making them takes a sort and two scatters with int64 indices
+            return TileBytes(16 * pairs, 24 * pairs)
+        # A mask of a tile's queries for every key: booleans, and the numbers added to the scores.
+        return TileBytes(TILE * size * pairs, TILE * 2 * pairs)
 
-    return build_cost(read_cost_table(PACKAGE), shapes, head=head, unit=TILE if sparse else 1, masked=masked)
+    table, compiled = read_cost_table(PACKAGE), kernels.compiled
+    if not is_sparse(settings):
+        return build_cost(table, shapes, head=head, compiled=compiled)
+    return build_cost(table, shapes, head=head, unit=TILE, sparse=tile_bytes, compiled=compiled)
 
 
 def _base_channels(settings: Mapping[str, object]) -> int:

@@ -48,10 +48,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
 
 def tile_blocks(tiles: Tensor) -> BlockMask:
     """One kernel block per tile; all blocks are full, so nothing of size S x S is allocated."""
-    count, order = _lists(tiles)
-    # The CPU kernel does not compile if both lists are the same tensor.
-    nothing, nowhere = torch.zeros_like(count), torch.zeros_like(order)
-    return BlockMask.from_kv_blocks(nothing, nowhere, count, order, BLOCK_SIZE=TILE)
+    tokens, rows, columns = tiles.shape[-1] * TILE, _lists(tiles), _lists(tiles.mT)
+    # The CPU kernel does not compile if two lists are the same tensor.
+    no_rows, no_columns = ([torch.zeros_like(each) for each in lists] for lists in (rows, columns))
+    return BlockMask((tokens, tokens), *no_rows, *rows, *no_columns, *columns, BLOCK_SIZE=(TILE, TILE))
 
 
 def paired_blocks(tiles: Tensor) -> BlockMask:
@@ -64,14 +64,21 @@ def paired_blocks(tiles: Tensor) -> BlockMask:
     def is_on(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return padded[batch, head, query // TILE, key // TILE]
 
-    lists = (*_lists(some & ~every), *_lists(every))
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=2 * TILE, mask_mod=is_on, seq_lengths=(tokens, tokens))
+    part = some & ~every
+    lists = (*_lists(part), *_lists(every), *_lists(part.mT), *_lists(every.mT))
+    return BlockMask((tokens, tokens), *lists, BLOCK_SIZE=(2 * TILE, 2 * TILE), mask_mod=is_on)
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of visible key blocks per query block, int32 `B H N`, and all key blocks, visible first, `B H N N`."""
-    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), order.int()
+    """The number of visible key blocks per query block, int32 `B H N`, and all key blocks, visible first, `B H N N`.
+
+    `BlockMask.from_kv_blocks` sorts for the same lists; counting what comes before each block gives its place, too.
+    """
+    seen = blocks.contiguous().cumsum(-1, dtype=torch.int32)
+    count, numbers = seen[..., -1:], torch.arange(blocks.shape[-1], dtype=torch.int32, device=blocks.device)
+    places = torch.where(blocks, seen - 1, count + numbers - seen).long()
+    order = torch.empty_like(seen).scatter_(-1, places, numbers.expand_as(seen))
+    return count[..., 0].contiguous(), order
 
 
 def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], compiler: dict[str, Any]) -> Attend:
@@ -227,7 +234,7 @@ def tile_mask(query: Tensor, key: Tensor, window: Tensor, mass: float) -> Tensor
     scores = torch.softmax(means[0] @ means[1].transpose(-2, -1) / math.sqrt(query.shape[-1]), dim=-1)
     values, order = scores.sort(-1)
     kept = values.cumsum(-1) >= 1 - mass
-    return kept.gather(-1, order.argsort(-1)) | window
+    return torch.empty_like(kept).scatter_(-1, order, kept) | window
 
 
 class TileAttention:

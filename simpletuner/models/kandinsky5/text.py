@@ -4,7 +4,8 @@ Qwen2.5-VL encodes the caption inside a template, with one vector per token afte
 caption alone into one pooled vector. Embeddings are not padded.
 
 Two parts of the pipelines' computation are skipped, which changes only rounding: the language head, whose logits are
-unused, and the template before the caption, which is encoded once for all captions (`prompt_start`).
+unused, and the template before the caption, which is encoded once for all captions (`prompt_start`). The head never
+gets to the device, nor does the vision tower where prompts hold no pictures.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Kandinsky5TextEncoder:
         max_length: longest caption in tokens, including the closing tokens of the template.
         device, dtype: where and in which precision the encoders run.
         quantise: quantises the encoders' weights.
+        sees_pictures: prompts may hold pictures.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class Kandinsky5TextEncoder:
         device: torch.device,
         dtype: torch.dtype,
         quantise: EncoderQuantiser | None = None,
+        *,
+        sees_pictures: bool = True,
     ) -> None:
         self.template = template
         self.max_length = max_length
@@ -77,6 +81,9 @@ class Kandinsky5TextEncoder:
             self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
         self.start = PromptStart(self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"])
         self.qwen = _load(Qwen2_5_VLForConditionalGeneration, source, "text_encoder", dtype)
+        self.qwen.lm_head = nn.Identity()
+        if not sees_pictures:
+            self.qwen.model.visual = None
         self.clip = _load(CLIPTextModel, source, "text_encoder_2", dtype)
         if quantise is not None:
             quantise(self.qwen, QWEN_LAYERS, encoder=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from simpletuner.models.cost import Shape, TransformerCost, VaeLoad, number
+from simpletuner.models.cost import STOCK, Kernels, Shape, TransformerCost, VaeLoad, number
 from simpletuner.models.cost_table import FamilyCost, read_cost_table
 from simpletuner.models.cost_table import transformer_cost as build_cost
 
@@ -25,9 +25,12 @@ def published(flavour: str) -> dict[str, object]:
     return dict(PUBLISHED)
 
 
-def transformer_cost(settings: Mapping[str, object], shapes: Mapping[str, Shape]) -> TransformerCost:
+def transformer_cost(
+    settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK
+) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
-    return build_cost(read_cost_table(PACKAGE), shapes, head=number(settings, "attention_head_dim", 112))
+    head = number(settings, "attention_head_dim", 112)
+    return build_cost(read_cost_table(PACKAGE), shapes, head=head, compiled=kernels.compiled)
 
 
 def vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:

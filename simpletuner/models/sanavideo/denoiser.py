@@ -37,8 +37,8 @@ def token_timesteps(timesteps: Tensor, latents: Tensor) -> Tensor:
 class DistinctTimesteps:
     """In training, embeds each distinct timestep of a batch once instead of once per token.
 
-    Per-token timesteps have few distinct values, and an embedding is six times as wide as a token. Hooks before and
-    after the embedding module reduce its input to the distinct values and expand its output.
+    A clip has two of them, of the given frame and of the others (`token_timesteps`), and an embedding is six times as
+    wide as a token. Hooks before and after the embedding module reduce its input to those and expand its output.
     """
 
     def __init__(self) -> None:
@@ -55,8 +55,11 @@ class DistinctTimesteps:
         (timesteps,) = inputs
         if not torch.is_grad_enabled() or timesteps.numel() <= settings["batch_size"]:
             return None
-        distinct, self._places = timesteps.unique(return_inverse=True)
-        return (distinct,), settings
+        tokens = timesteps.view(settings["batch_size"], -1)  # `unique` would wait for the device
+        given, others = tokens[:, 0], tokens[:, -1]
+        clips = torch.arange(len(tokens), device=tokens.device)[:, None]
+        self._places = (2 * clips + (tokens != given[:, None])).flatten()
+        return (torch.stack([given, others], dim=1).flatten(),), settings
 
     def after(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> Any:
         """Expand the embeddings to all tokens: (modulation, embedding), each `tokens D`."""
