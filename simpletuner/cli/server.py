@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from simpletuner.errors import UserError
+from simpletuner.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
+    from uvicorn import Server
+
     from simpletuner.reporting.events import EventStream
     from simpletuner.server.guard import Access
 
@@ -78,7 +80,17 @@ def server(
         if reload:
             ChangeReload(page.config, target=page.run, sockets=[listener]).run()
         else:
-            page.run([listener])
+            run_until_interrupted(page, listener)
+
+
+def run_until_interrupted(page: Server, listener: socket.socket) -> None:
+    """Serve until Ctrl-C, and then end the process at once."""
+    try:
+        page.run([listener])
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr, flush=True)
+        # A thread that still works on a request would be waited for. Files are written whole or not at all.
+        os._exit(Interrupted.exit_code)
 
 
 def open_page(port: int) -> ServePage:

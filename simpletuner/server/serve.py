@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -69,11 +70,15 @@ def make_server(project: Project, access: Access, mode: Mode = "unified", **more
 
 
 class PageServer(Server):
-    """Ends streams of events when it is asked to end; they would go on as long as their browsers."""
+    """Ends streams of events and long requests when it is asked to end, without reports of each."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        logging.getLogger("uvicorn.error").disabled = True
         for connection in list(self.server_state.connections):
             cast(H11Protocol, connection).transport.abort()
+        await asyncio.sleep(0)  # streams notice that their browsers are gone
+        for task in self.server_state.tasks:
+            task.cancel()
         await super().shutdown(sockets)
 
 

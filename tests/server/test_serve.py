@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.request import Request as Ask
 from urllib.request import urlopen
 
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from simpletuner.cli.app import main
 from simpletuner.plan.build import Plan
 from simpletuner.server import serve
-from simpletuner.server.guard import Access
 from simpletuner.server.project import Project
 from tests.workspace import Workspace
 
@@ -40,9 +32,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], re.Match[str]]]:
+def started(
+    folder: Path, *options: str, program: Sequence[str] = ("-m", "simpletuner")
+) -> Iterator[tuple[subprocess.Popen[str], re.Match[str]]]:
     """`simpletuner server` as a process, and the address it printed."""
-    command = [sys.executable, "-m", "simpletuner", "server", "--port", str(free_port()), *options]
+    command = [sys.executable, *program, "server", "--port", str(free_port()), *options]
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
@@ -139,46 +133,46 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "pip install 'simpletuner[server]'" in capsys.readouterr().err
 
 
-async def ticking(request: Request) -> Response:
-    """Events without end."""
+STREAMS = """
+import asyncio, sys, time
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+from simpletuner.cli.app import main
+from simpletuner.server import serve
 
-    async def events() -> AsyncIterator[str]:
-        while True:
-            yield ": still here\n\n"
-            await asyncio.sleep(0.05)
+async def events():
+    while True:
+        yield ": still here\\n\\n"
+        await asyncio.sleep(0.05)
 
-    return StreamingResponse(events(), media_type="text/event-stream")
+def with_more(*given):
+    app = real(*given)
+    app.router.routes += [Route("/ticking", lambda request: StreamingResponse(events()))]
+    app.router.routes += [Route("/working", lambda request: time.sleep(60))]
+    return app
+
+real, serve.create_app = serve.create_app, with_more
+sys.exit(main(sys.argv[1:]))
+"""
 
 
-def test_streams_hold_nobody_up_and_end_with_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real = serve.create_app
-
-    def with_stream(*given: Any) -> Starlette:
-        app = real(*given)
-        app.router.routes.append(Route("/ticking", ticking))
-        return app
-
-    monkeypatch.setattr(serve, "create_app", with_stream)
-    listener = serve.listen("127.0.0.1", 0)
-    server = serve.make_server(Project(tmp_path.resolve()), Access())
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    port = listener.getsockname()[1]
-    browsers = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(100)]
-    for each in browsers:
-        each.sendall(b"GET /ticking HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert all(each.recv(12) == b"HTTP/1.1 200" for each in browsers)
-    begun = time.monotonic()
-    assert b'"ok"' in fetch(str(port))
-    assert time.monotonic() - begun < 1
-    begun, server.should_exit = time.monotonic(), True
-    thread.join(10)
-    assert time.monotonic() - begun < 2
-    assert caplog.text == ""
-    for each in browsers:
-        each.close()
+def test_streams_and_long_requests_hold_nobody_up_and_end_with_the_server(tmp_path: Path) -> None:
+    with started(tmp_path, program=["-c", STREAMS]) as (process, address):
+        browsers = [socket.create_connection(("127.0.0.1", int(address[3])), 5) for _ in range(100)]
+        for number, each in enumerate(browsers):
+            path = "ticking" if number else "working"
+            each.sendall(f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert all(each.recv(12) == b"HTTP/1.1 200" for each in browsers[1:])
+        begun = time.monotonic()
+        assert b'"ok"' in fetch(address[3])
+        assert time.monotonic() - begun < 1
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        assert time.monotonic() - begun < 2  # a second, and a busy machine
+        assert (process.returncode, errors) == (130, "Interrupted.\n")
+        for each in browsers:
+            each.close()
 
 
 @pytest.mark.parametrize(
