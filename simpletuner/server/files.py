@@ -83,7 +83,7 @@ async def put_config(request: Request) -> Response:
         raise Refusal(400, [Problem("values", f"must be an object, not {json_kind(values)}.")])
     expected = request.headers.get("if-match")
     change, answer = partial(with_values, values), partial(config_json, project, name, path)
-    return await run_in_threadpool(save, path, expected, change, answer)
+    return await run_in_threadpool(replace_file, path, expected, change, answer)
 
 
 def datasets(request: Request) -> Response:
@@ -102,10 +102,10 @@ async def put_datasets(request: Request) -> Response:
         raise Refusal(400, [Problem("entries", f"must be a list, not {json_kind(entries)}.")])
     expected = request.headers.get("if-match")
     change, answer = partial(unmasked, entries), partial(datasets_json, project, path, settings)
-    return await run_in_threadpool(save, writable(project, path), expected, change, answer)
+    return await run_in_threadpool(replace_file, writable(project, path), expected, change, answer)
 
 
-def save(path: Path, expected: str | None, change: Callable[[Any], Any], answer: Callable[[], Any]) -> Response:
+def replace_file(path: Path, expected: str | None, change: Callable[[Any], Any], answer: Callable[[], Any]) -> Response:
     """Replace the content of a JSON file by what `change` makes of it (of None if there is no file).
 
     The answer is 412 if its ETag is not the expected one.
@@ -210,10 +210,10 @@ def datasets_json(project: Project, path: Path, settings: Mapping[str, Any]) -> 
 
 def settings_in(path: Path) -> dict[str, Any]:
     """The settings in a config file as it spells them; none if there is no file."""
-    return settings_of(read(path)) if path.is_file() else {}
+    return unwrapped(read(path)) if path.is_file() else {}
 
 
-def settings_of(content: Any) -> dict[str, Any]:
+def unwrapped(content: Any) -> dict[str, Any]:
     """The settings in the content of a config file, which may be wrapped.
 
     Raises:
@@ -235,7 +235,7 @@ def main_name(key: str) -> str:
 def with_values(values: Mapping[str, Any], content: Any) -> Any:
     """The content of a config file with keys set, added or (None) removed, each under the spelling that it has."""
     content = {} if content is None else content
-    settings = settings_of(content)
+    settings = unwrapped(content)
     for key, value in values.items():
         for name in [name for name in settings if main_name(name) == main_name(key)] or [key]:
             settings[name] = unmasked(value, settings.get(name), key)

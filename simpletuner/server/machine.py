@@ -35,7 +35,7 @@ def routes() -> list[Route]:
     """Routes under /api/models, /api/hardware and /api/datasets/browse."""
     return [
         Route("/api/models", models),
-        Route("/api/models/{family}/flavours", flavours),
+        Route("/api/models/{family}/flavours", family_flavours),
         Route("/api/hardware/gpus", gpus),
         Route("/api/hardware/memory", memory),
         Route("/api/datasets/browse", browse),
@@ -50,7 +50,7 @@ def models(request: Request) -> Response:
     return JSONResponse([{**spec, "flavours": flavours} for spec, flavours in zip(found, names, strict=True)])
 
 
-def flavours(request: Request) -> Response:
+def family_flavours(request: Request) -> Response:
     """The published checkpoints of a family, the default first."""
     spec = FAMILIES.get(canonical_family_name(request.path_params["family"]))
     if spec is None:
