@@ -229,6 +229,7 @@ def test_run_whose_page_finds_its_port_taken_does_not_begin(
     assert not (workspace.folder / "output").exists()
 
 
+@pytest.mark.slow
 def test_run_that_is_started_at_once_outlives_the_server(workspace: Workspace) -> None:
     named = workspace.folder / "config" / "first" / "config.json"
     named.parent.mkdir()
