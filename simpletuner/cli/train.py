@@ -15,8 +15,10 @@ from simpletuner.cli.server import PORT, open_page
 from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
+    from simpletuner.budget.budget import Budget
     from simpletuner.config.arguments import Arguments
     from simpletuner.plan.build import Plan
+    from simpletuner.reporting.events import EventStream
 
 
 @contextmanager
@@ -63,14 +65,11 @@ def train(
         return
     serve_page = open_page(page_port or PORT) if page or page_port else None
     from simpletuner.budget.ready import ready_plan
-    from simpletuner.budget.show import log_plan, start_lines
-    from simpletuner.models.registry import load_adapter
-    from simpletuner.reporting.events import Notice, StateChanged
+    from simpletuner.budget.show import log_plan
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.payloads import EventLog, Payloads
     from simpletuner.reporting.progress import shown_events
     from simpletuner.reporting.requests import signals_as_interrupt
-    from simpletuner.reporting.upload import prepared_destinations
     from simpletuner.run.lock import lock_output
 
     plan, budget = ready_plan(arguments, problems)
@@ -89,26 +88,35 @@ def train(
             stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
         if serve_page:
             stack.enter_context(serve_page(plan.output_dir, events))
-        for warning in plan.warnings:
-            events.publish(Notice(str(warning), warning=True))
-        for decision in budget.decisions:
-            events.say(f"offload auto: {decision}")
-        if plan.is_finished:
-            events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
-            return
-        # Whoever cannot upload the result learns it now, not after hours of training.
-        places = prepared_destinations(
-            plan.config.publish, plan.config.tracking.tracker_project_name, plan.output_dir, events
-        )
-        begun = plan.resume.step if plan.resume else 0
-        summary = "\n".join(start_lines(plan, budget))
-        events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
-        # torch is imported here, after every check that is quick without it.
-        with events.phase("Loading torch", stage="init_torch"), quick_imports():
-            from simpletuner.run.train import run_plan
+        _start_run(plan, budget, events)
 
-            load_adapter(plan.spec)
-        run_plan(plan, budget, events, destinations=places)
+
+def _start_run(plan: Plan, budget: Budget, events: EventStream) -> None:
+    from simpletuner.budget.show import start_lines
+    from simpletuner.models.registry import load_adapter
+    from simpletuner.reporting.events import Notice, StateChanged
+    from simpletuner.reporting.upload import prepared_destinations
+
+    for warning in plan.warnings:
+        events.publish(Notice(str(warning), warning=True))
+    for decision in budget.decisions:
+        events.say(f"offload auto: {decision}")
+    if plan.is_finished:
+        events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
+        return
+    # Whoever cannot upload the result learns it now, not after hours of training.
+    places = prepared_destinations(
+        plan.config.publish, plan.config.tracking.tracker_project_name, plan.output_dir, events
+    )
+    begun = plan.resume.step if plan.resume else 0
+    summary = "\n".join(start_lines(plan, budget))
+    events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
+    # torch is imported here, after every check that is quick without it.
+    with events.phase("Loading torch", stage="init_torch"), quick_imports():
+        from simpletuner.run.train import run_plan
+
+        load_adapter(plan.spec)
+    run_plan(plan, budget, events, destinations=places)
 
 
 def prepare_output(plan: Plan) -> None:
