@@ -43,6 +43,7 @@ class S3Login:
         settings = Config(
             max_pool_connections=self.pool,
             retries={"mode": "standard", "max_attempts": 5},
+            connect_timeout=10,
             s3={"addressing_style": "path" if self.endpoint_url else "auto"},
             # By default boto3 adds checksums that other stores do not know.
             request_checksum_calculation="when_required",

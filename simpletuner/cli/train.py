@@ -75,11 +75,8 @@ def train(
 
 def _train(plan: Plan, budget: Budget, serve_page: ServePage | None) -> None:
     """Everything after the plan: records that begin with the first event, then the run."""
-    from simpletuner.budget.show import log_plan, start_lines
-    from simpletuner.models.registry import load_adapter
-    from simpletuner.reporting.events import Notice, StateChanged
+    from simpletuner.budget.show import log_plan
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.upload import prepared_destinations
 
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
@@ -90,26 +87,35 @@ def _train(plan: Plan, budget: Budget, serve_page: ServePage | None) -> None:
         events = _begin(plan, stack)
         if serve_page:
             stack.enter_context(serve_page(plan.output_dir, events))
-        for warning in plan.warnings:
-            events.publish(Notice(str(warning), warning=True))
-        for decision in budget.decisions:
-            events.say(f"offload auto: {decision}")
-        if plan.is_finished:
-            events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
-            return
-        # Whoever cannot upload the result learns it now, not after hours of training.
-        places = prepared_destinations(
-            plan.config.publish, plan.config.tracking.tracker_project_name, plan.output_dir, events
-        )
-        begun = plan.resume.step if plan.resume else 0
-        summary = "\n".join(start_lines(plan, budget))
-        events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
-        # torch is imported here, after every check that is quick without it.
-        with events.phase("Loading torch", stage="init_torch"), quick_imports():
-            from simpletuner.run.train import run_plan
+        _start_run(plan, budget, events)
 
-            load_adapter(plan.spec)
-        run_plan(plan, budget, events, destinations=places)
+
+def _start_run(plan: Plan, budget: Budget, events: EventStream) -> None:
+    from simpletuner.budget.show import start_lines
+    from simpletuner.models.registry import load_adapter
+    from simpletuner.reporting.events import Notice, StateChanged
+    from simpletuner.reporting.upload import prepared_destinations
+
+    for warning in plan.warnings:
+        events.publish(Notice(str(warning), warning=True))
+    for decision in budget.decisions:
+        events.say(f"offload auto: {decision}")
+    if plan.is_finished:
+        events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
+        return
+    # Whoever cannot upload the result learns it now, not after hours of training.
+    places = prepared_destinations(
+        plan.config.publish, plan.config.tracking.tracker_project_name, plan.output_dir, events
+    )
+    begun = plan.resume.step if plan.resume else 0
+    summary = "\n".join(start_lines(plan, budget))
+    events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
+    # torch is imported here, after every check that is quick without it.
+    with events.phase("Loading torch", stage="init_torch"), quick_imports():
+        from simpletuner.run.train import run_plan
+
+        load_adapter(plan.spec)
+    run_plan(plan, budget, events, destinations=places)
 
 
 def _begin(plan: Plan, stack: ExitStack) -> EventStream:

@@ -87,7 +87,9 @@ class Uploads:
                 self.join()
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """The result is uploaded when it is verified."""
+        """Wait for scripts and a running upload if the run stops early; else the result follows once it is verified."""
+        if state.global_step < assembly.settings.total_steps:
+            self.join()
 
     def finish(self, step: int, epoch: int) -> None:
         """Write the card of the result and upload it everywhere; returns when it is there, or has failed.

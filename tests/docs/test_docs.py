@@ -56,7 +56,9 @@ def is_kept(character: str) -> bool:
 
 
 @pytest.mark.parametrize("text", blocks("json"))
-def test_json_block_loads(text: str, tmp_path: Path) -> None:
+def test_json_block_loads(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "MY_KEY_ID", "MY_SECRET"):
+        monkeypatch.setenv(name, "a-secret-of-the-docs")
     path = tmp_path / "block.json"
     path.write_text(text, encoding="utf-8")
     content = json.loads(text)
