@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from simpletuner.cli.server import ServePage
     from simpletuner.config.arguments import Arguments
     from simpletuner.plan.build import Plan
+    from simpletuner.reporting.events import EventStream
 
 
 @contextmanager
@@ -78,11 +79,7 @@ def _train(plan: Plan, budget: Budget, serve_page: ServePage | None) -> None:
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import Notice, StateChanged
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.payloads import EventLog, Payloads
-    from simpletuner.reporting.progress import shown_events
-    from simpletuner.reporting.requests import signals_as_interrupt
     from simpletuner.reporting.upload import prepared_destinations
-    from simpletuner.run.lock import lock_output
 
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
@@ -90,15 +87,7 @@ def _train(plan: Plan, budget: Budget, serve_page: ServePage | None) -> None:
     setup_logging()
     log_plan(plan, budget)
     with ExitStack() as stack:
-        stack.enter_context(lock_output(plan.output_dir))
-        stack.enter_context(signals_as_interrupt())
-        events = stack.enter_context(shown_events())
-        payloads = Payloads()
-        events.subscribe(EventLog(plan.output_dir, payloads))
-        if plan.config.webhooks.hooks:
-            from simpletuner.reporting.webhooks import delivered
-
-            stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
+        events = stack.enter_context(told_events(plan))
         if serve_page:
             stack.enter_context(serve_page(plan.output_dir, events))
         for warning in plan.warnings:
@@ -121,6 +110,27 @@ def _train(plan: Plan, budget: Budget, serve_page: ServePage | None) -> None:
 
             load_adapter(plan.spec)
         run_plan(plan, budget, events, destinations=places)
+
+
+@contextmanager
+def told_events(plan: Plan) -> Iterator[EventStream]:
+    """The events of a run, which holds its output folder: shown, mirrored there and sent to its webhooks."""
+    from simpletuner.reporting.payloads import EventLog, Payloads
+    from simpletuner.reporting.progress import shown_events
+    from simpletuner.reporting.requests import signals_as_interrupt
+    from simpletuner.run.lock import lock_output
+
+    with ExitStack() as stack:
+        stack.enter_context(lock_output(plan.output_dir))
+        stack.enter_context(signals_as_interrupt())
+        events = stack.enter_context(shown_events())
+        payloads = Payloads()
+        events.subscribe(EventLog(plan.output_dir, payloads))
+        if plan.config.webhooks.hooks:
+            from simpletuner.reporting.webhooks import delivered
+
+            stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
+        yield events
 
 
 def prepare_output(plan: Plan) -> None:
