@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from diffusers import (
+    AutoencoderKLLTX2Video,
     AutoencoderKLWan,
     DPMSolverMultistepScheduler,
     SanaVideoPipeline,
@@ -67,9 +68,23 @@ def build_wan_vae() -> AutoencoderKLWan:
     return AutoencoderKLWan(base_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
 
 
-def build_sana() -> SanaVideoTransformer3DModel:
+def build_ltx2_vae() -> AutoencoderKLLTX2Video:
+    """The VAE of LTX-2 in shape: 128 latent channels, a 32nd of the size, every 8th frame, with statistics."""
+    vae = AutoencoderKLLTX2Video(
+        block_out_channels=(16, 32, 32, 64), decoder_block_out_channels=(16, 32, 64),
+        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1),
+        spatial_compression_ratio=32, temporal_compression_ratio=8,
+    )  # fmt: skip
+    vae.latents_mean.uniform_(-0.5, 0.5)
+    vae.latents_std.uniform_(0.5, 1.5)
+    return vae
+
+
+def build_sana(flavour: str = "2b-480p") -> SanaVideoTransformer3DModel:
     """A Sana Video transformer of two blocks, with no zero-initialised parameter left."""
+    channels = {"in_channels": 128, "out_channels": 128, "patch_size": (1, 1, 1)} if flavour == "2b-720p" else {}
     transformer = SanaVideoTransformer3DModel(
+        **channels,
         num_attention_heads=HEADS,
         attention_head_dim=HEAD_WIDTH,
         num_layers=2,
@@ -83,7 +98,9 @@ def build_sana() -> SanaVideoTransformer3DModel:
     return transformer
 
 
-def make_sana_checkpoint(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def make_sana_checkpoint(
+    folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, flavour: str = "2b-480p"
+) -> Path:
     """Write a Sana Video checkpoint of random weights into `folder` and return it; it serves t2v and i2v."""
     tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -91,8 +108,8 @@ def make_sana_checkpoint(folder: Path, *, seed: int = 0, dtype: torch.dtype = to
         pipeline = SanaVideoPipeline(
             tokenizer=tokenizer,
             text_encoder=cast(build_gemma(len(tokenizer)), dtype),
-            vae=build_wan_vae(),
-            transformer=cast(build_sana(), dtype),
+            vae=build_ltx2_vae() if flavour == "2b-720p" else build_wan_vae(),
+            transformer=cast(build_sana(flavour), dtype),
             scheduler=DPMSolverMultistepScheduler(
                 prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0
             ),

@@ -75,7 +75,7 @@ class LoraConfig(Group):
         "diffusers",
         "Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads both.",
     )
-    init_lora: PathText | None = option(None, "File or folder of a LoRA to start from.")
+    init_lora: PathText | None = option(None, "File or folder of a LoRA to start from, also one of Kandinsky's own.")
     init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
 
     @property

@@ -590,7 +590,7 @@ class ValidationConfig(Group):
         form="text",
     )
     validation_num_video_frames: Integer | None = option(
-        None, "Frames of a preview clip, 4k+1.", ge=1, default_note="of the family"
+        None, "Frames of a preview clip, 4k+1; 8k+1 with 2b-720p.", ge=1, default_note="of the family"
     )
     framerate: Integer | None = option(
         None, "Frames per second of clips.", aliases=("frame_rate",), ge=1, default_note="of the family"

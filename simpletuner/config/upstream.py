@@ -115,6 +115,7 @@ def foreign_key_problem(
     """
     if key not in table:
         return None
-    off = value is None or str(value).strip().lower().removesuffix(".0") in (*OFF, NEUTRAL.get(key))
+    neutral = (NEUTRAL[key],) if NEUTRAL.get(key, "").isdecimal() else (*OFF, NEUTRAL.get(key))  # 0 is a strength, too
+    off = value is None or str(value).strip().lower().removesuffix(".0") in neutral
     note = " It is off and is ignored." if off else ""
     return Problem(written, f"is not a key here: {table[key]}.{note} ({source})", fatal=not off)

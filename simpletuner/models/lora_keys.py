@@ -13,6 +13,7 @@ from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes
 
 STEP_NOTE = "simpletuner.step"  # note in a result: the step it belongs to
 LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
+OFFICIAL_FILE = "lora.safetensors"  # of Kandinsky's own LoRAs; their settings are in `config_lora.json` beside it
 # Prefixes of keys in LoRA files. diffusers silently loads nothing from keys with a prefix it does not expect.
 KNOWN_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.")
 KOHYA_PREFIX = "lora_unet_"
@@ -28,6 +29,14 @@ ROLES = {
     COMFYUI_MAGNITUDE: "comfyui magnitude",
     ".alpha": "alpha",
 }
+
+
+def lora_file(path: Path) -> Path:
+    """The file of a LoRA that a path names: itself, or the one in a folder."""
+    if not path.is_dir():
+        return path
+    official = path / OFFICIAL_FILE
+    return official if official.is_file() and not (path / LORA_FILE).is_file() else path / LORA_FILE
 
 
 def without_prefix(key: str) -> str:
@@ -60,8 +69,7 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
         modules: the linear layers of the transformer; empty if it is not on this machine.
         targets: selection of those that are trained.
     """
-    key, path = "init_lora", Path(config.init_lora or "").expanduser()
-    path = path / LORA_FILE if path.is_dir() else path
+    key, path = "init_lora", lora_file(Path(config.init_lora or "").expanduser())
     if config.init_lora is None:
         return
     problems: list[Problem] = []
@@ -73,6 +81,10 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
         message = f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the LoRA beside it."
         yield Problem(key, message)
         return
+    trigger = read_header(path).get(METADATA, {}).get("trigger")
+    if trigger:
+        message = f"{str(path)!r} was trained with captions that begin with {trigger!r}; begin yours with it, too."
+        yield Problem(key, message, fatal=False)
     wanted = set(matching_modules(modules, targets))
     ranks = {module_of(name, modules): shape[0] for name, shape in shapes.items() if role_of(name) == "A" and shape}
     if not ranks or (modules and not ranks.keys() & set(modules)):
@@ -117,7 +129,7 @@ def find_lora(location: str, *, fetch: bool = False) -> Path | None:
     """
     path, (repo, _, name) = Path(location).expanduser(), location.partition(":")
     if path.exists() or not HUB_ID.fullmatch(repo):
-        return path / LORA_FILE if path.is_dir() else path
+        return lora_file(path)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -34,6 +34,9 @@ class Flavour:
         task: what goes in and what comes out.
         needs: what a user must provide besides captions, for the wizard; empty if nothing.
         dataset_task: what the same checkpoint does instead when a dataset asks for it (`video.is_i2v`), or None.
+        defaults: defaults of config keys that differ from the family's.
+        changes: fields of the family's `FamilySpec` that differ for this checkpoint.
+        distilled: it samples without guidance, in the way it was distilled for.
     """
 
     name: str
@@ -41,6 +44,9 @@ class Flavour:
     task: Task
     needs: str = ""
     dataset_task: Task | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    distilled: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +193,15 @@ class FamilySpec:
             KeyError: there is no such flavour.
         """
         return self.flavours[0] if name is None else {each.name: each for each in self.flavours}[name]
+
+    def for_flavour(self, name: str | None) -> FamilySpec:
+        """This family as a flavour has it; an unknown name changes nothing."""
+        if name is not None and name not in self.flavour_names:
+            return self
+        flavour = self.flavour(name)
+        if not flavour.defaults and not flavour.changes:
+            return self
+        return replace(self, **flavour.changes, defaults={**self.defaults, **flavour.defaults})
 
     def for_checkpoint(self, flavour: Flavour, source: ModelSource) -> FamilySpec:
         """This family with the pixel grid that a checkpoint needs."""

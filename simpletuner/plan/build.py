@@ -188,16 +188,18 @@ def read_settings(
 
 
 def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec | None:
-    """The family named by the layer with the highest precedence, which is the last one."""
-    found = [canonical(layer, []).get("model_family") for layer in layers]  # resolve() reports the problems
-    named = [value for value in found if value is not None]
-    if not named:
-        return None  # resolve() reports the missing key
-    name = canonical_family_name(str(named[-1]))
+    """The family named by the layer with the highest precedence, which is the last one, as its flavour has it."""
+    named: dict[str, str] = {}
+    for layer in layers:
+        # resolve() reports the problems, and a missing family.
+        named |= {key: str(value) for key, value in canonical(layer, []).items() if value is not None}
+    if "model_family" not in named:
+        return None
+    name = canonical_family_name(named["model_family"])
     if name in FAMILIES:
-        return FAMILIES[name]
+        return FAMILIES[name].for_flavour(named.get("model_flavour"))
     known = list(FAMILIES)
-    message = f"{str(named[-1])!r} is not one of: {', '.join(known)}.{did_you_mean(name, known)}"
+    message = f"{named['model_family']!r} is not one of: {', '.join(known)}.{did_you_mean(name, known)}"
     problems.append(Problem("model_family", message))
     return None
 

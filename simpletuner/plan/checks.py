@@ -258,7 +258,12 @@ def check_frames(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
 
 
 def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iterator[Problem]:
-    """Keys that this flavour does not use."""
+    """Keys that this flavour does not use, and what training does to it."""
+    if flavour.distilled:
+        message = (
+            f"{flavour.name} is distilled; a plain flow loss undoes that, so guidance or more steps may be needed."
+        )
+        yield Problem("model_flavour", message, fatal=False)
     if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
         message = f"has no effect: {flavour.name} starts from noise, not from a picture."
         yield Problem("validation_using_datasets", message, fatal=False)

@@ -216,12 +216,12 @@ def _attachments(paths: Sequence[Path]) -> tuple[list[tuple[str, bytes]], list[s
         if path.stat().st_size <= LARGEST_FILE:
             files.append((path.name, path.read_bytes()))
             continue
-        files.append((f"{path.stem}.jpg", still(path)))
+        files.append((f"{path.stem}.jpg", still_jpeg(path)))
         notes.append(f"{path.name} is too large for Discord; this is a picture of it.")
     return files, notes
 
 
-def still(path: Path) -> bytes:
+def still_jpeg(path: Path) -> bytes:
     """A picture, or the first frame of a clip, as JPEG of at most 1024 pixels a side."""
     if path.suffix == ".mp4":
         with av.open(str(path)) as clip:

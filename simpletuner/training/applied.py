@@ -78,7 +78,7 @@ def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, devi
     handles = []
     try:
         for path, strength in loras:
-            weights = read_lora_file(path, names)
+            weights = read_lora_file(path, names, "LoRA")
             refuse_not_finite(weights, repr(str(path)), "choose another file")
             placed = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
             for layer in [name.removesuffix(".lora_A.weight") for name in placed if name.endswith(".lora_A.weight")]:

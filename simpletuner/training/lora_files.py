@@ -23,7 +23,15 @@ from torch import Tensor
 from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
 from simpletuner.errors import UserError, shorten
 from simpletuner.headers import METADATA, read_header, with_metadata
-from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, module_of, role_of, without_prefix
+from simpletuner.models.lora_keys import (
+    COMFYUI_MAGNITUDE,
+    MAGNITUDE,
+    OFFICIAL_FILE,
+    lora_file,
+    module_of,
+    role_of,
+    without_prefix,
+)
 from simpletuner.training.manifest import LORA_FILE
 
 LoraForm = Literal["diffusers", "comfyui"]
@@ -128,31 +136,32 @@ def _norm_ratio(base: Tensor, update: Tensor) -> Tensor:
     return base.norm(dim=1) / (base + update).norm(dim=1)
 
 
-def read_lora_file(path: Path, modules: list[str]) -> dict[str, Tensor]:
+def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> dict[str, Tensor]:
     """Read a LoRA file in any common form as `<module>.lora_A.weight` / `lora_B.weight`, scale folded in.
 
     Magnitudes of a DoRA are `<module>.lora_magnitude_vector`, or `<module>.dora_scale` if they are ComfyUI's.
 
     Args:
-        path: the file, or a folder with `pytorch_lora_weights.safetensors`.
+        path: the file, or a folder that holds one.
         modules: names of the transformer's modules, to resolve keys in which dots were replaced.
+        key: names the path in errors.
 
     Raises:
         UserError: the file does not exist, or no key of it belongs to this model.
     """
-    path = path / LORA_FILE if path.is_dir() else path
+    path = lora_file(path)
     if not path.is_file():
-        raise UserError(f"init_lora: {str(path)!r} does not exist.")
+        raise UserError(f"{key}: {str(path)!r} does not exist.")
     raw = load_file(path)
     known = set(modules)
     pairs: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in raw.items():
-        module, role = module_of(key, modules), role_of(key)
+    for name, tensor in raw.items():
+        module, role = module_of(name, modules), role_of(name)
         if module in known and role:
             pairs.setdefault(module, {})[role] = tensor
     pairs = {module: pair for module, pair in pairs.items() if "A" in pair and "B" in pair}
     if not pairs:
-        raise UserError(f"init_lora: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
+        raise UserError(f"{key}: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
     settings = _settings_of(path)
     alphas: dict[str, float] = settings.get("alpha_pattern", {})  # of layers whose alpha is not lora_alpha
     weights = {}
@@ -171,4 +180,7 @@ def read_lora_file(path: Path, modules: list[str]) -> dict[str, Tensor]:
 def _settings_of(path: Path) -> dict[str, Any]:
     metadata = read_header(path).get(METADATA, {})
     raw = json.loads(metadata[METADATA_KEY]) if METADATA_KEY in metadata else {}
+    beside = path.with_name("config_lora.json")
+    if not raw and path.name == OFFICIAL_FILE and beside.is_file():
+        raw = json.loads(beside.read_text(encoding="utf-8"))
     return {without_prefix(key): value for key, value in raw.items()}

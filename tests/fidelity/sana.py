@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from PIL.Image import Image
 
 from simpletuner.config.load import Layer, RunConfig, resolve, with_family
 from simpletuner.models.adapter import CheckpointSetup
-from simpletuner.models.sanavideo.spec import SANA_VIDEO
+from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO
 from simpletuner.models.sanavideo.video import SanaVideoAdapter
 from simpletuner.models.source import ModelSource
 from tests.fidelity.family import picture
@@ -23,9 +24,16 @@ PROMPT = "A RED ball rolls down the hill, seen from far away "
 SEED = 5
 
 
+def flavour_of(checkpoint: Path) -> str:
+    """The flavour of a tiny checkpoint, by its VAE."""
+    vae = json.loads((checkpoint / "vae" / "config.json").read_text())
+    return "2b-720p" if vae["_class_name"] == LTX2 else "2b-480p"
+
+
 def make_sana_config(checkpoint: Path, **settings: Any) -> RunConfig:
     """The config of a run on a tiny checkpoint."""
     values = {"model_type": "lora", "model_family": "sanavideo", "pretrained_model_name_or_path": str(checkpoint)}
+    values["model_flavour"] = flavour_of(checkpoint)
     problems: list[Any] = []
     layers = with_family([Layer("test", list((values | settings).items()))], SANA_VIDEO.defaults, SANA_VIDEO.fixed)
     config = resolve(layers, problems)
@@ -36,7 +44,7 @@ def make_sana_config(checkpoint: Path, **settings: Any) -> RunConfig:
 def make_sana_adapter(checkpoint: Path, **settings: Any) -> SanaVideoAdapter:
     """The adapter of a tiny checkpoint."""
     config = make_sana_config(checkpoint, **settings)
-    flavour = SANA_VIDEO.flavour(None)
+    flavour = SANA_VIDEO.flavour(flavour_of(checkpoint))
     source = ModelSource.from_config(SANA_VIDEO, flavour, config)
     return SanaVideoAdapter(CheckpointSetup.of(config, flavour, source))
 

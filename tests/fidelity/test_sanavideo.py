@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKLLTX2Video
 
 from simpletuner.config.schema import LossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
@@ -20,19 +20,29 @@ from tests.closeness import ELEMENTWISE, MODEL, SAMPLING, VAE, assert_all_close,
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import (
     FRAMES,
-    LATENT_FRAMES,
     PROMPT,
     SEED,
     SIZE,
     SanaRecorder,
     clip,
     first_frame,
+    flavour_of,
     make_sana_adapter,
     record_pipeline,
     stock_pipeline,
 )
+from tests.tiny_sana import make_sana_checkpoint
 
-LATENT_SHAPE = (16, LATENT_FRAMES, SIZE[1] // 8, SIZE[0] // 8)
+
+def latent_shape(checkpoint: Path) -> tuple[int, int, int, int]:
+    """Channels, frames, height and width of the latents of `clip()`."""
+    stride, patch = (8, 32) if flavour_of(checkpoint) == "2b-720p" else (4, 8)
+    return 128 if stride == 8 else 16, (FRAMES - 1) // stride + 1, SIZE[1] // patch, SIZE[0] // patch
+
+
+@pytest.fixture(params=["2b-480p", "2b-720p"], scope="module")
+def sana_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sana_checkpoint(tmp_path_factory.mktemp("sana") / request.param, flavour=request.param)
 
 
 @pytest.fixture(params=["t2v", "i2v"])
@@ -71,7 +81,9 @@ def test_inputs_are_the_pipelines(sana_checkpoint: Path, task: str, step: int) -
     adapter.predict(transformer, noisy)
     assert_same_inputs(recorder.calls[0], theirs)
     if task == "i2v":
-        assert recorder.calls[0]["timestep"].shape == (1, 1, LATENT_FRAMES, SIZE[1] // 16, SIZE[0] // 16)
+        frames, height, width = latent_shape(sana_checkpoint)[1:]
+        patch = adapter.spec.patch_size
+        assert recorder.calls[0]["timestep"].shape == (1, 1, frames, height // patch, width // patch)
         assert not recorder.calls[0]["timestep"][:, :, 0].any()
 
 
@@ -128,7 +140,7 @@ class TestTimesteps:
     def noisy(self, checkpoint: Path, timestep: float = 640.0) -> NoisyBatch:
         encoder = make_sana_adapter(checkpoint).load_text_encoder(CPU, torch.float32)
         embeds = encoder.encode([TextRequest("a ball"), TextRequest("")])
-        latents = torch.randn(2, *LATENT_SHAPE, generator=torch.Generator().manual_seed(0))
+        latents = torch.randn(2, *latent_shape(checkpoint), generator=torch.Generator().manual_seed(0))
         sigmas = torch.tensor([timestep, 250.0]) / 1000
         return make_noisy(Batch(latents, embeds, ["x", "y"]), sigmas, sample_noise(latents, [torch.Generator()] * 2))
 
@@ -139,9 +151,9 @@ class TestTimesteps:
         noisy = self.noisy(sana_checkpoint)
         with torch.set_grad_enabled(training):
             scalar = adapter.predict(transformer, noisy)
-            tokens = noisy.timesteps.view(2, 1, 1, 1, 1).expand(
-                2, 1, LATENT_FRAMES, *(n // 2 for n in LATENT_SHAPE[2:])
-            )
+            frames, *sides = latent_shape(sana_checkpoint)[1:]
+            grid = (side // adapter.spec.patch_size for side in sides)
+            tokens = noisy.timesteps.view(2, 1, 1, 1, 1).expand(2, 1, frames, *grid)
             adapter._timesteps = lambda noisy: tokens  # type: ignore[method-assign]
             assert_close(adapter.predict(transformer, noisy), scalar, terms=MODEL)
 
@@ -170,6 +182,13 @@ class TestTimesteps:
         assert (adapter.predict(transformer, noisy) - right)[:, :, 1:].abs().max() > 1e-4
 
 
+def statistics(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of the channels, where the stock pipelines look for them."""
+    if isinstance(vae, AutoencoderKLLTX2Video):
+        return vae.latents_mean, vae.latents_std
+    return torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
+
+
 def conditioned(noisy: NoisyBatch) -> NoisyBatch:
     """The same batch as i2v, continuing its own first latent frame."""
     latents = noisy.batch.latents
@@ -184,10 +203,10 @@ class TestLatents:
         encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
         pixels = torch.cat([clip(), -clip()])
         together = encoder.encode(pixels, [1, 2])
-        assert together.shape == (2, *LATENT_SHAPE)
+        assert together.shape == (2, *latent_shape(sana_checkpoint))
         assert together.dtype == torch.float32
         mode = encoder.vae.encode(pixels).latent_dist.mode()
-        mean, std = (torch.tensor(encoder.vae.config[f"latents_{name}"]) for name in ("mean", "std"))
+        mean, std = statistics(encoder.vae)
         expected = (mode - mean.view(-1, 1, 1, 1)) / std.view(-1, 1, 1, 1)
         assert_close(together, expected, terms=VAE)
         assert_close(encoder.encode(pixels[1:], [7]), together[1:], terms=VAE)
@@ -200,10 +219,10 @@ class TestLatents:
     def test_decoding_is_the_pipelines(self, sana_checkpoint: Path) -> None:
         encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
         latents = encoder.encode(clip(), [0])
-        vae = AutoencoderKLWan.from_pretrained(sana_checkpoint / "vae")
-        mean, std = (torch.tensor(vae.config[f"latents_{name}"]).view(-1, 1, 1, 1) for name in ("mean", "std"))
+        vae: Any = type(encoder.vae).from_pretrained(sana_checkpoint / "vae")
+        mean, std = (values.view(-1, 1, 1, 1) for values in statistics(vae))
         with torch.no_grad():
-            decoded, stock = encoder.decode(latents), vae.decode(latents * std + mean).sample
+            decoded, stock = encoder.decode(latents), vae.decode(latents * std + mean).sample.clamp(-1, 1)
         assert decoded.shape == clip().shape
         assert_close(decoded, stock, terms=VAE)
 
@@ -224,8 +243,8 @@ def test_one_frame_has_nothing_to_continue_with(sana_checkpoint: Path) -> None:
 
 def test_a_mask_of_the_batch_is_kept(sana_checkpoint: Path) -> None:
     adapter = make_sana_adapter(sana_checkpoint)
-    latents = torch.randn(1, *LATENT_SHAPE)
-    given = torch.rand(1, 1, *LATENT_SHAPE[1:])
+    latents = torch.randn(1, *latent_shape(sana_checkpoint))
+    given = torch.rand(1, 1, *latent_shape(sana_checkpoint)[1:])
     batch = Batch(latents, [], ["x"], condition=latents[:, :, :1], loss_mask=given)
     noisy = adapter.prepare(make_noisy(batch, torch.tensor([0.5]), torch.randn_like(latents)))
     prediction = torch.randn_like(latents)

@@ -37,6 +37,30 @@ def test_family_is_registered() -> None:
     assert SANA_VIDEO.flavour("2b-480p").repository == "Efficient-Large-Model/SANA-Video_2B_480p_diffusers"
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"model_flavour": "2b-480p-longlive"}, "block by block"),
+        ({"pretrained_model_name_or_path": "Efficient-Large-Model/SANA-Video_2.0_5B_720p"}, "another architecture"),
+    ],
+)
+def test_what_diffusers_lacks_is_refused_by_name(settings: dict[str, str], reason: str) -> None:
+    problem = settle(**settings)[1]["model_flavour"]
+    assert problem.fatal
+    assert reason in problem.message
+
+
+def test_720p_has_its_own_grid() -> None:
+    spec = SANA_VIDEO.for_flavour("2b-720p")
+    assert spec.latent_size(1280, 704, 81) == (11, 22, 40)
+    assert spec.tokens(11, 22, 40) == 11 * 22 * 40
+    assert spec.defaults["validation_resolution"] == "1280x704"
+    assert all(side % spec.size_multiple == 0 for size in spec.native_sizes[720] for side in size)
+    assert SANA_VIDEO.for_flavour(None) is SANA_VIDEO
+    published = SANA_VIDEO.cost.of_flavour("2b-720p").shapes
+    assert published["patch_embedding.weight"] == (2240, 128, 1, 1, 1)
+
+
 def test_defaults() -> None:
     config, told = settle()
     assert not told

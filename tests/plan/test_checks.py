@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.load import Layer, resolve
+from simpletuner.config.load import Layer, resolve, with_family
 from simpletuner.config.schema import all_options
+from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.checks import check_config, check_family, check_total
+from simpletuner.plan.build import find_family
+from simpletuner.plan.checks import check_config, check_family, check_flavour, check_total
 from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import Checkpoint, Identity, Manifest
 
@@ -160,3 +162,29 @@ def test_a_seed_that_was_drawn_is_kept_when_the_run_goes_on(
     earlier = Checkpoint(Path("checkpoint-5"), 5, rolling=False, manifest=manifest)
     assert decide_seed(configured, None) == 1234
     assert decide_seed(configured, earlier) == 77
+
+
+@pytest.mark.parametrize(
+    ("flavour", "repository", "steps"),
+    [
+        ("t2v-lite-nocfg-10s", "T2V-Lite-nocfg-10s", 50),
+        ("t2v-lite-distilled16steps-5s", "T2V-Lite-distilled16steps-5s", 16),
+        ("t2v-pro-distilled-5s-hd", "T2V-Pro-distilled-5s", 16),
+        ("i2v-pro-distilled-5s", "I2V-Pro-distilled-5s", 16),
+    ],
+)
+def test_distilled_flavours_are_previewed_as_they_sample(flavour: str, repository: str, steps: int) -> None:
+    values = {"model_type": "lora", "model_family": "kandinsky5-video", "model_flavour": flavour}
+    layer, problems = Layer("test", list(values.items())), list[Problem]()
+    spec = find_family([layer], problems)
+    assert spec is not None
+    chosen = spec.flavour(flavour)
+    assert chosen.repository == f"kandinskylab/Kandinsky-5.0-{repository}-Diffusers"
+    config = resolve(with_family([layer], spec.defaults, spec.fixed), problems)
+    preview = config.validation
+    assert (preview.validation_guidance, preview.validation_num_inference_steps) == (1.0, steps)
+    (warning,) = check_flavour(config, spec, chosen)
+    assert "distilled" in str(warning)
+    assert not warning.fatal
+    assert not [each for each in spec.check(config, chosen) if each.where == "validation_guidance"]
+    assert not problems

@@ -181,6 +181,15 @@ class TestInitLora:
         path = self.write(workspace)
         assert "init_lora" not in warnings(workspace, capsys, f"init_lora={path}", "lora_rank=4")
 
+    def test_an_official_one_tells_its_trigger(self, workspace: Workspace, capsys: Capture) -> None:
+        folder = workspace.path("official")
+        folder.mkdir()
+        weights = {f"base_model.model.{name.removeprefix('transformer.')}": tensor
+                   for name, tensor in load_file(self.write(workspace)).items()}  # fmt: skip
+        save_file(weights, folder / "lora.safetensors", metadata={"trigger": "microwave,"})
+        told = warnings(workspace, capsys, f"init_lora={folder}", "lora_rank=4")
+        assert "captions that begin with 'microwave,'" in told
+
     def test_one_for_some_layers(self, workspace: Workspace, capsys: Capture) -> None:
         told = warnings(workspace, capsys, f"init_lora={self.write(workspace, blocks=1)}", "lora_rank=4")
         assert "trained layers; the others start untrained (visual_transformer_blocks.1." in " ".join(told.split())

@@ -247,3 +247,15 @@ def test_disabled_is_the_base_for_every_init(t2i_checkpoint: Path) -> None:
             torch.testing.assert_close(back, base, rtol=0, atol=1e-3)
             assert torch.equal(assembly.adapter.predict(assembly.transformer, batch), moved)
         assert (moved - base).abs().max() > 0.02
+
+
+def test_an_official_lora_has_its_alpha_beside_it(tmp_path: Path) -> None:
+    module = "visual_transformer_blocks.0.feed_forward.in_layer"
+    down, up = torch.randn(4, 8), torch.randn(16, 4)
+    names = (f"base_model.model.{module}.lora_{part}.default.weight" for part in "AB")
+    save_file(dict(zip(names, (down, up), strict=True)), tmp_path / "lora.safetensors")
+    (tmp_path / "config_lora.json").write_text(json.dumps({"r": 4, "lora_alpha": 2}))
+    for path in (tmp_path, tmp_path / "lora.safetensors"):
+        weights = read_lora_file(path, [module])
+        assert torch.equal(weights[f"{module}.lora_A.weight"], down)
+        assert torch.equal(weights[f"{module}.lora_B.weight"], up / 2)

@@ -29,7 +29,14 @@ def _flavour(name: str) -> Flavour:
     kind, *words = name.removesuffix("-hd").split("-")
     title = "-".join(word.capitalize() if word in ("lite", "pro") else word for word in words)
     task: Task = "i2v" if kind == "i2v" else "t2v"
-    return Flavour(name, f"kandinskylab/Kandinsky-5.0-{kind.upper()}-{title}-Diffusers", task)
+    repository = f"kandinskylab/Kandinsky-5.0-{kind.upper()}-{title}-Diffusers"
+    steps = next((count for stage, count in DISTILLED.items() if stage in words), None)
+    defaults = {} if steps is None else {"validation_guidance": 1.0, "validation_num_inference_steps": steps}
+    return Flavour(name, repository, task, defaults=defaults, distilled=steps is not None)
+
+
+# Stages that sample without guidance, and in how many steps.
+DISTILLED = {"nocfg": 50, "distilled16steps": 16, "distilled": 16}
 
 
 FLAVOUR_NAMES = (
@@ -37,20 +44,28 @@ FLAVOUR_NAMES = (
     *(f"t2v-pro-{stage}-{length}-hd" for stage in ("sft", "pretrain") for length in ("5s", "10s")),
     "i2v-lite-5s",
     "i2v-pro-sft-5s",
+    *(f"t2v-lite-{stage}-{length}" for stage in ("nocfg", "distilled16steps") for length in ("5s", "10s")),
+    "t2v-pro-distilled-5s-hd",
+    "i2v-pro-distilled-5s",
 )
 
 
 def check_video(config: RunConfig, flavour: Flavour) -> list[Problem]:
     """Problems and hints for Kandinsky 5 Video."""
-    problems = [*_check_guidance(config), *_check_preview(config, flavour)]
+    problems = [*_check_guidance(config, flavour), *_check_preview(config, flavour)]
     if config.schedule.train_batch_size > 1:
         message = f"{config.schedule.train_batch_size}: clips need much memory; 1 with gradient accumulation is usual."
         problems.append(Problem("train_batch_size", message, fatal=False))
     return problems
 
 
-def _check_guidance(config: RunConfig) -> list[Problem]:
+def _check_guidance(config: RunConfig, flavour: Flavour) -> list[Problem]:
     guidance, (low, high) = config.validation.validation_guidance, GUIDANCE_RANGE
+    if flavour.distilled:
+        if guidance in (None, 1.0):
+            return []
+        message = f"{guidance:g}: {flavour.name} is distilled to sample without guidance, which is 1."
+        return [Problem("validation_guidance", message, fatal=False)]
     if guidance is None or low <= guidance <= high:
         return []
     message = f"{guidance:g}: below {low} or above {high} this model's clips turn black or noisy."

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch import Tensor, nn
 from torch.nn import functional
 
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
-
-PATCH = 2  # latent positions per token, on each side
 
 
 def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -26,10 +23,10 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
     return text.to(dtype), upload(mask.long(), text.device)
 
 
-def token_timesteps(timesteps: Tensor, latents: Tensor) -> Tensor:
-    """Timesteps per token, 0 on frame 0: `B 1 F H/2 W/2` from timesteps `B` and latents `B C F H W`."""
+def token_timesteps(timesteps: Tensor, latents: Tensor, patch: int) -> Tensor:
+    """Timesteps per token, 0 on frame 0: `B 1 F H/patch W/patch` from timesteps `B` and latents `B C F H W`."""
     _, _, frames, height, width = latents.shape
-    spread = timesteps.view(-1, 1, 1, 1, 1).repeat(1, 1, frames, height // PATCH, width // PATCH)
+    spread = timesteps.view(-1, 1, 1, 1, 1).repeat(1, 1, frames, height // patch, width // patch)
     spread[:, :, 0] = 0
     return spread
 
@@ -70,16 +67,23 @@ class DistinctTimesteps:
 class WanLatentEncoder:
     """Latents of clips from the Wan VAE: the posterior's mode, normalised per channel with the VAE's own statistics."""
 
-    def __init__(self, vae: AutoencoderKLWan, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.vae, self.device, self.dtype = vae, device, dtype
         self.mean, self.std = (
-            torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
+            torch.as_tensor(values, dtype=torch.float32, device="cpu").view(1, -1, 1, 1, 1)
+            for values in self.statistics(vae)
         )
+
+    @staticmethod
+    def statistics(vae: Any) -> tuple[Any, Any]:
+        """Mean and standard deviation of each channel."""
+        return vae.config.latents_mean, vae.config.latents_std
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """z of `B 3 F H W` pixels in [-1, 1] with F = 4k + 1: float32, `B 16 k+1 H/8 W/8`, on the CPU.
+
+        The LTX-2 VAE takes F = 8k + 1 and gives `B 128 k+1 H/32 W/32`.
 
         The mode is deterministic, so `seeds` has no effect.
 
@@ -100,3 +104,11 @@ class WanLatentEncoder:
     def use_less_memory(self) -> bool:
         """There is no such setting: the Wan VAE processes four frames at a time anyway."""
         return False
+
+
+class Ltx2LatentEncoder(WanLatentEncoder):
+    """Latents of clips from the LTX-2 VAE, which keeps its statistics among its weights."""
+
+    @staticmethod
+    def statistics(vae: Any) -> tuple[Any, Any]:
+        return vae.latents_mean.cpu(), vae.latents_std.cpu()

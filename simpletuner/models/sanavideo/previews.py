@@ -6,12 +6,11 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from PIL import Image
 from torch import nn
 
-from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.sanavideo.denoiser import WanLatentEncoder, collate_text
+from simpletuner.models.adapter import LatentEncoder, PreviewRequest
+from simpletuner.models.sanavideo.denoiser import collate_text
 
 WITHOUT_TEXT = ("tokenizer", "text_encoder")
 # Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.
@@ -25,10 +24,10 @@ class StockSanaPipelines:
     """
 
     def __init__(
-        self, transformer: nn.Module, vae: AutoencoderKLWan, samplers: tuple[Any, Any], device: torch.device
+        self, transformer: nn.Module, encoder: LatentEncoder, samplers: tuple[Any, Any], device: torch.device
     ) -> None:
-        self.vae, self.device, self.encoder = vae, device, WanLatentEncoder(vae, device, torch.float32)
-        parts: dict[str, Any] = {"transformer": transformer, "vae": vae, **dict.fromkeys(WITHOUT_TEXT)}
+        self.vae, self.device, self.encoder = encoder.vae, device, encoder
+        parts: dict[str, Any] = {"transformer": transformer, "vae": self.vae, **dict.fromkeys(WITHOUT_TEXT)}
         self.from_text: Any = diffusers.SanaVideoPipeline(**parts, scheduler=samplers[0])
         self.from_picture: Any = diffusers.SanaImageToVideoPipeline(**parts, scheduler=samplers[1])
         for pipeline in (self.from_text, self.from_picture):

@@ -6,17 +6,21 @@ from typing import Any
 
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem
-from simpletuner.models.sanavideo.cost import COST, TEXT_LENGTH, TRANSFORMER_CLASS
+from simpletuner.models.sanavideo.cost import COST, COST_720, TEXT_LENGTH, TRANSFORMER_CLASS
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.prompts import bare_fingerprint, clean_caption, dataset_caption, text_fingerprint
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Component, FamilySpec, Flavour
 
-VAE_CLASS = "AutoencoderKLWan"
+WAN, LTX2 = "AutoencoderKLWan", "AutoencoderKLLTX2Video"  # classes of the VAE
 MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
 SCHEDULERS = ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 LONGEST_CLIP = 81  # frames that the model was trained with
 POSITIONS = 1024  # tokens per side in the position table
+NOT_SUPPORTED = {
+    "longlive": "LongLive generates block by block, for which diffusers has no pipeline to train for",
+    "video_2.0": "Sana Video 2.0 has another architecture, which diffusers does not have yet",
+}
 
 # The feed-forward has no linear layers, but its two pointwise convolutions are linear in each position.
 ALL_LINEAR = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
@@ -29,6 +33,12 @@ SIZES_480 = (
     *((896, 448), (832, 480), (768, 512), (704, 576)),
     *((448, 896), (480, 832), (512, 768), (576, 704)),
     *((576, 672), (512, 832)),
+)
+
+SIZES_720 = (
+    (960, 960),
+    *((1344, 672), (1280, 704), (1248, 736), (1152, 800), (1088, 832), (1024, 896)),
+    *((672, 1344), (704, 1280), (800, 1152), (832, 1088), (896, 1024)),
 )
 
 # From the pipeline's documentation.
@@ -52,7 +62,9 @@ TRAINING_SIGMAS = {
 
 def check_video(config: RunConfig, flavour: Flavour) -> list[Problem]:
     """Problems and hints for Sana Video."""
-    problems: list[Problem] = []
+    named = f"video_{config.model.model_flavour} {config.model.pretrained_model_name_or_path}".lower()
+    reasons = [reason for word, reason in NOT_SUPPORTED.items() if word in named]
+    problems = [Problem("model_flavour", f"cannot be trained: {reason}.") for reason in reasons]
     if config.tread.tread_config is not None:
         message = (
             "cannot be used with Sana Video: its feed-forward is a convolution over the whole grid of tokens, "
@@ -78,12 +90,13 @@ def check_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
         message = f"the transformer in {source['transformer'].location!r} is not a {TRANSFORMER_CLASS}."
         problems.append(Problem(MODEL_KEY, message))
     if vae is not None:
-        problems += _check_vae(vae, source["vae"].location)
+        problems += _check_vae(vae, source["vae"].location, flavour)
     if problems or transformer is None:
         return problems
     channels = transformer.get("in_channels")
-    if vae is not None and vae.get("z_dim") != channels:
-        problems.append(Problem(VAE_KEY, f"the VAE has {vae.get('z_dim')} channels, the transformer {channels}."))
+    own = None if vae is None else vae.get("latent_channels" if vae_class(flavour) == LTX2 else "z_dim")
+    if vae is not None and own != channels:
+        problems.append(Problem(VAE_KEY, f"the VAE has {own} channels, the transformer {channels}."))
     if transformer.get("out_channels") not in (None, channels):
         message = f"the transformer takes {channels} channels but returns {transformer['out_channels']}."
         problems.append(Problem(MODEL_KEY, message))
@@ -94,10 +107,19 @@ def check_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
     return problems
 
 
-def _check_vae(vae: dict[str, Any], location: str) -> list[Problem]:
+def vae_class(flavour: Flavour) -> str:
+    """The class of a flavour's VAE."""
+    return LTX2 if flavour.name == "2b-720p" else WAN
+
+
+def _check_vae(vae: dict[str, Any], location: str, flavour: Flavour) -> list[Problem]:
     """Problems of the VAE's class and statistics: every channel of the latents must be normalised."""
-    if vae.get("_class_name") != VAE_CLASS:
-        return [Problem(VAE_KEY, f"the VAE in {location!r} is a {vae.get('_class_name')}, not an {VAE_CLASS}.")]
+    kind, wanted = vae.get("_class_name"), vae_class(flavour)
+    if kind != wanted:
+        message = f"the VAE in {location!r} is a {kind}, not an {wanted}, which model_flavour {flavour.name} has."
+        return [Problem(VAE_KEY, message)]
+    if wanted == LTX2:  # its statistics are among its weights
+        return []
     problems = []
     for name in ("latents_mean", "latents_std"):
         count = len(vae.get(name) or ())
@@ -111,7 +133,24 @@ SANA_VIDEO = FamilySpec(
     name="sanavideo",
     title="Sana Video",
     media="video",
-    flavours=(Flavour("2b-480p", "Efficient-Large-Model/SANA-Video_2B_480p_diffusers", "t2v", dataset_task="i2v"),),
+    flavours=(
+        Flavour("2b-480p", "Efficient-Large-Model/SANA-Video_2B_480p_diffusers", "t2v", dataset_task="i2v"),
+        Flavour(
+            "2b-720p",
+            "Efficient-Large-Model/SANA-Video_2B_720p_diffusers",
+            "t2v",
+            dataset_task="i2v",
+            defaults={"resolution": 720, "validation_resolution": "1280x704"},
+            changes={
+                "vae_stride": 32,
+                "patch_size": 1,
+                "frame_stride": 8,
+                "largest_side": POSITIONS * 32,
+                "native_sizes": {720: SIZES_720},
+                "cost": COST_720,
+            },
+        ),
+    ),
     adapter="simpletuner.models.sanavideo.video:SanaVideoAdapter",
     options=SanaOptions,
     block_counts={"transformer_blocks": "num_layers"},

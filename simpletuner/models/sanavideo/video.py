@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel
 from torch import Tensor, nn
 
@@ -14,10 +14,16 @@ from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
 from simpletuner.models.loading import bare_pipeline, load_scheduler, load_vae, load_whole, with_solver
-from simpletuner.models.sanavideo.denoiser import DistinctTimesteps, WanLatentEncoder, collate_text, token_timesteps
+from simpletuner.models.sanavideo.denoiser import (
+    DistinctTimesteps,
+    Ltx2LatentEncoder,
+    WanLatentEncoder,
+    collate_text,
+    token_timesteps,
+)
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.previews import I2V_SHIFT, WITHOUT_TEXT, StockSanaPipelines
-from simpletuner.models.sanavideo.spec import SANA_VIDEO
+from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, vae_class
 from simpletuner.models.sanavideo.text import SanaTextEncoder
 from simpletuner.models.sanavideo.usage import usage_snippet
 from simpletuner.models.usage import Usage
@@ -34,6 +40,7 @@ class SanaVideoAdapter:
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
         self.options = setup.options.of(SanaOptions)
+        self.spec, self.vae_class = SANA_VIDEO.for_flavour(setup.flavour.name), vae_class(setup.flavour)
         self.dtype = torch.float32
 
     def load_text_encoder(
@@ -42,7 +49,8 @@ class SanaVideoAdapter:
         return SanaTextEncoder(self.source, self.options, self.spec.text_length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
-        return WanLatentEncoder(self._load_vae(device, dtype), device, dtype)
+        vae = load_vae(getattr(diffusers, self.vae_class), self.source["vae"], self.caching, device, dtype)
+        return (Ltx2LatentEncoder if self.vae_class == LTX2 else WanLatentEncoder)(vae, device, dtype)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         transformer: nn.Module = load_whole(
@@ -88,9 +96,9 @@ class SanaVideoAdapter:
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> StockSanaPipelines:
         """Both pipelines have fixed schedules; `shift` has no effect."""
-        vae = self._load_vae(device, torch.float32)
+        encoder = self.load_latent_encoder(device, torch.float32)
         text, picture = (self.load_sampler(shift, from_picture=given) for given in (False, True))
-        return StockSanaPipelines(transformer, vae, (text, picture), device)
+        return StockSanaPipelines(transformer, encoder, (text, picture), device)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
@@ -101,12 +109,9 @@ class SanaVideoAdapter:
 
         return bare_pipeline(SanaVideoPipeline, SanaVideoTransformer3DModel, self.source["transformer"], WITHOUT_TEXT)
 
-    def _load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
-        return load_vae(AutoencoderKLWan, self.source["vae"], self.caching, device, dtype)
-
     def _timesteps(self, noisy: NoisyBatch) -> Tensor:
         """Timesteps as in the pipelines: whole numbers for t2v, one per token with a given frame 0."""
         latents = noisy.noisy_latents
         if noisy.batch.condition is None or latents.shape[2] == 1:
             return noisy.timesteps.floor()
-        return token_timesteps(noisy.timesteps, latents)
+        return token_timesteps(noisy.timesteps, latents, self.spec.patch_size)
