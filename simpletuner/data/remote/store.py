@@ -40,7 +40,7 @@ class UnreachableError(DownloadError):
 
 
 class ProgressBar(Protocol):
-    """Receives the progress of downloads."""
+    """Receives progress."""
 
     def advance(self, count: int = 1, note: str = "") -> None: ...
 
