@@ -16,7 +16,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from simpletuner.caching.store import CacheStore
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data import clips, files, media
 from simpletuner.data.clips import ClipFacts
+from simpletuner.data.remote.store import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError, shorten
@@ -52,12 +52,6 @@ class ChangedFileError(UserError):
     def __init__(self, sample: Sample) -> None:
         super().__init__(f"{sample.path} has changed since the plan was made; start again.")
         self.sample = sample
-
-
-class ProgressBar(Protocol):
-    """Receives the progress of encoding."""
-
-    def advance(self, count: int = 1, note: str = "") -> None: ...
 
 
 def fill_texts(

@@ -128,7 +128,7 @@ def check_folders(configs: Sequence[DatasetConfig], context: DataContext, proble
 def check_output_folder(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> None:
     """A dataset folder must not contain the output folder: previews are pictures or clips too."""
     for config in configs:
-        folder = config.instance_data_dir
+        folder = config.instance_data_dir if config.type == "local" else None
         if holds_files(config) and folder and context.output_dir.resolve().is_relative_to(Path(folder).resolve()):
             message = f"{folder!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
             problems.append(Problem(f"{config.id}.instance_data_dir", message))

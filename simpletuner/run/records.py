@@ -256,7 +256,7 @@ def _row(entry: LedgerEntry) -> LedgerRow:
         size="x".join(map(str, entry.original_size)) if entry.original_size else "",
         bucket=entry.trained_size,
         crop=f"left {geometry.crop[0]}, top {geometry.crop[1]}" if geometry else "",
-        reason=entry.use,
+        reason=entry.use or entry.note,
     )
 
 

@@ -145,8 +145,9 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
     return table
 
 
-def _media_column(config: DatasetConfig) -> str:
-    return config.video_column if config.holds_clips else config.image_column
+def _media(config: DatasetConfig) -> tuple[str, str]:
+    """The key that names the column of media, and the column."""
+    return ("video_column", config.video_column) if config.holds_clips else ("image_column", config.image_column)
 
 
 def _choose(table: Any, config: DatasetConfig, identity: str, problems: list[Problem]) -> Rows:
@@ -155,7 +156,7 @@ def _choose(table: Any, config: DatasetConfig, identity: str, problems: list[Pro
     facts = table.select_columns(sorted({path.partition(".")[0] for path in needed.values()} & {*table.column_names}))
     facts = facts.flatten()
     columns = [*table.column_names, *(name for name in facts.column_names if "." in name)]
-    for key, column in {**needed, _media_key(config): _media_column(config)}.items():
+    for key, column in [*needed.items(), _media(config)]:
         if column not in columns:
             message = f"there is no column {column!r}; the dataset has: {', '.join(columns)}."
             problems.append(Problem(f"{config.id}.{key.partition(' ')[0]}", message + did_you_mean(column, columns)))
@@ -168,10 +169,6 @@ def _choose(table: Any, config: DatasetConfig, identity: str, problems: list[Pro
         else:
             left_out[number] = why
     return Rows(identity, captions, left_out)
-
-
-def _media_key(config: DatasetConfig) -> str:
-    return "video_column" if config.holds_clips else "image_column"
 
 
 def _needed(config: DatasetConfig) -> dict[str, str]:
@@ -212,7 +209,7 @@ def _captions(row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, ...]:
 
 
 def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:
-    column = _media_column(config)
+    _, column = _media(config)
     cut = config.composite_image_config
     version = _digest(commit, column, cut.model_dump() if cut else None)
     source = f"{config.dataset_name}@{commit}, split {config.split}, row"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -41,7 +40,7 @@ class UnreachableError(DownloadError):
 
 
 class ProgressBar(Protocol):
-    """Receives the progress of downloads."""
+    """Receives progress."""
 
     def advance(self, count: int = 1, note: str = "") -> None: ...
 
@@ -104,7 +103,8 @@ class Store:
     """
 
     def __init__(self, root: Path, wanted: frozenset[str], *, retry_failed: bool = False) -> None:
-        self.root, self.wanted, self._lock = root, wanted, threading.Lock()
+        self.root, self.wanted = root, wanted
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._done = {record.key: record for record in _read_records(root / DOWNLOADS)}
         failed = [] if retry_failed else _read_records(root / FAILED)
         self.failed = {record.key: record for record in failed}
@@ -137,30 +137,31 @@ class Store:
             raise UserError(
                 f"{self.root}: {needed / 1e9:.1f} GB are to be downloaded, and {free / 1e9:.1f} GB are free."
             )
+        failures: dict[str, Record] = {}
+        unreachable: set[str] = set()
         pool = ThreadPoolExecutor(WORKERS)
-        failures: dict[str, tuple[Record, bool]] = {}
         try:
-            for future in as_completed([pool.submit(self._fetch, item, failures) for item in items]):
+            for future in as_completed([pool.submit(self._fetch, item, failures, unreachable) for item in items]):
                 bar.advance(1, future.result())
         finally:
+            self._stop.set()
             pool.shutdown(cancel_futures=True)
-            if len(failures) < len(items) or not all(unreachable for _, unreachable in failures.values()):
-                self._note(record for record, _ in failures.values())
-        if failures and not any(key in self.failed for key in failures):
-            first = next(record for record, _ in failures.values())
-            raise UserError(f"none of {len(failures)} files can be downloaded. {first.key} {first.reason}.")
+        if not self._done and unreachable == failures.keys():
+            first = next(iter(failures.values()))
+            raise UserError(f"none of {len(items)} files can be downloaded; for instance {first.key} {first.reason}.")
+        self._note({item.key for item in items}, failures)
 
-    def _fetch(self, item: Item, failures: dict[str, tuple[Record, bool]]) -> str:
+    def _fetch(self, item: Item, failures: dict[str, Record], unreachable: set[str]) -> str:
         for pause in (*PAUSES, None):
             try:
                 self._save(item)
                 break
             except DownloadError as error:
-                unreachable = isinstance(error, UnreachableError)
-                if unreachable and pause is not None:
-                    time.sleep(pause)
-                    continue
-                failures[item.key] = Record(item.key, item.version, reason=str(error)), unreachable
+                if isinstance(error, UnreachableError):
+                    if pause is not None and not self._stop.wait(pause):
+                        continue
+                    unreachable.add(item.key)
+                failures[item.key] = Record(item.key, item.version, reason=str(error))
                 break
         return item.key
 
@@ -189,10 +190,12 @@ class Store:
             raise DownloadError(f"is a {suffix} file, which this dataset does not take")
         return suffix
 
-    def _note(self, failures: Iterable[Record]) -> None:
-        self.failed |= {record.key: record for record in failures}
-        if self.failed or (self.root / FAILED).exists():
-            write_atomically(self.root / FAILED, "".join(map(_line, self.failed.values())))
+    def _note(self, tried: set[str], failures: Mapping[str, Record]) -> None:
+        """Add failures to the list; another dataset with the same folder may have added its own."""
+        others = {record.key: record for record in _read_records(self.root / FAILED) if record.key not in tried}
+        self.failed |= failures
+        if failures or (self.root / FAILED).exists():
+            write_atomically(self.root / FAILED, "".join(map(_line, [*others.values(), *failures.values()])))
 
 
 def _line(record: Record) -> str:
@@ -203,7 +206,7 @@ def _read_records(path: Path) -> Iterator[Record]:
     """The lines of a journal; a kill may have cut the last one."""
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             yield _RECORD.validate_json(line)
         except ValidationError:

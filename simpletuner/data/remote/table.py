@@ -22,7 +22,7 @@ SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters or
 
 def list_table(config: DatasetConfig, store: Store, problems: list[Problem]) -> Offer:
     """The rows of a table; of several with one address, the last."""
-    found = read_rows(config, problems)
+    found = read_table(config, problems)
     rows = {address: caption for address, caption in found if address}
     where, repeated = f"{config.id}.csv_file", sum(bool(address) for address, _ in found) - len(rows)
     if repeated:
@@ -36,7 +36,7 @@ def list_table(config: DatasetConfig, store: Store, problems: list[Problem]) -> 
     return Offer(items, {address: (caption,) if caption else () for address, caption in rows.items()})
 
 
-def read_rows(config: DatasetConfig, problems: list[Problem]) -> list[tuple[str, str]]:
+def read_table(config: DatasetConfig, problems: list[Problem]) -> list[tuple[str, str]]:
     """Address and caption of each row."""
     path, where = Path(config.csv_file or ""), f"{config.id}.csv_file"
     named = {"csv_url_column": config.csv_url_column, "csv_caption_column": config.csv_caption_column or ""}

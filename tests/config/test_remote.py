@@ -1,0 +1,55 @@
+"""Entries of remote datasets as they are written in the dataset file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.config.datasets import read_datasets
+from simpletuner.errors import Problem
+
+BUCKET = {"id": "s3", "type": "aws", "aws_bucket_name": "b"}
+
+
+def read(folder: Path, entry: dict[str, Any]) -> tuple[Any, list[Problem]]:
+    path = folder / "datasets.json"
+    path.write_text(json.dumps([entry]))
+    problems: list[Problem] = []
+    (config,) = read_datasets(path, problems, placeholders={"model_family": "f", "output_dir": "out"})
+    return config, problems
+
+
+def test_keys_of_the_hub_may_stand_inside_an_object(tmp_path: Path) -> None:
+    inner = {"dataset_name": "owner/set", "caption_column": "a,b", "filter_func": {"min_width": "64"}}
+    config, problems = read(tmp_path, {"id": "hub", "type": "huggingface", "huggingface": inner})
+    assert problems == []
+    assert (config.dataset_name, config.caption_column) == ("owner/set", ["a", "b"])
+    assert config.filter_func.min_width == 64
+
+
+def test_a_secret_belongs_into_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("S3_SECRET", "very secret")
+    config, problems = read(tmp_path, {**BUCKET, "aws_secret_access_key": "{env:S3_SECRET}"})
+    assert (config.aws_secret_access_key, problems) == ("very secret", [])
+    _, (problem,) = read(tmp_path, {**BUCKET, "aws_secret_access_key": "very secret"})
+    assert not problem.fatal
+    assert problem.where.endswith("s3.aws_secret_access_key")
+    assert "write {env:NAME}" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"type": "webshart"}, "'webshart' does not exist here: unpack the shards"),
+        ({"dataset_type": "audio"}, "'audio' does not exist here: the models here have no sound"),
+        ({"enable_nsfw_check": True}, "is not a key here: no file is judged by its content"),
+        ({"vae_cache_ondemand": True}, "is a key of config.json"),
+        ({"aws_bucket": "b"}, "Did you mean 'aws_bucket_name'?"),
+    ],
+)
+def test_what_other_trainers_have_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    _, problems = read(tmp_path, {**BUCKET, **change})
+    assert [words in problem.message for problem in problems if problem.fatal] == [True]
