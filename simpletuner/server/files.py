@@ -183,7 +183,7 @@ def config_json(project: Project, name: str, path: Path) -> dict[str, Any]:
 def datasets_of(project: Project, name: str) -> tuple[Path, dict[str, Any]]:
     """The dataset file of a config, wherever it is, and the config's settings by their main names."""
     path = project.config_file(name)
-    values = {canonical(key): value for key, value in settings_in(path).items()}
+    values = {main_name(key): value for key, value in settings_in(path).items()}
     return dataset_path(project, path, values), values
 
 
@@ -226,7 +226,7 @@ def settings_of(content: Any) -> dict[str, Any]:
     return content
 
 
-def canonical(key: str) -> str:
+def main_name(key: str) -> str:
     """The main name of a key; unknown keys stay as they are."""
     option = option_names().get(key.removeprefix("--").replace("-", "_"))
     return option.name if option else key
@@ -237,7 +237,7 @@ def with_values(values: Mapping[str, Any], content: Any) -> Any:
     content = {} if content is None else content
     settings = settings_of(content)
     for key, value in values.items():
-        for name in [name for name in settings if canonical(name) == canonical(key)] or [key]:
+        for name in [name for name in settings if main_name(name) == main_name(key)] or [key]:
             settings[name] = unmasked(value, settings.get(name), key)
             if value is None:
                 del settings[name]
