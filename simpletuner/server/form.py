@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from inspect import isfunction
 from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
@@ -257,7 +258,7 @@ def _choices(option: Option, spec: FamilySpec | None) -> tuple[str, ...]:
 def _type(option: Option) -> str:
     if _choices(option, None):
         return "choice"
-    names = [*(parser.__name__ for parser in option.parsers), option.form]
+    names = [*(parser.__name__ for parser in option.parsers if isfunction(parser)), option.form]
     return next((TYPES[name] for name in names if name in TYPES), "json")
 
 
