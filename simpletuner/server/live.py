@@ -109,7 +109,7 @@ async def events(request: Request) -> Response:
     """The events of a run as they come."""
     run = await run_in_threadpool(chosen, request)
     last = request.headers.get("last-event-id", "")
-    content = stream(run.folder / EVENTS_FILE, int(last) if last.isdecimal() else None)
+    content = event_stream(run.folder / EVENTS_FILE, int(last) if last.isdecimal() else None)
     return StreamingResponse(content, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
@@ -162,7 +162,7 @@ BUTTONS: Mapping[str, Act] = {
 }
 
 
-async def stream(path: Path, after: int | None) -> AsyncIterator[str]:
+async def event_stream(path: Path, after: int | None) -> AsyncIterator[str]:
     """Server-sent events: those after an id (none if it is None), then every new one, until the client leaves."""
     tail = Tail(path, "id")
     tail.skip()
@@ -211,10 +211,10 @@ def head(run: Run) -> dict[str, Any]:
     status = run.status()
     notices = [each for each in story.notices if each["type"] != "error"]
     has_report = (run.folder / REPORT_FILE).is_file()
-    return {"status": status, "facts": list(facts(status, rows)), "notices": notices, "has_report": has_report}
+    return {"status": status, "facts": list(key_figures(status, rows)), "notices": notices, "has_report": has_report}
 
 
-def facts(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def key_figures(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Key figures, as (name, text)."""
     progress = status["progress"]
     total = f" of {progress['total']:,}" if progress["total"] else ""

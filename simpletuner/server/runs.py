@@ -123,6 +123,8 @@ class Story:
             case "lifecycle.stage":
                 stage = event["stage"]
                 self.stages[stage["key"] or stage["label"]] = {**stage, "message": event.get("message", "")}
+                if stage["status"] != "running":
+                    self.growing.clear()  # also of previews that were cut short
             case "validation.image":
                 self.growing[_shot(event)] = dict(event)
             case "training.validation":

@@ -129,7 +129,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
             result=Result(NASTY, 1, NASTY),
         )
     )
-    assert page.tags.count("script") == 3
+    assert page.tags.count("script") == 4
     assert page.tags.count("img") == 2
     assert page.handlers == []
     assert page.text.count(NASTY) >= 14

@@ -45,6 +45,7 @@ def until(page: TestClient, wanted: Callable[[dict[str, Any]], bool]) -> dict[st
     """The state of the run as soon as it is as wanted."""
     deadline = time.monotonic() + LIMIT
     while not wanted(status := page.get("/api/training/status").json()):
+        assert status["status"] != "error", status
         assert time.monotonic() < deadline, status
         time.sleep(0.1)
     return dict(status)

@@ -182,5 +182,7 @@ def test_a_run_that_goes_back_to_a_checkpoint_loses_its_later_steps_here_too(tmp
     run = Run("run", tmp_path)
     tell(tmp_path, *STEPS)
     assert [row["step"] for row in run.read()[1]] == [1, 2, 3]
-    MetricsFile(tmp_path / METRICS_FILE, 2).append(3, {"train_loss": 0.25})
+    resumed = MetricsFile(tmp_path / METRICS_FILE, 2)
+    resumed.append(3, {"train_loss": 0.25})
+    resumed.close()
     assert [(row["step"], row["train_loss"]) for row in run.read()[1]] == [(1, 0.5), (2, 0.5), (3, 0.25)]
