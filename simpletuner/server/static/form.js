@@ -64,12 +64,8 @@ export function readField(field) {
 // Calls `set(value)` on every change; undefined removes the key.
 export function bindField(field, set) {
   control(field).addEventListener("input", () => set(readField(field)));
-  field.querySelector(".reset").addEventListener("click", () => { set(undefined); control(field).focus(); });
-  field.querySelector(".replace").addEventListener("click", () => {
-    set("");
-    control(field).readOnly = false;
-    control(field).focus();
-  });
+  const clear = () => { set(undefined); control(field).focus(); };
+  for (const button of field.querySelectorAll(".reset, .replace")) button.addEventListener("click", clear);
 }
 
 export function tell(field, problems, reason = "") {
