@@ -40,8 +40,8 @@ def routes(project: Project) -> list[Route]:
 
 
 def page(request: Request) -> Response:
-    """The page with every tab."""
-    return HTMLResponse(rendered("server/page.html.jinja"))
+    """The page with every tab; inside a run it shows the run only."""
+    return HTMLResponse(rendered("server/page.html.jinja", in_run=project_of(request).run is not None))
 
 
 def tab(request: Request) -> Response:
