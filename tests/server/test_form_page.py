@@ -139,7 +139,7 @@ def test_nothing_is_lost_when_the_file_changed_meanwhile(page: Any, workspace: W
     page.get_by_role("button", name="Save", exact=True).click()
     dialog = page.get_by_role("dialog", name="Changed by somebody else")
     expect(dialog.get_by_role("row", name="train_batch_size")).to_have_text("train_batch_size84")
-    expect(dialog.get_by_role("row", name="lora_rank")).to_have_text("lora_rank64not set")
+    expect(dialog.get_by_role("row", name="lora_rank")).to_have_text("lora_rank64not changed by you")
     dialog.get_by_role("button", name="Go on editing").click()
     expect(page.get_by_label("Batch Size", exact=True)).to_have_value("4")
     assert saved(workspace)["train_batch_size"] == 8

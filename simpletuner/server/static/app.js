@@ -177,7 +177,7 @@ for (const [key, field] of byKey) {
 }
 startDatasets(edited);
 startPlan(() => later("check", 400, check));
-page("#search").addEventListener("input", ({ target }) => filter(target.value));
+page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
 const mayLeave = async () => !isDirty() || (await ask(page("#leave"))) === "discard";
 page("#config").addEventListener("change", async ({ target }) => {
