@@ -22,7 +22,7 @@ from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.html import render
 from simpletuner.server.form import SECTIONS, TABS, dataset_fields, fields, greyed, tabs
-from simpletuner.server.plans import Unsaved, plan
+from simpletuner.server.plans import Unsaved, plan_unsaved
 from simpletuner.server.project import Project, Refusal, problems_json, project_of, read_object
 
 
@@ -35,13 +35,13 @@ def routes(project: Project) -> list[Route]:
         Route("/api/fields/metadata", field_metadata),
         Route("/api/training/validate", validate, methods=["POST"]),
         Route("/api/configuration/check", validate, methods=["POST"]),
-        Route("/api/plan", plan, methods=["POST"]),
+        Route("/api/plan", plan_unsaved, methods=["POST"]),
     ]
 
 
 def page(request: Request) -> Response:
-    """The page with every tab."""
-    return HTMLResponse(rendered("server/page.html.jinja"))
+    """The page with every tab; inside a run it shows the run only."""
+    return HTMLResponse(rendered("server/page.html.jinja", in_run=project_of(request).run is not None))
 
 
 def tab(request: Request) -> Response:

@@ -78,7 +78,7 @@ class Unsaved:
         return [f"config_path={folder / 'config.json'}", f"data_backend_config={datasets}"]
 
 
-async def plan(request: Request) -> Response:
+async def plan_unsaved(request: Request) -> Response:
     """The document of `simpletuner plan --json` for settings that need not be saved.
 
     `device_memory_gb` plans for another GPU. The plan is made by a process of its own, which ends as soon as the client

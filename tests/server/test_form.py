@@ -57,6 +57,7 @@ def test_every_available_option_is_in_one_section() -> None:
 def test_page_shows_every_option_once(client: TestClient) -> None:
     page = client.get("/").text.partition("<template")[0]
     assert Counter(re.findall(r'data-key="([\w.]+)"', page)) == Counter(field.name for field in fields())
+    assert "in-run" not in page
     tab = client.get("/tabs/training").text
     assert set(re.findall(r'data-key="(\w+)"', tab)) == {each.name for each in fields() if each.tab == "training"}
 

@@ -86,11 +86,10 @@ def test_crepa_stands_where_the_guides_say(page: Any, workspace: Workspace) -> N
     drop.check()
     save(page)
     assert saved(workspace)["crepa_drop_vae_encoder"] is True
-
-
-def test_defaults_follow_the_family(page: Any) -> None:
+    # Defaults follow the family.
     block, flavour = page.locator("#f-crepa_block_index"), page.locator("#f-model_flavour")
     expect(block).to_have_attribute("placeholder", "8")
+    page.get_by_role("tab", name="Basic").click()
     page.get_by_label("Family", exact=True).select_option("sanavideo")
     expect(block).to_have_attribute("placeholder", "10")
     expect(flavour.locator("option", has_text="2b-480p")).to_have_count(1)
@@ -111,14 +110,25 @@ def test_conflict_stands_beside_its_field(page: Any) -> None:
 
 
 def test_saving_writes_what_was_changed_and_keeps_the_rest(page: Any, workspace: Workspace) -> None:
+    secret = "https://hooks.slack.com/services/old"
+    workspace.write_config(webhook_config=secret)
+    page.reload()
+    expect(page.locator("#f-webhook_config")).to_have_value("set")
     before = saved(workspace)
     page.get_by_label("Batch Size", exact=True).fill("4")
     page.locator("#f-seed").fill("")  # a cleared field removes its key
     expect(page.locator("#saved")).to_have_text("2 unsaved")
+    assert page.evaluate("!dispatchEvent(new Event('beforeunload', {cancelable: true}))")
     save(page)
     after = saved(workspace)
     assert after == {**{key: value for key, value in before.items() if key != "seed"}, "train_batch_size": 4}
     assert list(after) == [key for key in before if key != "seed"]
+    page.get_by_role("tab", name="Publishing").click()
+    page.get_by_role("button", name="Replace").click()
+    page.locator("#f-webhook_config").fill(secret.replace("old", "new"))
+    save(page)
+    assert saved(workspace)["webhook_config"].endswith("new")
+    page.get_by_role("tab", name="Basic").click()
     page.get_by_label("Batch Size", exact=True).fill("two")
     expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text("is not a whole number")
 
@@ -129,7 +139,7 @@ def test_nothing_is_lost_when_the_file_changed_meanwhile(page: Any, workspace: W
     page.get_by_role("button", name="Save", exact=True).click()
     dialog = page.get_by_role("dialog", name="Changed by somebody else")
     expect(dialog.get_by_role("row", name="train_batch_size")).to_have_text("train_batch_size84")
-    expect(dialog.get_by_role("row", name="lora_rank")).to_have_text("lora_rank64not set")
+    expect(dialog.get_by_role("row", name="lora_rank")).to_have_text("lora_rank64not changed by you")
     dialog.get_by_role("button", name="Go on editing").click()
     expect(page.get_by_label("Batch Size", exact=True)).to_have_value("4")
     assert saved(workspace)["train_batch_size"] == 8

@@ -5,13 +5,14 @@ import { showPlan, startPlan } from "./plan.js";
 
 const page = (selector) => document.querySelector(selector), all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
+const inRun = document.body.classList.contains("in-run"); // the page of a run edits nothing
 let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0;
 const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
 
 // Tabs. The address names the tab or one of its sections.
 function openTab() {
-  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${name}`) ?? tabs[0];
+  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${inRun ? "run" : name}`) ?? tabs[0];
   page("#search").value = "";
   for (const each of tabs) {
     each.setAttribute("aria-selected", String(each === tab));
@@ -176,7 +177,7 @@ for (const [key, field] of byKey) {
 }
 startDatasets(edited);
 startPlan(() => later("check", 400, check));
-page("#search").addEventListener("input", ({ target }) => filter(target.value));
+page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
 const mayLeave = async () => !isDirty() || (await ask(page("#leave"))) === "discard";
 page("#config").addEventListener("change", async ({ target }) => {
@@ -199,5 +200,7 @@ addEventListener("keydown", (event) => {
 });
 page("#plan details").open = innerWidth > 1080;
 openTab();
-await openConfig("config");
-await listConfigs();
+if (!inRun) {
+  await openConfig("config");
+  await listConfigs();
+}

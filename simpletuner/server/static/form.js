@@ -64,12 +64,8 @@ export function readField(field) {
 // Calls `set(value)` on every change; undefined removes the key.
 export function bindField(field, set) {
   control(field).addEventListener("input", () => set(readField(field)));
-  field.querySelector(".reset").addEventListener("click", () => { set(undefined); control(field).focus(); });
-  field.querySelector(".replace").addEventListener("click", () => {
-    set("");
-    control(field).readOnly = false;
-    control(field).focus();
-  });
+  const clear = () => { set(undefined); control(field).focus(); };
+  for (const button of field.querySelectorAll(".reset, .replace")) button.addEventListener("click", clear);
 }
 
 export function tell(field, problems, reason = "") {
@@ -118,11 +114,11 @@ export function takeDatasets({ data, etag }) {
 async function settle(answer, take) {
   const { data } = answer, dialog = page("#conflict"), byId = (entries) => Object.fromEntries(entries.map((entry) => [entry.id, entry]));
   const [theirs, mine] = data.entries ? [byId(data.entries), byId(state.datasets.entries)] : [data.values, state.values];
-  const kept = data.entries ? state.datasets.entries : { ...data.values, ...changes() };
+  const own = changes(), kept = data.entries ? state.datasets.entries : { ...data.values, ...own };
   const cell = (value) => element("td", { className: "key", textContent: value === undefined ? "not set" : written(value) });
   const rows = Object.keys({ ...theirs, ...mine }).filter((key) => !same(theirs[key], mine[key]));
   dialog.querySelector(".what").textContent = `${data.path} has changed since it was opened. Nothing was saved, and nothing is lost: this is what differs.`;
-  dialog.querySelector("tbody").replaceChildren(...rows.map((key) => element("tr", {}, cell(key), cell(theirs[key]), cell(mine[key]))));
+  dialog.querySelector("tbody").replaceChildren(...rows.map((key) => element("tr", {}, cell(key), cell(theirs[key]), cell(data.entries || key in own ? mine[key] : "not changed by you"))));
   const choice = await ask(dialog);
   if (!choice || choice === "keep") return false;
   take(answer);
