@@ -15,7 +15,7 @@ from benchmarks.models import SHAPES, SIZES, cost_of, hollow_transformer, lora_t
 from benchmarks.timing import Ratio, arguments, show
 from benchmarks.variants import COMMON, Settings, Variant, measure
 from simpletuner.budget.estimate import step_memory
-from simpletuner.budget.parts import Parts
+from simpletuner.budget.parts import Parts, kernels_on
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES
 
@@ -57,7 +57,8 @@ def planned_peak(size: str, device: str, settings: Settings) -> float:
     spec = FAMILIES[shape.family]
     precision = "no" if device == "cpu" else "bf16"
     config = make_config(size, **{"mixed_precision": precision, **COMMON, **settings})
-    cost = cost_of(spec.cost, hollow_transformer(size))
+    kernels = kernels_on(config, spec, is_gpu=device == "cuda")
+    cost = cost_of(spec.cost, hollow_transformer(size), kernels)
     parts = Parts(spec, cost, lora_targets(size), {}, 0, 0, ())
     frames, height, width = shape.latents
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)

@@ -96,17 +96,17 @@ def average_place(ema: EmaConfig) -> Literal["", "device", "host"]:
     return "host" if ema.ema_cpu_only or ema.ema_device == "cpu" else "device"
 
 
-def kernels_on(device: Device, config: RunConfig, spec: FamilySpec) -> Kernels:
+def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
     """What the blocks run in. Compiled blocks are counted where they were measured: a family's own fast ones, and on a
     GPU stock ones, which on a CPU fail the check of their gradients."""
-    backend = compile_backend(config.speed, config.launch, "cuda" if device.is_gpu else "cpu")
-    measured = plain_math(config.speed) if spec.fast_blocks else device.is_gpu
-    return Kernels(backend == "inductor" and measured, device.is_gpu)
+    backend = compile_backend(config.speed, config.launch, "cuda" if is_gpu else "cpu")
+    measured = plain_math(config.speed) if spec.fast_blocks else is_gpu
+    return Kernels(backend == "inductor" and measured, is_gpu)
 
 
 def parts_of(plan: Plan, device: Device) -> Parts:
     """The parts of a plan on a device: measured from files on this machine, otherwise as published."""
-    cost, assumed, kernels = plan.spec.cost, [], kernels_on(device, plan.config, plan.spec)
+    cost, assumed, kernels = plan.spec.cost, [], kernels_on(plan.config, plan.spec, is_gpu=device.is_gpu)
     settings, shapes = plan.source.read_config("transformer"), plan.source["transformer"].weight_shapes()
     if settings is None or not shapes:
         transformer = cost.of_flavour(plan.flavour.name, kernels)

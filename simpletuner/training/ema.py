@@ -6,7 +6,7 @@ bit for bit on every device and with or without `torch._foreach_*`. `lerp_` give
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,9 @@ from simpletuner.errors import UserError
 if TYPE_CHECKING:  # they import this module
     from simpletuner.training.state import Assembly, TrainState
     from simpletuner.training.step import StepReport
+
+# Numbers that go to another device in one copy: each copy to the host waits for the device.
+BUNDLE = 1 << 24
 
 
 class Ema:
@@ -39,10 +42,12 @@ class Ema:
         self.config = config
         on_cpu = config.ema_cpu_only or config.ema_device == "cpu"
         self.device = torch.device("cpu") if on_cpu else device
-        self.average: dict[str, Tensor] = {name: self._taken(parameter) for name, parameter in parameters.items()}
         self.decay_value = 0.0
         self._parameters = dict(parameters)
+        self._bundles = in_bundles(parameters.values())
         self._updates = 0
+        weights = zip(parameters, self._weights(), strict=True)
+        self.average: dict[str, Tensor] = {name: weight.clone() for name, weight in weights}
 
     @torch.no_grad()
     def update(self, global_step: int) -> None:
@@ -55,7 +60,7 @@ class Ema:
             return
         self.decay_value = self._decay(global_step)
         self._updates += 1
-        weights = [self._taken(parameter) for parameter in self._parameters.values()]
+        weights = self._weights()
         averages = list(self.average.values())
         if self.decay_value == 0:
             for average, weight in zip(averages, weights, strict=True):
@@ -116,9 +121,27 @@ class Ema:
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
 
-    def _taken(self, parameter: nn.Parameter) -> Tensor:
-        """A float32 copy on the average's device."""
-        return parameter.detach().to(self.device, torch.float32, copy=True)
+    def _weights(self) -> list[Tensor]:
+        """float32 copies on the average's device."""
+        found: list[Tensor] = []
+        for bundle in self._bundles:
+            flat = torch.cat([each.detach().flatten().float() for each in bundle]).to(self.device)
+            parts = flat.split([each.numel() for each in bundle])
+            found += [part.view_as(each) for part, each in zip(parts, bundle, strict=True)]
+        return found
+
+
+def in_bundles(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in groups of at most `BUNDLE` numbers, in order; a larger one is a group of its own."""
+    bundles: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        room -= parameter.numel()
+        if room < 0 or not bundles:
+            bundles.append([])
+            room = BUNDLE - parameter.numel()
+        bundles[-1].append(parameter)
+    return bundles
 
 
 @dataclass

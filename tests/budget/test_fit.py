@@ -167,9 +167,8 @@ def test_auto_checkpoints_all_but_the_blocks_that_fit(gigabytes: float) -> None:
 def test_compiled_blocks_count_where_they_were_measured(
     family: str, is_gpu: bool, settings: dict[str, Any], compiled: bool
 ) -> None:
-    device = gpu(24) if is_gpu else Device("CPU", 9e9, 9e9, False, rates_of(""), "")
-    settings = {"speed": "auto", **settings}
-    assert kernels_on(device, config(family, **settings), FAMILIES[family]) == Kernels(compiled, is_gpu)
+    chosen = config(family, **{"speed": "auto", **settings})
+    assert kernels_on(chosen, FAMILIES[family], is_gpu=is_gpu) == Kernels(compiled, is_gpu)
 
 
 def test_auto_keeps_as_many_blocks_as_fit() -> None:

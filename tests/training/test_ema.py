@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.config.schema import EmaConfig
 from simpletuner.errors import UserError
+from simpletuner.training import ema as ema_module
 from simpletuner.training.ema import Ema
 from tests.closeness import ELEMENTWISE, assert_close
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 Parameters = dict[str, nn.Parameter]
 
 
@@ -148,6 +151,28 @@ def test_a_resumed_average_is_the_same_bit_for_bit(keys: dict[str, object], stop
     assert second.decay_value == first.decay_value
     assert train(weights, second, stop + 1, 12) == decays[stop:]
     assert all(torch.equal(second.average[name], whole.average[name]) for name in weights)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies to the meta device, which stands in for another one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == META
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("bundle", "copies"), [(1 << 24, 1), (400, 2), (1, 3)])
+def test_small_weights_go_to_another_device_together(monkeypatch: pytest.MonkeyPatch, bundle: int, copies: int) -> None:
+    monkeypatch.setattr(ema_module, "BUNDLE", bundle)
+    weights = {name: nn.Parameter(torch.randn(size)) for name, size in (("a", 200), ("b", 200), ("c", 300))}
+    average = Ema(weights, EmaConfig(ema_device="accelerator"), META)
+    with Copies() as counted:
+        average.update(1)
+    assert counted.count == copies
+    found = Ema(weights, EmaConfig(), CPU).average
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_the_average_is_saved_without_a_second_copy_of_it() -> None:

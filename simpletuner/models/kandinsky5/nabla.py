@@ -48,10 +48,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
 
 def tile_blocks(tiles: Tensor) -> BlockMask:
     """One kernel block per tile; all blocks are full, so nothing of size S x S is allocated."""
-    tokens, rows, columns = tiles.shape[-1] * TILE, _lists(tiles), _lists(tiles.mT)
+    tokens, part = tiles.shape[-1] * TILE, torch.zeros_like(tiles)
     # The CPU kernel does not compile if two lists are the same tensor.
-    no_rows, no_columns = ([torch.zeros_like(each) for each in lists] for lists in (rows, columns))
-    return BlockMask((tokens, tokens), *no_rows, *rows, *no_columns, *columns, BLOCK_SIZE=(TILE, TILE))
+    lists = (*_lists(part), *_lists(tiles), *_lists(part.mT), *_lists(tiles.mT))
+    return BlockMask((tokens, tokens), *lists, BLOCK_SIZE=(TILE, TILE))
 
 
 def paired_blocks(tiles: Tensor) -> BlockMask:
