@@ -455,10 +455,7 @@ class CachingConfig(Group):
     )
     compress_disk_cache: Flag = option(True, "Compress cache entries; both kinds can be read with either setting.")
     text_encoder_batch_size: Integer = option(
-        1,
-        "Captions encoded at a time, fewer if memory runs out; changes only the rounding.",
-        ge=1,
-        default_note="1, or 8 with group_offload_text_encoder",
+        1, "Captions encoded at a time, fewer if memory runs out; changes only the rounding.", ge=1
     )
     image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
     read_batch_size: Integer = option(25, "Accepted; reading needs no batches.", ge=1)

@@ -51,9 +51,6 @@ from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
 from simpletuner.training.assemble import make_accelerator
 
-# Captions encoded at a time where streamed weights are copied once per batch, unless text_encoder_batch_size is set.
-STREAMED_BATCH = 8
-
 logger = logging.getLogger(__name__)
 
 AnyEncoder = TypeVar("AnyEncoder", TextEncoder, Captioner)
@@ -131,13 +128,10 @@ class CacheFiller:
         """Encode captions into their cache."""
         if not entries:
             return
-        config, size = self.plan.config, "text_encoder_batch_size"
-        if config.offload.group_offload_text_encoder and not config.is_explicit(size):
-            config = config.with_values({size: STREAMED_BATCH}, "streamed weights are copied once per batch")
         with self.events.phase(
             "Encoding captions", len(entries), "captions", CACHING, stage="init_text_embed_cache"
         ) as phase:
-            notes = fill_texts(entries, self._load_text_encoder, config.caching, phase)
+            notes = fill_texts(entries, self._load_text_encoder, self.plan.config.caching, phase)
         for note in dict.fromkeys(notes):
             logger.warning(note)
         self._release()

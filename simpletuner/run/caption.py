@@ -27,7 +27,7 @@ from simpletuner.models.source import Part
 from simpletuner.plan.build import Survey
 from simpletuner.plan.captions import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.reporting.events import EventStream
-from simpletuner.run.caches import STREAMED_BATCH, download, load_encoder
+from simpletuner.run.caches import download, load_encoder
 from simpletuner.run.train import compute_threads
 from simpletuner.training.assemble import make_accelerator
 
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 FRAMES = 8  # of a clip, evenly spaced over what is trained of it
 WIDEST = 100  # ratio of the sides of a picture, beyond which nothing is left of it
+BATCH = 8  # unless text_encoder_batch_size is set: streamed weights are copied once per batch and token
 FEWEST = 16  # tokens of a caption besides its trigger
 SHARE = 0.8  # of the free device memory that weights may take
 ADVICE = "These need less memory: group_offload_text_encoder, text_encoder_1_precision int8-quanto."
@@ -64,7 +65,7 @@ def described(
     captioner = open_captioner(survey, events)
     most, config = longest(survey, captioner, wording), survey.config
     encode = ShrinkingEncoder(_describer(captioner, most), lambda: False, lambda shown: str(shown[0].path), ADVICE)
-    size = config.caching.text_encoder_batch_size if config.is_explicit("text_encoder_batch_size") else STREAMED_BATCH
+    size = config.caching.text_encoder_batch_size if config.is_explicit("text_encoder_batch_size") else BATCH
     with events.phase("Writing captions", len(files), survey.spec.media_noun) as phase:
         for start in range(0, len(files), size):
             group = files[start : start + size]

@@ -43,31 +43,6 @@ def test_encoders_are_never_loaded_together(workspace: Workspace, monkeypatch: p
     assert len(loaded) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "most"),
-    [
-        ({}, 1),
-        ({"group_offload_text_encoder": True}, 8),
-        ({"group_offload_text_encoder": True, "text_encoder_batch_size": 2}, 2),
-    ],
-)
-def test_streamed_weights_are_copied_for_several_captions(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], most: int
-) -> None:
-    encode, sizes = Kandinsky5TextEncoder.encode, list[int]()
-
-    def counted(self: Any, requests: Any) -> Any:
-        sizes.append(len(requests))
-        return encode(self, requests)
-
-    monkeypatch.setattr(Kandinsky5TextEncoder, "encode", counted)
-    for index in range(8):
-        workspace.path(f"datasets/pictures/p{index}.txt").write_text(f"{index} red")
-    workspace.write_config(**settings)
-    assert workspace.run("cache", "fill") == 0
-    assert max(sizes) == most
-
-
 def test_captions_of_about_one_length_share_a_batch(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     encode, batches = Kandinsky5TextEncoder.encode, list[list[int]]()
 
