@@ -110,8 +110,13 @@ def test_it_says_where_each_setting_comes_from(workspace: Workspace, capsys: Cap
 
 
 def test_secrets_are_not_shown(workspace: Workspace, capsys: Capture) -> None:
+    hook = {"webhook_type": "raw", "callback_url": "https://hooks.example/SECRET123", "auth_token": "SECRET123"}
+    shown = plan(workspace, capsys, f"webhook_config={json.dumps(hook)}")
+    assert "hooks.example" in shown
+    assert "SECRET123" not in shown
     workspace.write_datasets([{**DATASETS[0], "aws_secret_access_key": "SECRET123"}, DATASETS[1]])
-    assert "SECRET123" not in plan(workspace, capsys)
+    assert workspace.run("plan") == 2, "a key of another type of dataset"
+    assert "SECRET123" not in "".join(capsys.readouterr())
 
 
 def test_every_file_is_used_or_has_a_reason(workspace: Workspace, capsys: Capture) -> None:
