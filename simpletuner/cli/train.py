@@ -66,6 +66,9 @@ def train(
         _show_plan(arguments, problems)
         return
     serve_page = open_page(page_port or PORT) if page or page_port else None
+    # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from simpletuner.budget.ready import ready_plan
 
     plan, budget = ready_plan(arguments, problems)
@@ -78,9 +81,6 @@ def _train(plan: Plan, budget: Budget, serve_page: ServePage | None) -> None:
     from simpletuner.budget.show import log_plan
     from simpletuner.reporting.log import setup_logging
 
-    # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     setup_logging()
     log_plan(plan, budget)
     with ExitStack() as stack:

@@ -61,11 +61,13 @@ def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path
     pipeline.set_progress_bar_config(disable=True)
     cpu = torch.device("cpu")
     prompts = [TextRequest("a red square"), TextRequest("", bare=True)]
-    embeds, negative = make_adapter(t2i_checkpoint).load_text_encoder(cpu, torch.float32).encode(prompts)
+    adapter = make_adapter(t2i_checkpoint)
+    embeds, negative = adapter.load_text_encoder(cpu, torch.float32).encode(prompts)
+    encoder = adapter.load_latent_encoder(cpu, torch.float32)
     request = PreviewRequest(embeds, negative, 128, 128, num_inference_steps=2, guidance_scale=1.0, seed=7)
 
     def draw() -> np.ndarray:
-        return np.asarray(StockImagePipeline(pipeline, cpu, takes_picture=False).render(request)[0])
+        return np.asarray(StockImagePipeline(pipeline, encoder, cpu, takes_picture=False).render(request)[0])
 
     assert np.array_equal(draw(), np.asarray(Image.open(preview)))
     pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, shift=1.0)

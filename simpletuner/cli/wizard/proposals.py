@@ -25,6 +25,10 @@ NAME_PARTS = {
     "10s": "up to 10 s",
     "hd": "high resolution",
     "480p": "480 lines",
+    "720p": "720 lines",
+    "nocfg": "samples without guidance",
+    "distilled": "samples in 16 steps without guidance",
+    "distilled16steps": "samples in 16 steps without guidance",
 }
 
 

@@ -23,7 +23,7 @@ PATIENCE = 5
 # Unicode categories that no setting may contain: control characters, and surrogates, which stand for invalid UTF-8.
 NO_TEXT = ("Cc", "Cs")
 # A longer list would hide the question; `?` shows it.
-LONGEST_LIST = 14
+LONGEST_LIST = 20
 
 
 class Back(Exception):
@@ -138,10 +138,10 @@ class Talk:
     def _list_choices(self, question: Question, choices: Mapping[str, str], proposed: Any) -> None:
         if not choices or len(choices) > LONGEST_LIST:
             return
-        width = max(len(name) for name in choices)
+        width, digits = max(len(name) for name in choices), len(str(len(choices)))
         for number, (name, note) in enumerate(choices.items(), start=1):
             mark = "*" if name == _worded(proposed, question) else " "
-            self.say(f"  {mark} {number}  {name:<{width}}  {note}".rstrip())
+            self.say(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
 
     def _accept(
         self, question: Question, draft: Draft, value: Any, choices: Mapping[str, str], *, is_proposed: bool
