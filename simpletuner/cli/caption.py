@@ -26,7 +26,6 @@ def caption(
     """
     from simpletuner.plan.build import survey
     from simpletuner.plan.captions import Wording, check_captions, uncaptioned, unread
-    from simpletuner.reporting.events import Notice
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
@@ -38,7 +37,7 @@ def caption(
     setup_logging()
     with shown_events() as events:
         for note in unread(files):
-            events.publish(Notice(note, warning=True))
+            events.say(note, warning=True)
         if not files:
             events.say("Every picture and clip has a caption file.")
             return
