@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from simpletuner.caching import fill
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.read import CacheStore
 from simpletuner.data import files
 from simpletuner.errors import DiskFullError
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter

@@ -11,7 +11,7 @@ import torch
 
 from simpletuner.caching.inspect import compare, explain, explain_miss, find_damaged, find_garbage, remove_garbage
 from simpletuner.caching.keys import EncoderIdentity, LatentKey, TextKey, provenance_of
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.read import CacheStore
 
 ENCODER = EncoderIdentity("kandinsky5-image", "c" * 64, "bf16")
 SMALL = LatentKey("a" * 64, (64, 64), (80, 64), (8, 0), ENCODER)

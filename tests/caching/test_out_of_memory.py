@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from simpletuner.caching.read import CacheStore
 from simpletuner.caching.shrink import ShrinkingEncoder, is_out_of_memory
-from simpletuner.caching.store import CacheStore
 from simpletuner.errors import UserError
 from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder

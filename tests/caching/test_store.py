@@ -19,7 +19,7 @@ from torch import Tensor
 
 from simpletuner import atomic
 from simpletuner.caching.entry import DamagedEntryError
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.read import CacheStore
 from simpletuner.errors import DiskFullError
 from simpletuner.headers import METADATA, join_header
 

@@ -11,7 +11,7 @@ from diffusers import Kandinsky5T2IPipeline, SanaVideoPipeline
 from PIL import Image
 from safetensors.torch import load_file
 
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.read import CacheStore
 from simpletuner.config.precision import Quantisation
 from simpletuner.memory.precision import Packed, pack
 from simpletuner.models.kandinsky5.loading import load_processor

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import SanaVideoPipeline
 
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.read import CacheStore
 from simpletuner.models.adapter import TextRequest
 from tests.clips import write_clip
 from tests.complaints import complaint
