@@ -43,10 +43,9 @@ def caption(
             return
         with events.phase("Loading torch"), quick_imports():
             from simpletuner.run.caption import described, write_captions
+            from simpletuner.run.records import pick
         if preview:
-            count = min(PREVIEWED, len(files))
-            spread = [files[index * len(files) // count] for index in range(count)]
-            for file, text in described(found, spread, wording, events):
+            for file, text in described(found, pick(PREVIEWED, files), wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
             written = write_captions(found, files, wording, events)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.data.files import DeviceError, MediaError
@@ -51,6 +52,8 @@ from simpletuner.reporting.trackers import build_trackers
 from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, PIPELINE_FOLDER, WEIGHT_ERROR, result_step
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 
 class RunRecord:
@@ -227,11 +230,10 @@ def snippet_for(plan: Plan, base: str, result: str) -> str:
     return load_adapter(plan.spec).usage_snippet(usage)
 
 
-def pick(count: int, samples: Sequence[Sample]) -> list[Sample]:
-    """At most `count` samples, evenly spaced."""
-    if len(samples) <= count:
-        return list(samples)
-    return [samples[index * len(samples) // count] for index in range(count)]
+def pick(count: int, items: Sequence[Item]) -> list[Item]:
+    """At most `count` items, evenly spaced."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def _shown(sample: Sample) -> TrainingSample:

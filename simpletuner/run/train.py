@@ -30,7 +30,7 @@ from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
 from simpletuner.reporting.upload import Destination
 from simpletuner.run.caches import build_adapter, prepare_caches
-from simpletuner.run.publish import publish, weight_note
+from simpletuner.run.publish import publish_result, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.uploads import Uploads, repeat_command
@@ -109,9 +109,8 @@ def _run(
         total_steps = plan.length.total_steps
         with stop_on_interrupt(events, lambda: StateChanged("stopping", state.global_step, total_steps, STOPPING)):
             train(assembly, loader, state, callbacks, events.stop)
-        result = publish(
-            plan, assembly, ema, weight_note(plan, state), lambda: reader(loader.sampler.batches(loader.epoch)[0])
-        )
+        note = weight_note(plan, state)
+        result = publish_result(plan, assembly, ema, note, lambda: reader(loader.sampler.batches(loader.epoch)[0]))
         uploads.finish(state.global_step, state.epoch)
         lines = "\n".join(end_lines(plan, result, uploads))
         events.publish(StateChanged("finished", state.global_step, total_steps, lines))
