@@ -36,13 +36,12 @@ from simpletuner.reporting.events import (
     StepDone,
     Uploaded,
 )
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.metrics import VIDEO_MIME, MediaRecord, parse_row
 from simpletuner.reporting.pace import Pace, ending, line_of
 
 Payload = dict[str, Any]
 
 EVENTS_FILE = "events.jsonl"
-VIDEO_TYPES = {".mp4": "video/mp4", ".webm": "video/webm"}
 JOB_ID = "SIMPLETUNER_JOB_ID"
 # What a run as a whole is called in payloads, where it differs.
 STATUS: Mapping[RunState, str] = {"finished": "completed", "interrupted": "cancelled"}
@@ -189,7 +188,7 @@ def _shown(media: MediaRecord) -> Payload:
     """The fields that both kinds of previews have."""
     suffix = Path(media.path).suffix.lower()
     is_moving = media.is_video or suffix == ".gif"
-    video = {"src": media.path, "mime_type": VIDEO_TYPES.get(suffix, "image/gif")}
+    video = {"src": media.path, "mime_type": VIDEO_MIME.get(suffix, "image/gif")}
     data = {
         "global_step": media.step,
         "resolution": [media.width, media.height],
@@ -227,8 +226,8 @@ class EventLog:
             file.seek(0)
             content = file.read()
             file.truncate(content.rfind(b"\n") + 1)
-        events = filter(None, map(_parse, reversed(content.splitlines(keepends=True))))
-        self._last: int = next(events, {"id": 0})["id"]
+        events = (parse_row(line, "id") for line in reversed(content.splitlines(keepends=True)))
+        self._last: int = next(filter(None, events), {"id": 0})["id"]
 
     def __call__(self, event: Event) -> None:
         for payload in self._payloads(event):
@@ -255,18 +254,9 @@ def read_events(path: Path, after_id: int = 0) -> list[Payload]:
                 start = max(0, size - length)
                 file.seek(start)
                 lines = file.read(size - start).splitlines(keepends=True)[1 if start else 0 :]
-                events = [event for event in map(_parse, lines) if event is not None]
+                events = [event for line in lines if (event := parse_row(line, "id")) is not None]
                 if start == 0 or (events and events[0]["id"] <= after_id):
                     return [event for event in events if event["id"] > after_id]
                 length *= 4
     except FileNotFoundError:
         return []
-
-
-def _parse(line: bytes) -> Payload | None:
-    """The event in a complete line, or None."""
-    try:
-        event = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("id"), int) else None

@@ -13,11 +13,9 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from simpletuner.atomic import write_atomically
-from simpletuner.reporting.curves import Point, points_of
-from simpletuner.reporting.events import EVALUATED
-from simpletuner.reporting.html import render
+from simpletuner.reporting.curves import Point, evaluation_names, points_of
+from simpletuner.reporting.html import gallery, render
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.page import gallery
 from simpletuner.reporting.previews import grid_order
 
 PAGE, PICTURE = "sheet.html", "sheet.png"
@@ -109,14 +107,9 @@ def still(path: Path) -> Image.Image:
         return frames[len(frames) // 2].to_image()
 
 
-def evaluation_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the evaluation losses in a record."""
-    return sorted({key for row in rows for key in row if key.startswith(EVALUATED)})
-
-
 def evaluation_points(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
     """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
-    names = [name for name in evaluation_names(rows) if not name.endswith("/pooled")]
+    names = [name for name in sorted(evaluation_names(rows)) if not name.endswith("/pooled")]
     plain = [name for name in names if not name.endswith("/ema")] or names
     curves = [dict(points_of(rows, name)) for name in plain]
     steps = sorted(set.intersection(*map(set, curves))) if curves else []

@@ -20,9 +20,16 @@ from simpletuner.reporting.curves import charts_of, is_noisy, smoothed, thin, th
 from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.html import breakable
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.page import LEDGER_ROWS, render_page
 from simpletuner.reporting.previews import TrainingSample, build_grid, choose_steps, thumbnail
-from simpletuner.reporting.report import LedgerRow, ReportData, Result, settings_of, write_report
+from simpletuner.reporting.report import (
+    LEDGER_ROWS,
+    LedgerRow,
+    ReportData,
+    Result,
+    render_page,
+    settings_of,
+    write_report,
+)
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
