@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import safetensors.torch
@@ -114,32 +114,23 @@ def _own_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
+@dataclass
 class BatchReader:
     """Reads the entries of a batch; features are read only for training.
 
-    Args:
+    Attributes:
         caption_dropout: probability that a sample is trained with the empty caption.
         seed: of the run; with the position in the run it decides which captions are dropped.
         restore: encodes a damaged or missing entry again.
         encode: encodes latents that are never cached.
     """
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        caption_dropout: float,
-        seed: int,
-        restore: Callable[[AnyEntry], None],
-        encode: Callable[[LatentEntry], Tensor],
-        features: Sequence[FeatureKind] = (),
-    ) -> None:
-        self.catalogue = catalogue
-        self.caption_dropout = caption_dropout
-        self.seed = seed
-        self.restore = restore
-        self.encode = encode
-        self.features = features
-        self._stores: dict[Path, CacheStore] = {}
+    catalogue: Catalogue
+    caption_dropout: float
+    seed: int
+    restore: Callable[[AnyEntry], None]
+    encode: Callable[[LatentEntry], Tensor]
+    features: Sequence[FeatureKind] = ()
 
     def __call__(self, planned: PlannedBatch) -> Batch:
         embeds = [self._embeds(planned, index) for index in range(len(planned.samples))]
@@ -191,8 +182,7 @@ class BatchReader:
         return [self._read(self.catalogue.text(each.dataset_id, preserve(one), each.partner)) for each, one in pairs]
 
     def _read(self, entry: AnyEntry) -> dict[str, Tensor]:
-        store = self._stores.setdefault(entry.folder, CacheStore(entry.folder))
-        key = entry.key.digest()
+        store, key = CacheStore(entry.folder), entry.key.digest()
         try:
             return store.read(key)
         except (DamagedEntryError, KeyError):
