@@ -15,6 +15,7 @@ from typing import Any, Literal
 from simpletuner.atomic import write_atomically
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import all_options
+from simpletuner.data.sample import LedgerEntry
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.curves import points_of
 from simpletuner.reporting.html import gallery, render
@@ -48,26 +49,6 @@ class SettingRow:
     section: str
     origin: str
     changed: bool
-
-
-@dataclass(frozen=True)
-class LedgerRow:
-    """How one input file is used, in words.
-
-    Attributes:
-        size: of the file's picture, such as `1200x800`.
-        bucket: the size at which it is trained.
-        crop: what is cut off, such as `left 16, top 0`.
-        reason: why it is not used, or a note.
-    """
-
-    dataset: str
-    file: str
-    used: bool
-    size: str = ""
-    bucket: str = ""
-    crop: str = ""
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,7 +98,7 @@ class ReportData:
     metrics: Sequence[Mapping[str, Any]] = ()
     previews: Sequence[MediaRecord] = ()
     settings: Sequence[SettingRow] = ()
-    ledger: Sequence[LedgerRow] = ()
+    ledger: Sequence[LedgerEntry] = ()
     samples: Sequence[TrainingSample] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     message: str = ""
@@ -168,7 +149,7 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     if utilisation and has_accelerator(data):
         yield "Median MFU", f"{median(utilisation) * 100:.0f} % of the measured matmul rate"
     if data.ledger:
-        yield "Files used", f"{sum(row.used for row in data.ledger):,} of {len(data.ledger):,}"
+        yield "Files used", f"{sum(not entry.use for entry in data.ledger):,} of {len(data.ledger):,}"
     if device := data.environment.get("device"):
         yield "Device", device.partition(",")[0]
 
@@ -185,10 +166,10 @@ def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return shares(sums[0], sums[1], sums[2] if streamed else None)
 
 
-def by_dataset(ledger: Sequence[LedgerRow]) -> dict[str, list[LedgerRow]]:
+def by_dataset(ledger: Sequence[LedgerEntry]) -> dict[str, list[LedgerEntry]]:
     """The files of each dataset."""
-    names = dict.fromkeys(row.dataset for row in ledger)
-    return {name: [row for row in ledger if row.dataset == name] for name in names}
+    names = dict.fromkeys(entry.dataset_id for entry in ledger)
+    return {name: [entry for entry in ledger if entry.dataset_id == name] for name in names}
 
 
 def settings_of(config: RunConfig) -> list[SettingRow]:

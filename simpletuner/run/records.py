@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.data.files import DeviceError, MediaError
-from simpletuner.data.sample import LedgerEntry, Sample
+from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
@@ -47,7 +47,7 @@ from simpletuner.reporting.metrics import (
 )
 from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
-from simpletuner.reporting.report import REPORT_FILE, LedgerRow, ReportData, Result, State, settings_of, write_report
+from simpletuner.reporting.report import REPORT_FILE, ReportData, Result, State, settings_of, write_report
 from simpletuner.reporting.trackers import build_trackers
 from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, PIPELINE_FOLDER, WEIGHT_ERROR, result_step
 
@@ -176,7 +176,7 @@ class RunReport:
             metrics=read_steps(folder / METRICS_FILE),
             previews=read_media(folder / MEDIA_FILE),
             settings=settings_of(plan.config),
-            ledger=[_row(entry) for dataset in plan.datasets for entry in dataset.ledger()],
+            ledger=[entry for dataset in plan.datasets for entry in dataset.ledger()],
             samples=self.samples,
             environment=self._environment,
             message=redact(message),
@@ -247,19 +247,6 @@ def _thumbnail(sample: Sample) -> str:
         return thumbnail(prepared_picture(sample))
     except (MediaError, DeviceError, OSError):
         return ""
-
-
-def _row(entry: LedgerEntry) -> LedgerRow:
-    geometry = entry.geometry
-    return LedgerRow(
-        dataset=entry.dataset_id,
-        file=entry.name,
-        used=not entry.use,
-        size="x".join(map(str, entry.original_size)) if entry.original_size else "",
-        bucket=entry.trained_size,
-        crop=f"left {geometry.crop[0]}, top {geometry.crop[1]}" if geometry else "",
-        reason=entry.use or entry.note,
-    )
 
 
 def keep_records(plan: Plan, events: EventStream, step: int) -> RunRecord:
