@@ -78,9 +78,9 @@ class Payloads:
         match event:
             case PhaseStarted() | PhaseAdvanced() | PhaseEnded():
                 yield from self._phase(event)
-            case StepDone():
-                if self._is_due(StepDone) or (self._pace is not None and self._pace.is_complete):
-                    yield {**_status("running", event.step), "progress": self._progress()}
+            case StepDone() if self._pace is not None:
+                if self._is_due(StepDone) or self._pace.is_complete:
+                    yield {**_status("running", event.step), "progress": _steps(self._pace)}
             case StateChanged():
                 yield from self._state(event)
             case Evaluated():
@@ -131,7 +131,7 @@ class Payloads:
     def _state(self, event: StateChanged) -> Iterator[Payload]:
         state, message = event.state, event.message
         severity = SEVERITY.get(state, "info")
-        progress = self._progress() if self._pace else _progress("Training", event.step, event.total_steps)
+        progress = _steps(self._pace) if self._pace else _progress("Training", event.step, event.total_steps)
         status = _status(STATUS.get(state, state), event.step)
         yield {**status, "severity": severity, "message": message, "progress": progress}
         if state in ENDED:
@@ -141,22 +141,20 @@ class Payloads:
         if state == "failed":
             yield {"type": "error", "severity": severity, "title": "Error", "message": message}
 
-    def _progress(self) -> Payload:
-        """The training steps so far."""
-        pace = self._pace
-        if pace is None:
-            raise RuntimeError("the state `running` comes before the first step")
-        metrics: Payload = {}
-        if pace.last is not None:
-            metrics = {"loss": pace.last.loss, "epoch": pace.last.epoch, "smoothed_loss": pace.loss}
-            metrics |= {"seconds_per_step": pace.seconds_per_step, "memory_bytes": pace.last.memory_bytes}
-            metrics |= pace.last.metrics
-        eta = pace.remaining_seconds if pace.last else None
-        return {**_progress("Training", pace.step, pace.total_steps, eta), "metrics": metrics}
-
 
 def _status(status: str, step: int) -> Payload:
     return {"type": "training.status", "title": status.title(), "data": {"status": status, "step": step}}
+
+
+def _steps(pace: Pace) -> Payload:
+    """The progress of training, with its metrics."""
+    metrics: Payload = {}
+    if pace.last is not None:
+        metrics = {"loss": pace.last.loss, "epoch": pace.last.epoch, "smoothed_loss": pace.loss}
+        metrics |= {"seconds_per_step": pace.seconds_per_step, "memory_bytes": pace.last.memory_bytes}
+        metrics |= pace.last.metrics
+    eta = pace.remaining_seconds if pace.last else None
+    return {**_progress("Training", pace.step, pace.total_steps, eta), "metrics": metrics}
 
 
 def _progress(label: str, current: int, total: int | None, eta: float | None = None) -> Payload:
