@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,10 +16,8 @@ from simpletuner.caching.entry import (
     DamagedEntryError,
     entry_path,
     find_entry,
-    list_keys,
     pack_entry,
     read_entry,
-    read_provenance,
     seal,
 )
 from simpletuner.data.chance import fraction
@@ -51,10 +49,6 @@ class CacheStore:
         """Whether an entry exists, without opening it."""
         return find_entry(self.folder, key) is not None
 
-    def keys(self) -> Iterator[str]:
-        """All keys, sorted, without opening an entry."""
-        return list_keys(self.folder)
-
     def read(self, key: str) -> dict[str, Tensor]:
         """The tensors of an entry, exactly as written, on the CPU.
 
@@ -79,15 +73,6 @@ class CacheStore:
         own = {name: _own_copy(tensor) for name, tensor in tensors.items()}
         blob = seal(safetensors.torch.save(own), key, provenance)
         write_atomically(entry_path(self.folder, key), pack_entry(blob, compress=self.compress), durable=False)
-
-    def provenance(self, key: str) -> dict[str, str]:
-        """The provenance of an entry, from its header alone.
-
-        Raises:
-            KeyError: there is no such entry.
-            DamagedEntryError: its header cannot be read.
-        """
-        return read_provenance(self._path(key))
 
     def verify(self, key: str) -> None:
         """Read an entry in full without keeping it.
