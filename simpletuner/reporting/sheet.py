@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from simpletuner.atomic import write_atomically
+from simpletuner.atomic import open_atomically, write_atomically
 from simpletuner.reporting.curves import Point, evaluation_names, points_of
 from simpletuner.reporting.html import gallery, render
 from simpletuner.reporting.metrics import MediaRecord
@@ -67,12 +66,10 @@ class Sheet:
         kept = {"step", "train_loss", *evaluation_names(self.metrics)}
         losses = [{key: row[key] for key in kept & row.keys()} for row in self.metrics]
         shown = gallery(losses, self.records, self.folder, with_mfu=False)
-        write_atomically(
-            self.folder / PAGE, render("sheet.html.jinja", sheet=self, refresh=None, **shown), durable=False
-        )
-        picture = io.BytesIO()
-        self._picture().save(picture, "PNG")
-        write_atomically(self.folder / PICTURE, picture.getvalue(), durable=False)
+        page = render("sheet.html.jinja", sheet=self, refresh=None, **shown)
+        write_atomically(self.folder / PAGE, page, durable=False)
+        with open_atomically(self.folder / PICTURE, durable=False) as file:
+            self._picture().save(file, "PNG")
 
     def _picture(self) -> Image.Image:
         """A row per prompt with its name above, a column per checkpoint; the middle frames of clips."""
