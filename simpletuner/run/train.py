@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from simpletuner.atomic import sweep, sweep_folders
+from simpletuner.atomic import sweep_files, sweep_folders
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import usable_cores
 from simpletuner.budget.measure import device_rates
@@ -142,13 +142,13 @@ def sweep_strays(plan: Plan) -> None:
     """Remove temporary files of killed runs; in caches only old ones, since other runs may use the same cache."""
     names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|{CARD_FOLDER}|unverified")
     for folder in (plan.output_dir, plan.output_dir / "ema"):
-        sweep(folder)
+        sweep_files(folder)
         sweep_folders(folder, names)
     for below in PREVIEW_FOLDERS:
-        sweep(plan.output_dir / below)
+        sweep_files(plan.output_dir / below)
     caches = {text_folder(plan), *(text_folder(plan, each) for each in plan.datasets)}
     for folder in caches | {each.latent_dir for each in plan.datasets}:
-        sweep(folder, "**/", older_than=ABANDONED)
+        sweep_files(folder, "**/", older_than=ABANDONED)
 
 
 def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:
