@@ -10,18 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from simpletuner.atomic import write_atomically
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import all_options
-from simpletuner.data.sample import LedgerEntry
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.curves import points_of
 from simpletuner.reporting.html import gallery, render
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.pace import clock, pace_text, shares, shares_text
 from simpletuner.reporting.previews import TrainingSample
+
+if TYPE_CHECKING:
+    from simpletuner.data.sample import LedgerEntry
 
 REPORT_FILE = "training_report.html"
 # Seconds after which the page of a running session reloads; a finished report does not.
