@@ -167,7 +167,7 @@ def is_disk_full(error: BaseException) -> bool:
     return earlier is not None and is_disk_full(earlier)
 
 
-def sweep(folder: Path, below: str = "", *, older_than: float = 0.0) -> None:
+def sweep_files(folder: Path, below: str = "", *, older_than: float = 0.0) -> None:
     """Remove the unfinished files that a killed process left in a folder.
 
     Args:

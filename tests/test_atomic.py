@@ -18,7 +18,7 @@ from simpletuner.atomic import (
     build_folder,
     open_atomically,
     replace_folder,
-    sweep,
+    sweep_files,
     sweep_folders,
     write_atomically,
     write_json,
@@ -180,11 +180,11 @@ def test_sweeping_takes_unfinished_files_of_ours_alone(tmp_path: Path) -> None:
     theirs = [tmp_path / ".notes.tmp", tmp_path / "entry.0123456789ab.tmp", tmp_path / "entry.zst"]
     for path in (*ours, *theirs):
         path.touch()
-    sweep(tmp_path)
+    sweep_files(tmp_path)
     assert [path.exists() for path in ours] == [False, True]
-    sweep(tmp_path, "**/", older_than=60)
+    sweep_files(tmp_path, "**/", older_than=60)
     assert ours[1].exists(), "another process may be writing it"
-    sweep(tmp_path, "**/")
+    sweep_files(tmp_path, "**/")
     assert not ours[1].exists()
     assert all(path.exists() for path in theirs)
 

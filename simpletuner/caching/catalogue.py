@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from simpletuner.models.adapter import FamilyAdapter, LatentEncoder
 
 
+FEATURES = "features"  # the tensor in an entry of features
 # When latents are encoded: before training; when first used, then cached; or at every use, and never cached.
 Storage = Literal["ahead", "ondemand", "never"]
 

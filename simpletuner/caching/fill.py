@@ -22,10 +22,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletuner.caching.catalogue import FeatureEncoder, FeatureEntry, LatentEntry, TextEntry
+from simpletuner.caching.catalogue import FEATURES, FeatureEncoder, FeatureEntry, LatentEntry, TextEntry
 from simpletuner.caching.keys import provenance_of
+from simpletuner.caching.read import CacheStore
 from simpletuner.caching.shrink import ShrinkingEncoder
-from simpletuner.caching.store import CacheStore
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data import clips, files, media
 from simpletuner.data.clips import ClipFacts
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 WRITERS = 2
-FEATURES = "features"  # the tensor in an entry of features
 Decoded = tuple[LatentEntry, np.ndarray]
 
 # Memory for decoded pictures and clips that wait for the encoder, besides the one that each thread is decoding.

@@ -79,16 +79,15 @@ def find_damaged(folder: Path) -> Iterator[Damage]:
             yield Damage(key, str(error))
 
 
-def find_garbage(folder: Path, wanted: Collection[str], *, now: float | None = None) -> Garbage:
+def find_garbage(folder: Path, wanted: Collection[str]) -> Garbage:
     """Entries that are not wanted, and what killed runs left behind.
 
     Args:
         wanted: the keys that the configs in use refer to. For a folder shared by several configs, those of all of them.
-        now: seconds since the epoch; None: the current time.
     """
     known = frozenset(wanted)
     entries = [key for key in list_keys(folder) if key not in known]
-    oldest = (time.time() if now is None else now) - LEFTOVER_AGE_SECONDS
+    oldest = time.time() - LEFTOVER_AGE_SECONDS
     known_names = (path for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")) if LEFTOVER_NAME.fullmatch(path.name))
     leftovers = [path for path in known_names if path.stat().st_mtime < oldest]
     files = [*leftovers, *(path for key in entries if (path := find_entry(folder, key)) is not None)]

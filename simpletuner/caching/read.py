@@ -1,18 +1,25 @@
-"""From a planned batch to a `Batch`, read from the caches."""
+"""The caches as tensors: entries are written atomically and verified on reading; and batches read from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
-from simpletuner.caching.catalogue import AnyEntry, Catalogue, FeatureKind, LatentEntry, TextEntry
-from simpletuner.caching.entry import DamagedEntryError
-from simpletuner.caching.fill import FEATURES
-from simpletuner.caching.store import CacheStore
+from simpletuner.atomic import write_atomically
+from simpletuner.caching.catalogue import FEATURES, AnyEntry, Catalogue, FeatureKind, LatentEntry, TextEntry
+from simpletuner.caching.entry import (
+    DamagedEntryError,
+    entry_path,
+    find_entry,
+    pack_entry,
+    read_entry,
+    seal,
+)
 from simpletuner.data.chance import fraction
 from simpletuner.data.files import MediaError
 from simpletuner.data.masks import latent_mask
@@ -22,32 +29,93 @@ from simpletuner.diffusion.batch import Batch, TextEmbeds
 from simpletuner.errors import UserError
 
 
+class CacheStore:
+    """Entries of one cache folder.
+
+    Several threads or processes may read and write at once, even the same key: an entry appears complete under its
+    name, and all writers of a key write the same content. A killed writer leaves at most a temporary file, which is
+    never read and which `inspect.find_garbage` finds.
+
+    Args:
+        folder: created with the first entry.
+        compress: whether to compress new entries; both kinds can be read.
+    """
+
+    def __init__(self, folder: Path, compress: bool = True) -> None:
+        self.folder = folder
+        self.compress = compress
+
+    def has(self, key: str) -> bool:
+        """Whether an entry exists, without opening it."""
+        return find_entry(self.folder, key) is not None
+
+    def read(self, key: str) -> dict[str, Tensor]:
+        """The tensors of an entry, exactly as written, on the CPU.
+
+        Raises:
+            KeyError: there is no such entry.
+            DamagedEntryError: it is not what was written.
+        """
+        return safetensors.torch.load(read_entry(self._path(key), key).blob)
+
+    def write(self, key: str, tensors: Mapping[str, Tensor], provenance: dict[str, str]) -> None:
+        """Write an entry, or replace the one of that key.
+
+        Entries are not fsynced: one that a power cut has torn fails its checksum and is encoded again.
+
+        Args:
+            tensors: of any dtype and device.
+            provenance: see `keys.provenance_of`.
+
+        Raises:
+            DiskFullError: no partial entry is left, and an existing one is kept.
+        """
+        own = {name: _own_copy(tensor) for name, tensor in tensors.items()}
+        blob = seal(safetensors.torch.save(own), key, provenance)
+        write_atomically(entry_path(self.folder, key), pack_entry(blob, compress=self.compress), durable=False)
+
+    def verify(self, key: str) -> None:
+        """Read an entry in full without keeping it.
+
+        Raises:
+            KeyError: there is no such entry.
+            DamagedEntryError: it is not what was written.
+        """
+        read_entry(self._path(key), key)
+
+    def remove(self, key: str) -> None:
+        """Delete an entry if it exists."""
+        entry_path(self.folder, key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        path = find_entry(self.folder, key)
+        if path is None:
+            raise KeyError(key)
+        return path
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the CPU: safetensors refuses tensors that share memory."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+@dataclass
 class BatchReader:
     """Reads the entries of a batch; features are read only for training.
 
-    Args:
+    Attributes:
         caption_dropout: probability that a sample is trained with the empty caption.
         seed: of the run; with the position in the run it decides which captions are dropped.
         restore: encodes a damaged or missing entry again.
         encode: encodes latents that are never cached.
     """
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        caption_dropout: float,
-        seed: int,
-        restore: Callable[[AnyEntry], None],
-        encode: Callable[[LatentEntry], Tensor],
-        features: Sequence[FeatureKind] = (),
-    ) -> None:
-        self.catalogue = catalogue
-        self.caption_dropout = caption_dropout
-        self.seed = seed
-        self.restore = restore
-        self.encode = encode
-        self.features = features
-        self._stores: dict[Path, CacheStore] = {}
+    catalogue: Catalogue
+    caption_dropout: float
+    seed: int
+    restore: Callable[[AnyEntry], None]
+    encode: Callable[[LatentEntry], Tensor]
+    features: Sequence[FeatureKind] = ()
 
     def __call__(self, planned: PlannedBatch) -> Batch:
         embeds = [self._embeds(planned, index) for index in range(len(planned.samples))]
@@ -99,8 +167,7 @@ class BatchReader:
         return [self._read(self.catalogue.text(each.dataset_id, preserve(one), each.partner)) for each, one in pairs]
 
     def _read(self, entry: AnyEntry) -> dict[str, Tensor]:
-        store = self._stores.setdefault(entry.folder, CacheStore(entry.folder))
-        key = entry.key.digest()
+        store, key = CacheStore(entry.folder), entry.key.digest()
         try:
             return store.read(key)
         except (DamagedEntryError, KeyError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -31,27 +32,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY_TEXTS)
 
 
+@dataclass
 class ShrinkingEncoder(Generic[Item, Encoded]):
     """Encodes batches as large as memory allows, and remembers the size for later batches.
 
-    Args:
+    Attributes:
         encode: one result per item; items do not influence each other.
         relieve: called if a single item does not fit: switches on something that needs less memory and changes no
             result, or returns False.
         name: name of an item, for messages.
         advice: what the user can do if nothing is left to try.
+        most: items at a time, once known.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[Sequence[Item]], Sequence[Encoded]],
-        relieve: Callable[[], bool],
-        name: Callable[[Item], str],
-        advice: str,
-    ) -> None:
-        self.encode, self.relieve, self.name, self.advice = encode, relieve, name, advice
-        self.most: int | None = None  # items at a time, once known
-        self._reason = ""
+    encode: Callable[[Sequence[Item]], Sequence[Encoded]]
+    relieve: Callable[[], bool]
+    name: Callable[[Item], str]
+    advice: str
+    most: int | None = field(default=None, init=False)
+    _reason: str = field(default="", init=False)
 
     def __call__(self, items: Sequence[Item]) -> list[Encoded]:
         """The results, in order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,7 +35,7 @@ def verify(context: typer.Context) -> None:
     plan = _plan(context.args)
     from simpletuner.cli.cache_inspection import verify_caches
 
-    typer.echo(verify_caches(plan, typer.echo))
+    _echo(verify_caches(plan))
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -49,7 +50,7 @@ def gc(
     plan = _plan(context.args)
     from simpletuner.cli.cache_inspection import clean_caches
 
-    typer.echo(clean_caches(plan, typer.echo, remove=remove))
+    _echo(clean_caches(plan, remove=remove))
 
 
 @app.command("explain", context_settings=PASS_THROUGH)
@@ -63,7 +64,11 @@ def explain_file(context: typer.Context, file: str) -> None:
     plan = _plan(context.args)
     from simpletuner.cli.cache_inspection import explain_caching
 
-    for line in explain_caching(plan, file):
+    _echo(explain_caching(plan, file))
+
+
+def _echo(lines: Iterable[str]) -> None:
+    for line in lines:
         typer.echo(line)
 
 

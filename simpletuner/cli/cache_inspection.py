@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,25 @@ from simpletuner.errors import UserError
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue, text_folder
 
-Say = Callable[[str], object]
 
-
-def verify_caches(plan: Plan, say: Say) -> str:
+def verify_caches(plan: Plan) -> Iterator[str]:
     """Read every entry and name the damaged ones.
 
     Raises:
         UserError: there are damaged entries.
     """
     folders = cache_folders(plan)
-    if not folders:
-        return "There are no caches yet."
-    damaged = 0
+    number = 0
     for folder in folders:
         for damage in find_damaged(folder):
-            damaged += 1
-            say(f"{folder}/{damage.key}: {damage.reason}")
-    if damaged:
-        raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
-    return f"Every entry in {', '.join(map(str, folders))} is intact."
+            number += 1
+            yield f"{folder}/{damage.key}: {damage.reason}"
+    if number:
+        raise UserError(f"{number} damaged entries; the next run encodes them again.")
+    yield f"Every entry in {', '.join(map(str, folders))} is intact." if folders else "There are no caches yet."
 
 
-def clean_caches(plan: Plan, say: Say, *, remove: bool) -> str:
+def clean_caches(plan: Plan, *, remove: bool) -> Iterator[str]:
     """List the entries that the plan does not refer to, and delete them with `remove`."""
     listing = _listing(plan)
     entries: list[AnyEntry] = [*listing.texts, *listing.latents, *listing.features]
@@ -45,11 +41,11 @@ def clean_caches(plan: Plan, say: Say, *, remove: bool) -> str:
     for folder in cache_folders(plan):
         garbage = _of_family(folder, find_garbage(folder, wanted), plan.spec.name)
         for key in garbage.entries:
-            say(f"{folder}/{key}: {_origin(folder, key).get('source', 'damaged')}")
+            yield f"{folder}/{key}: {_origin(folder, key).get('source', 'damaged')}"
         total += len(garbage.entries) + len(garbage.leftovers)
         if remove:
             remove_garbage(folder, garbage)
-    return f"{total} entries and leftovers {'removed' if remove else 'found; --remove deletes them'}."
+    yield f"{total} entries and leftovers {'removed' if remove else 'found; --remove deletes them'}."
 
 
 def explain_caching(plan: Plan, file: str) -> Iterator[str]:

@@ -26,7 +26,6 @@ def caption(
     """
     from simpletuner.plan.build import survey
     from simpletuner.plan.captions import Wording, check_captions, uncaptioned, unread
-    from simpletuner.reporting.events import Notice
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
@@ -38,16 +37,15 @@ def caption(
     setup_logging()
     with shown_events() as events:
         for note in unread(files):
-            events.publish(Notice(note, warning=True))
+            events.say(note, warning=True)
         if not files:
             events.say("Every picture and clip has a caption file.")
             return
         with events.phase("Loading torch"), quick_imports():
             from simpletuner.run.caption import described, write_captions
+            from simpletuner.run.records import pick
         if preview:
-            count = min(PREVIEWED, len(files))
-            spread = [files[index * len(files) // count] for index in range(count)]
-            for file, text in described(found, spread, wording, events):
+            for file, text in described(found, pick(PREVIEWED, files), wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
             written = write_captions(found, files, wording, events)

@@ -103,7 +103,6 @@ def _planned(
     from simpletuner.config.load import raise_if_fatal
     from simpletuner.models.registry import load_adapter
     from simpletuner.plan.sampling import SampleRequest, plan_samples
-    from simpletuner.reporting.events import Notice
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
@@ -120,7 +119,7 @@ def _planned(
     setup_logging()
     with shown_events() as events:
         for warning in plan.warnings:
-            events.publish(Notice(str(warning), warning=True))
+            events.say(str(warning), warning=True)
         events.say(f"{plan.spec.title} {plan.flavour.name}, {', '.join(each.name for each in weights)}")
         for line in (fit_line(budget), *(f"  offload auto: {decision}" for decision in budget.decisions)):
             events.say(line)

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,6 @@ from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
-    from simpletuner.cli.server import ServePage
     from simpletuner.config.arguments import Arguments
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
@@ -65,49 +64,57 @@ def train(
     if dry_run:
         _show_plan(arguments, problems)
         return
-    serve_page = open_page(page_port or PORT) if page or page_port else None
-    # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from simpletuner.budget.ready import ready_plan
-
-    plan, budget = ready_plan(arguments, problems)
-    prepare_output(plan)
-    _train(plan, budget, serve_page)
-
-
-def _train(plan: Plan, budget: Budget, serve_page: ServePage | None) -> None:
-    """Everything after the plan: records that begin with the first event, then the run."""
     from simpletuner.budget.show import log_plan
     from simpletuner.reporting.log import setup_logging
 
+    # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    serve_page = open_page(page_port or PORT) if page or page_port else None
+    plan, budget = ready_plan(arguments, problems)
+    prepare_output(plan)
     setup_logging()
     log_plan(plan, budget)
-    with ExitStack() as stack:
-        events = _begin(plan, stack)
-        if serve_page:
-            stack.enter_context(serve_page(plan.output_dir, events))
-        _start_run(plan, budget, events)
+    with _recorded_events(plan) as events, serve_page(plan.output_dir, events) if serve_page else nullcontext():
+        _run(plan, budget, events)
 
 
-def _start_run(plan: Plan, budget: Budget, events: EventStream) -> None:
+@contextmanager
+def _recorded_events(plan: Plan) -> Iterator[EventStream]:
+    """Hold the output folder's lock; what happens meanwhile is shown, logged there and sent to the webhooks."""
+    from simpletuner.reporting.payloads import EventLog, Payloads
+    from simpletuner.reporting.progress import shown_events
+    from simpletuner.reporting.requests import signals_as_interrupt
+    from simpletuner.run.lock import lock_output
+
+    with lock_output(plan.output_dir), signals_as_interrupt(), shown_events() as events, ExitStack() as stack:
+        payloads = Payloads()
+        events.subscribe(EventLog(plan.output_dir, payloads))
+        if plan.config.webhooks.hooks:
+            from simpletuner.reporting.webhooks import delivered
+
+            stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
+        yield events
+
+
+def _run(plan: Plan, budget: Budget, events: EventStream) -> None:
+    """Say what begins, check what the plan could not, and run."""
     from simpletuner.budget.show import start_lines
     from simpletuner.models.registry import load_adapter
-    from simpletuner.reporting.events import Notice, StateChanged
+    from simpletuner.reporting.events import StateChanged
     from simpletuner.reporting.upload import prepared_destinations
 
     for warning in plan.warnings:
-        events.publish(Notice(str(warning), warning=True))
+        events.say(str(warning), warning=True)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
     if plan.is_finished:
         events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
         return
     # Whoever cannot upload the result learns it now, not after hours of training.
-    places = prepared_destinations(
-        plan.config.publish, plan.config.tracking.tracker_project_name, plan.output_dir, events
-    )
-    begun = plan.resume.step if plan.resume else 0
+    project, begun = plan.config.tracking.tracker_project_name, plan.resume.step if plan.resume else 0
+    places = prepared_destinations(plan.config.publish, project, plan.output_dir, events)
     summary = "\n".join(start_lines(plan, budget))
     events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
     # torch is imported here, after every check that is quick without it.
@@ -116,25 +123,6 @@ def _start_run(plan: Plan, budget: Budget, events: EventStream) -> None:
 
         load_adapter(plan.spec)
     run_plan(plan, budget, events, destinations=places)
-
-
-def _begin(plan: Plan, stack: ExitStack) -> EventStream:
-    """Lock the output folder; returns the events of the run, which are recorded, until the stack is closed."""
-    from simpletuner.reporting.payloads import EventLog, Payloads
-    from simpletuner.reporting.progress import shown_events
-    from simpletuner.reporting.requests import signals_as_interrupt
-    from simpletuner.run.lock import lock_output
-
-    stack.enter_context(lock_output(plan.output_dir))
-    stack.enter_context(signals_as_interrupt())
-    events = stack.enter_context(shown_events())
-    payloads = Payloads()
-    events.subscribe(EventLog(plan.output_dir, payloads))
-    if plan.config.webhooks.hooks:
-        from simpletuner.reporting.webhooks import delivered
-
-        stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
-    return events
 
 
 def prepare_output(plan: Plan) -> None:

@@ -10,7 +10,6 @@ Free of torch.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL import Image, ImageDraw, ImageFont
 
 from simpletuner.atomic import build_folder, write_json
 from simpletuner.config.json_files import read_json
@@ -66,7 +66,7 @@ def write_card(
             shown = {"parameters": {"negative_prompt": negative}, "output": {"url": f"./{ASSETS}/{name}"}}
             widget.append({"text": text, **shown})
         if len(facts["evaluation"]) > 1:
-            (folder / ASSETS / CURVE).write_bytes(draw_curve(facts["evaluation"]))
+            draw_curve(facts["evaluation"]).save(folder / ASSETS / CURVE)
         text = front_matter({**front, "widget": widget or None}) + redact(_render("card.md.jinja", values))
         (folder / README).write_text(text, encoding="utf-8")
         notes = {key: facts[key] for key in ("repository", "step")}
@@ -123,10 +123,8 @@ def _is_private(value: Any) -> bool:
     return HIDDEN in value or PATH.search(value) is not None
 
 
-def draw_curve(points: Sequence[tuple[int, float]]) -> bytes:
-    """A PNG of losses by step, with the lowest one marked."""
-    from PIL import Image, ImageDraw, ImageFont
-
+def draw_curve(points: Sequence[tuple[int, float]]) -> Image.Image:
+    """Losses by step, with the lowest one marked."""
     (first, _), (last, _), best = points[0], points[-1], min(points, key=lambda point: point[1])
     span, rise = max(last - first, 1), (max(loss for _, loss in points) - best[1]) or 1.0
 
@@ -140,9 +138,7 @@ def draw_curve(points: Sequence[tuple[int, float]]) -> bytes:
     draw.text((48, 12), f"Evaluation loss, lowest {best[1]:.4g} at step {best[0]:,}", "#111111", font)
     draw.text((48, 388), f"step {first:,}", "#555555", font)
     draw.text((912, 388), f"step {last:,}", "#555555", font, anchor="ra")
-    content = io.BytesIO()
-    picture.save(content, "PNG")
-    return content.getvalue()
+    return picture
 
 
 def plain(text: object) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+from simpletuner.reporting.events import EVALUATED
 from simpletuner.reporting.pace import RunningMean
 
 Point = tuple[int, float]
@@ -77,7 +78,7 @@ def charts_of(rows: Sequence[Mapping[str, Any]], *, with_mfu: bool = True) -> li
         with_mfu: include model FLOP utilisation, which means little on a CPU.
     """
     charts = [chart for chart in (_loss_chart(rows), _learning_rate_chart(rows)) if chart]
-    taken = {"train_loss", "learning_rate", "mfu", *WAITS, *SHARES, *_evaluation_keys(rows)}
+    taken = {"train_loss", "learning_rate", "mfu", *WAITS, *SHARES, *evaluation_names(rows)}
     for key, title, note in (
         ("grad_norm", "Gradient norm", "before clipping"),
         ("grad_absmax", "Largest gradient", "before clipping"),
@@ -160,7 +161,7 @@ def _loss_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
     points = points_of(rows, "train_loss")
     if not points:
         return None
-    evaluations = [Series(key.removeprefix("loss/"), thin(points_of(rows, key))) for key in _evaluation_keys(rows)]
+    evaluations = [Series(key.removeprefix("loss/"), thin(points_of(rows, key))) for key in evaluation_names(rows)]
     loss = smoothed("loss", points)
     note = f"faint: each step; line: smoothed over about {smoothing_span(len(points))} steps" if loss.smooth else ""
     return Chart("Loss", [loss, *evaluations], note, log=True)
@@ -187,8 +188,9 @@ def _timestep_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
     return Chart("Timesteps", [Series("samples", bars)], "samples by noise level; 1000 is pure noise", bars=True)
 
 
-def _evaluation_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [key for key in _keys(rows) if key.startswith("loss/val/")]
+def evaluation_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the evaluation losses in a record."""
+    return [key for key in _keys(rows) if key.startswith(EVALUATED)]
 
 
 def _keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -250,9 +250,9 @@ class EventStream:
             for subscriber in self._subscribers:
                 subscriber(event)
 
-    def say(self, text: str) -> None:
-        """Publish a line for people."""
-        self.publish(Notice(text))
+    def say(self, text: str, *, warning: bool = False) -> None:
+        """Publish a line for people; see `Notice`."""
+        self.publish(Notice(text, warning))
 
     @contextmanager
     def phase(

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+
+from simpletuner.reporting.curves import charts_of, hours_of
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.previews import PreviewGrid, build_grid
 
 FOLDER = Path(__file__).parent
 # A page may show what it contains and video files next to it, and load nothing else.
@@ -28,6 +34,26 @@ def render(template: str, **values: object) -> str:
         values: what the template shows, and `scripts` and `refresh` of the page.
     """
     return _environment().get_template(template).render(values, policy=POLICY, now=datetime.now().astimezone())
+
+
+def gallery(
+    metrics: Sequence[Mapping[str, Any]], previews: Sequence[MediaRecord], folder: Path, *, with_mfu: bool
+) -> dict[str, Any]:
+    """What templates need for the curves of some metrics and a grid of previews, whose paths are below `folder`."""
+    grid, charts = build_grid(previews, folder), charts_of(metrics, with_mfu=with_mfu)
+    return {
+        "grid": grid,
+        "left_out": left_out(grid),
+        "charts": charts,
+        "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours_of(metrics)},
+        "scripts": ("curves.js", "viewer.js", "page.js"),
+    }
+
+
+def left_out(grid: PreviewGrid) -> list[str]:
+    """What the grid does not show, in words."""
+    counts = {"steps": grid.hidden_steps, "prompts": grid.hidden_rows}
+    return [f"{count:,} more {what}" for what, count in counts.items() if count]
 
 
 def breakable(text: str) -> Markup:

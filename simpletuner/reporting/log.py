@@ -17,23 +17,22 @@ OWN_LOGGER = "simpletuner"
 STUBBORN_LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "transformers")
 
 
-def log_level(name: str | None = None) -> int:
-    """The level of that name, else the one in SIMPLETUNER_LOG_LEVEL, else INFO.
+def log_level() -> int:
+    """The level in SIMPLETUNER_LOG_LEVEL, else INFO.
 
     Raises:
         UserError: there is no such level.
     """
-    where = "log level" if name else "SIMPLETUNER_LOG_LEVEL"
-    word = name or os.environ.get("SIMPLETUNER_LOG_LEVEL") or "INFO"
+    word = os.environ.get("SIMPLETUNER_LOG_LEVEL") or "INFO"
     level = LEVELS.get(word.strip().upper())
     if level is None:
-        allowed = ", ".join(LEVELS)
-        raise UserError(f"{where}: {word!r} is not one of: {allowed}.{did_you_mean(word.upper(), LEVELS)}")
+        guess = did_you_mean(word.upper(), LEVELS)
+        raise UserError(f"SIMPLETUNER_LOG_LEVEL: {word!r} is not one of: {', '.join(LEVELS)}.{guess}")
     return level
 
 
-def setup_logging(level: str | None = None, debug_file: Path | None = Path("debug.log")) -> None:
-    """Send records to the console (`level` and above) and to the debug file (DEBUG and above, appended).
+def setup_logging(debug_file: Path | None = Path("debug.log")) -> None:
+    """Send records to the console (`log_level` and above) and to the debug file (DEBUG and above, appended).
 
     From other packages only warnings reach the console; the file also gets their INFO records. A second call replaces
     the handlers of the first.
@@ -44,7 +43,7 @@ def setup_logging(level: str | None = None, debug_file: Path | None = Path("debu
     # The hub's own progress bars would overwrite ours; it reads this variable when it is imported.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     console = ConsoleHandler()
-    console.setLevel(log_level(level))
+    console.setLevel(log_level())
     console.addFilter(belongs_on_console)
     console.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [console]

@@ -19,6 +19,8 @@ from simpletuner.atomic import write_atomically, writing_to
 
 METRICS_FILE = "training_metrics.jsonl"
 MEDIA_FILE = "validation_media.jsonl"
+MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
 Value = float | int | bool | str | list[float] | None
 
@@ -50,7 +52,7 @@ class MediaRecord:
 
     @property
     def is_video(self) -> bool:
-        return Path(self.path).suffix.lower() in (".mp4", ".webm")
+        return Path(self.path).suffix.lower() in VIDEO_MIME
 
 
 class StepLines:
@@ -71,7 +73,7 @@ class StepLines:
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
         """Remove the rows for which `unwanted` is true, and torn lines."""
         before = self.path.read_bytes()
-        rows = ((line, _parse(line)) for line in before.splitlines(keepends=True))
+        rows = ((line, parse_row(line)) for line in before.splitlines(keepends=True))
         kept = b"".join(line for line, row in rows if row is not None and not unwanted(row))
         if kept != before:
             self._file.close()
@@ -127,7 +129,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         content = Path(path).read_bytes()
     except FileNotFoundError:
         return []
-    rows = (_parse(line) for line in content.splitlines(keepends=True))
+    rows = (parse_row(line) for line in content.splitlines(keepends=True))
     return [row for row in rows if row is not None]
 
 
@@ -146,15 +148,13 @@ def read_media(path: Path) -> list[MediaRecord]:
     return list({record.path: record for record in records}.values())
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The row in a complete line, or None. A line without its newline was torn by a kill."""
-    if not line.endswith(b"\n"):
-        return None
+def parse_row(line: bytes, number: str = "step") -> dict[str, Any] | None:
+    """The row in a complete line, if it has that whole number, or None. A line without newline was torn by a kill."""
     try:
-        row = json.loads(line)
+        row = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row, dict) and isinstance(row.get(number), int) else None
 
 
 def _finite(value: Any) -> Any:

@@ -144,14 +144,14 @@ class Pace:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation of the recent steps, if known."""
+        """Model FLOP utilisation of the recent steps, relative to the device's measured matmul rate, if known."""
         known = self.last is not None and self.last.mfu is not None and self._seconds.value > 0
         return self._useful.value / self._seconds.value if known else None
 
     @property
     def speed(self) -> str:
         """Where the time goes, in words."""
-        return shares_text(self.shares) + (f", {mfu_text(self.mfu)}" if self.mfu is not None else "")
+        return shares_text(self.shares) + (f", MFU {self.mfu * 100:.0f} %" if self.mfu is not None else "")
 
     def summary(self) -> str:
         """One sentence for the end of a session."""
@@ -216,11 +216,6 @@ def shares(seconds: float, data_seconds: float, weights_seconds: float | None = 
 def shares_text(parts: dict[str, float]) -> str:
     """`compute 96 %, waiting for weights 3 %, waiting for data 1 %`"""
     return ", ".join(f"{WORDED[name]} {share * 100:.0f} %" for name, share in parts.items())
-
-
-def mfu_text(mfu: float) -> str:
-    """`MFU 41 %`: model FLOP utilisation, the model's arithmetic relative to the device's measured matmul rate."""
-    return f"MFU {mfu * 100:.0f} %"
 
 
 def line_of(event: CheckpointSaved | Evaluated | MediaRendered | PreviewGrew | Uploaded | Notice) -> str:

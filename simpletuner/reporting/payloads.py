@@ -36,13 +36,12 @@ from simpletuner.reporting.events import (
     StepDone,
     Uploaded,
 )
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.metrics import VIDEO_MIME, MediaRecord, parse_row
 from simpletuner.reporting.pace import Pace, ending, line_of
 
 Payload = dict[str, Any]
 
 EVENTS_FILE = "events.jsonl"
-VIDEO_TYPES = {".mp4": "video/mp4", ".webm": "video/webm"}
 JOB_ID = "SIMPLETUNER_JOB_ID"
 # What a run as a whole is called in payloads, where it differs.
 STATUS: Mapping[RunState, str] = {"finished": "completed", "interrupted": "cancelled"}
@@ -79,9 +78,9 @@ class Payloads:
         match event:
             case PhaseStarted() | PhaseAdvanced() | PhaseEnded():
                 yield from self._phase(event)
-            case StepDone():
-                if self._is_due(StepDone) or (self._pace is not None and self._pace.is_complete):
-                    yield {**_status("running", event.step), "progress": self._progress()}
+            case StepDone() if self._pace is not None:
+                if self._is_due(StepDone) or self._pace.is_complete:
+                    yield {**_status("running", event.step), "progress": _steps(self._pace)}
             case StateChanged():
                 yield from self._state(event)
             case Evaluated():
@@ -132,7 +131,7 @@ class Payloads:
     def _state(self, event: StateChanged) -> Iterator[Payload]:
         state, message = event.state, event.message
         severity = SEVERITY.get(state, "info")
-        progress = self._progress() if self._pace else _progress("Training", event.step, event.total_steps)
+        progress = _steps(self._pace) if self._pace else _progress("Training", event.step, event.total_steps)
         status = _status(STATUS.get(state, state), event.step)
         yield {**status, "severity": severity, "message": message, "progress": progress}
         if state in ENDED:
@@ -142,22 +141,20 @@ class Payloads:
         if state == "failed":
             yield {"type": "error", "severity": severity, "title": "Error", "message": message}
 
-    def _progress(self) -> Payload:
-        """The training steps so far."""
-        pace = self._pace
-        if pace is None:
-            raise RuntimeError("the state `running` comes before the first step")
-        metrics: Payload = {}
-        if pace.last is not None:
-            metrics = {"loss": pace.last.loss, "epoch": pace.last.epoch, "smoothed_loss": pace.loss}
-            metrics |= {"seconds_per_step": pace.seconds_per_step, "memory_bytes": pace.last.memory_bytes}
-            metrics |= pace.last.metrics
-        eta = pace.remaining_seconds if pace.last else None
-        return {**_progress("Training", pace.step, pace.total_steps, eta), "metrics": metrics}
-
 
 def _status(status: str, step: int) -> Payload:
     return {"type": "training.status", "title": status.title(), "data": {"status": status, "step": step}}
+
+
+def _steps(pace: Pace) -> Payload:
+    """The progress of training, with its metrics."""
+    metrics: Payload = {}
+    if pace.last is not None:
+        metrics = {"loss": pace.last.loss, "epoch": pace.last.epoch, "smoothed_loss": pace.loss}
+        metrics |= {"seconds_per_step": pace.seconds_per_step, "memory_bytes": pace.last.memory_bytes}
+        metrics |= pace.last.metrics
+    eta = pace.remaining_seconds if pace.last else None
+    return {**_progress("Training", pace.step, pace.total_steps, eta), "metrics": metrics}
 
 
 def _progress(label: str, current: int, total: int | None, eta: float | None = None) -> Payload:
@@ -189,7 +186,7 @@ def _shown(media: MediaRecord) -> Payload:
     """The fields that both kinds of previews have."""
     suffix = Path(media.path).suffix.lower()
     is_moving = media.is_video or suffix == ".gif"
-    video = {"src": media.path, "mime_type": VIDEO_TYPES.get(suffix, "image/gif")}
+    video = {"src": media.path, "mime_type": VIDEO_MIME.get(suffix, "image/gif")}
     data = {
         "global_step": media.step,
         "resolution": [media.width, media.height],
@@ -227,8 +224,8 @@ class EventLog:
             file.seek(0)
             content = file.read()
             file.truncate(content.rfind(b"\n") + 1)
-        events = filter(None, map(_parse, reversed(content.splitlines(keepends=True))))
-        self._last: int = next(events, {"id": 0})["id"]
+        events = (parse_row(line, "id") for line in reversed(content.splitlines(keepends=True)))
+        self._last: int = next(filter(None, events), {"id": 0})["id"]
 
     def __call__(self, event: Event) -> None:
         for payload in self._payloads(event):
@@ -255,18 +252,9 @@ def read_events(path: Path, after_id: int = 0) -> list[Payload]:
                 start = max(0, size - length)
                 file.seek(start)
                 lines = file.read(size - start).splitlines(keepends=True)[1 if start else 0 :]
-                events = [event for event in map(_parse, lines) if event is not None]
+                events = [event for line in lines if (event := parse_row(line, "id")) is not None]
                 if start == 0 or (events and events[0]["id"] <= after_id):
                     return [event for event in events if event["id"] > after_id]
                 length *= 4
     except FileNotFoundError:
         return []
-
-
-def _parse(line: bytes) -> Payload | None:
-    """The event in a complete line, or None."""
-    try:
-        event = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("id"), int) else None

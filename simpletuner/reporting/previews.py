@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from PIL import Image
 
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.metrics import MIME, VIDEO_MIME, MediaRecord
 
 # Short name of `validation_prompt`.
 MAIN_PROMPT = "validation"
@@ -30,8 +30,6 @@ QUALITY = 82
 THUMBNAIL_SIDE = 320
 # What a smooth photograph takes at that quality; larger sides need not be tried for a smaller allowance.
 FEWEST_BYTES_PER_PIXEL = 0.08
-MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
-VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
 
 @dataclass(frozen=True)
@@ -149,10 +147,7 @@ def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], source: Cal
 def thumbnail(picture: Image.Image, side: int = THUMBNAIL_SIDE) -> str:
     """A small copy of a training picture as a data URI."""
     copy = picture.convert("RGB")
-    copy.thumbnail((side, side), reducing_gap=2.0)
-    buffer = io.BytesIO()
-    copy.save(buffer, "WEBP", quality=QUALITY, method=2)
-    return _data_uri("image/webp", buffer.getvalue())
+    return _data_uri("image/webp", _webp(copy, side))
 
 
 def choose_steps(steps: Sequence[int], limit: int) -> list[int]:
@@ -205,13 +200,18 @@ def _smaller_copy(picture: Image.Image, allowance: int) -> bytes:
     """The picture at the largest side length at which it fits; sides that certainly do not fit are skipped."""
     content = b""
     for side in [side for side in SIDES if side**2 * FEWEST_BYTES_PER_PIXEL <= allowance] or SIDES[-1:]:
-        picture.thumbnail((side, side), reducing_gap=2.0)
-        buffer = io.BytesIO()
-        picture.save(buffer, "WEBP", quality=QUALITY, method=2)
-        content = buffer.getvalue()
+        content = _webp(picture, side)
         if len(content) <= allowance:
             break
     return content
+
+
+def _webp(picture: Image.Image, side: int) -> bytes:
+    """The picture, reduced in place to a side length at most."""
+    picture.thumbnail((side, side), reducing_gap=2.0)
+    buffer = io.BytesIO()
+    picture.save(buffer, "WEBP", quality=QUALITY, method=2)
+    return buffer.getvalue()
 
 
 def _data_uri(mime: str, content: bytes) -> str:

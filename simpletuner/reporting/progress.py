@@ -132,7 +132,8 @@ class PlainDisplay:
                 del self._phases[event.phase]
                 self._say(f"{event.phase.title}: {ending(event)}")
             case StepDone():
-                self._step(event)
+                if self._pace is not None:
+                    self._step(self._pace, event)
             case StateChanged():
                 self._change(event)
             case _:
@@ -155,13 +156,11 @@ class PlainDisplay:
         if event.state in SHOWN:
             self._say(event.message)
 
-    def _step(self, event: StepDone) -> None:
-        if self._pace is None:
-            raise RuntimeError("the state `running` comes before the first step")
-        due = event.step % self._every == 0 or event.step in (self._pace.start_step + 1, self._pace.total_steps)
+    def _step(self, pace: Pace, event: StepDone) -> None:
+        due = event.step % self._every == 0 or event.step in (pace.start_step + 1, pace.total_steps)
         if due or self._now() - self._printed_at >= LONGEST_SILENCE:
             self._printed_at = self._now()
-            self._say(step_line(self._pace, event))
+            self._say(step_line(pace, event))
 
     def _say(self, text: str) -> None:
         if text:

@@ -6,21 +6,31 @@ is something new to show. Its ledger lists every input file as used, or with the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from simpletuner.atomic import write_atomically
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import all_options
 from simpletuner.redaction import redact_settings
+from simpletuner.reporting.curves import points_of
+from simpletuner.reporting.html import gallery, render
 from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.pace import clock, pace_text, shares, shares_text
+from simpletuner.reporting.previews import TrainingSample
 
 if TYPE_CHECKING:
-    from simpletuner.reporting.previews import TrainingSample
+    from simpletuner.data.sample import LedgerEntry
 
 REPORT_FILE = "training_report.html"
+# Seconds after which the page of a running session reloads; a finished report does not.
+REFRESH = 30
+# More rows would make the page slow; the plan (`--dry-run`) lists them all.
+LEDGER_ROWS = 500
+OPEN_UP_TO = 24  # files; a longer list starts folded
 
 State = Literal["running", "finished", "stopped"]
 
@@ -41,26 +51,6 @@ class SettingRow:
     section: str
     origin: str
     changed: bool
-
-
-@dataclass(frozen=True)
-class LedgerRow:
-    """How one input file is used, in words.
-
-    Attributes:
-        size: of the file's picture, such as `1200x800`.
-        bucket: the size at which it is trained.
-        crop: what is cut off, such as `left 16, top 0`.
-        reason: why it is not used, or a note.
-    """
-
-    dataset: str
-    file: str
-    used: bool
-    size: str = ""
-    bucket: str = ""
-    crop: str = ""
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ class ReportData:
     metrics: Sequence[Mapping[str, Any]] = ()
     previews: Sequence[MediaRecord] = ()
     settings: Sequence[SettingRow] = ()
-    ledger: Sequence[LedgerRow] = ()
+    ledger: Sequence[LedgerEntry] = ()
     samples: Sequence[TrainingSample] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     message: str = ""
@@ -124,10 +114,64 @@ def write_report(path: Path, data: ReportData) -> None:
     Raises:
         DiskFullError: there was no space; the old report is kept.
     """
-    # Imported late: the page needs Pillow, and code that only builds `ReportData` does not.
-    from simpletuner.reporting.page import render_page
-
     write_atomically(path, render_page(data), durable=False)
+
+
+def render_page(data: ReportData) -> str:
+    """The whole document."""
+    return render(
+        "report.html.jinja",
+        data=data,
+        share=min(1.0, data.step / data.total_steps) if data.total_steps else 1.0,
+        facts=list(facts(data)),
+        **gallery(data.metrics, data.previews, data.output_dir, with_mfu=has_accelerator(data)),
+        datasets=by_dataset(data.ledger),
+        ledger_rows=LEDGER_ROWS,
+        open_up_to=OPEN_UP_TO,
+        refresh=REFRESH if data.state == "running" else None,
+    )
+
+
+def facts(data: ReportData) -> Iterator[tuple[str, str]]:
+    """The key figures of a run, as (name, text)."""
+    yield "Step", f"{data.step:,} of {data.total_steps:,}"
+    losses = [value for _, value in points_of(data.metrics, "train_loss")]
+    if losses:
+        tenth = max(1, len(losses) // 10)
+        first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+        yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
+    seconds = [value for _, value in points_of(data.metrics, "seconds")]
+    if seconds:
+        yield "Pace", pace_text(sum(seconds) / len(seconds))
+        yield "Time in steps", clock(sum(seconds))
+        yield "Time spent on", shares_text(_shares(data.metrics))
+    if memory := points_of(data.metrics, "peak_memory_gb"):
+        yield "Peak memory", f"{max(value for _, value in memory):.1f} GB"
+    utilisation = [value for _, value in points_of(data.metrics, "mfu")]
+    if utilisation and has_accelerator(data):
+        yield "Median MFU", f"{median(utilisation) * 100:.0f} % of the measured matmul rate"
+    if data.ledger:
+        yield "Files used", f"{sum(not entry.use for entry in data.ledger):,} of {len(data.ledger):,}"
+    if device := data.environment.get("device"):
+        yield "Device", device.partition(",")[0]
+
+
+def has_accelerator(data: ReportData) -> bool:
+    """Whether the run is on a GPU; on a CPU the share of the matmul rate says little."""
+    return data.environment.get("device", "unknown") not in ("cpu", "unknown")
+
+
+def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How all steps of the record together spent their time."""
+    seconds, waited, streamed = (points_of(rows, key) for key in ("seconds", "data_seconds", "weights_seconds"))
+    sums = [sum(value for _, value in points) for points in (seconds, waited, streamed)]
+    return shares(sums[0], sums[1], sums[2] if streamed else None)
+
+
+def by_dataset(ledger: Sequence[LedgerEntry]) -> dict[str, list[LedgerEntry]]:
+    """The files of each dataset."""
+    names = dict.fromkeys(entry.dataset_id for entry in ledger)
+    return {name: [entry for entry in ledger if entry.dataset_id == name] for name in names}
 
 
 def settings_of(config: RunConfig) -> list[SettingRow]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,10 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from simpletuner.atomic import write_atomically
-from simpletuner.reporting.curves import Point, points_of
-from simpletuner.reporting.events import EVALUATED
-from simpletuner.reporting.html import render
+from simpletuner.atomic import open_atomically, write_atomically
+from simpletuner.reporting.curves import Point, evaluation_names, points_of
+from simpletuner.reporting.html import gallery, render
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.page import gallery
 from simpletuner.reporting.previews import grid_order
 
 PAGE, PICTURE = "sheet.html", "sheet.png"
@@ -69,12 +66,10 @@ class Sheet:
         kept = {"step", "train_loss", *evaluation_names(self.metrics)}
         losses = [{key: row[key] for key in kept & row.keys()} for row in self.metrics]
         shown = gallery(losses, self.records, self.folder, with_mfu=False)
-        write_atomically(
-            self.folder / PAGE, render("sheet.html.jinja", sheet=self, refresh=None, **shown), durable=False
-        )
-        picture = io.BytesIO()
-        self._picture().save(picture, "PNG")
-        write_atomically(self.folder / PICTURE, picture.getvalue(), durable=False)
+        page = render("sheet.html.jinja", sheet=self, refresh=None, **shown)
+        write_atomically(self.folder / PAGE, page, durable=False)
+        with open_atomically(self.folder / PICTURE, durable=False) as file:
+            self._picture().save(file, "PNG")
 
     def _picture(self) -> Image.Image:
         """A row per prompt with its name above, a column per checkpoint; the middle frames of clips."""
@@ -109,14 +104,9 @@ def still(path: Path) -> Image.Image:
         return frames[len(frames) // 2].to_image()
 
 
-def evaluation_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the evaluation losses in a record."""
-    return sorted({key for row in rows for key in row if key.startswith(EVALUATED)})
-
-
 def evaluation_points(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
     """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
-    names = [name for name in evaluation_names(rows) if not name.endswith("/pooled")]
+    names = [name for name in sorted(evaluation_names(rows)) if not name.endswith("/pooled")]
     plain = [name for name in names if not name.endswith("/ema")] or names
     curves = [dict(points_of(rows, name)) for name in plain]
     steps = sorted(set.intersection(*map(set, curves))) if curves else []

@@ -23,8 +23,6 @@ class TensorboardTracker:
         start_step: hides what an earlier session wrote after this step.
     """
 
-    name = "tensorboard"
-
     def __init__(self, folder: Path, output_dir: Path, start_step: int) -> None:
         self._folder, self._output_dir, self._start_step = folder, output_dir, start_step
         self._writer: Any = None

@@ -78,8 +78,7 @@ class LiveDisplay:
                 mark = ("✓ ", "green") if event.complete else ("✗ ", "red")
                 self._print(Text.assemble(mark, event.phase.title, (f"  {ending(event)}", "dim")))
             case StepDone():
-                if self._pace is None:
-                    raise RuntimeError("the state `running` comes before the first step")
+                pass  # the panel follows the pace
             case StateChanged():
                 self._change(event)
             case _:

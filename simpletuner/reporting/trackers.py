@@ -73,11 +73,8 @@ def _netrc_knows(host: str) -> bool:
 
 logger = logging.getLogger(__name__)
 
-# Tracker name -> package that must be installed, and how to get it.
-PACKAGES: Mapping[str, tuple[str, str]] = {
-    "wandb": ("wandb", "pip install wandb"),
-    "tensorboard": ("tensorboard", "pip install 'simpletuner[tensorboard]'"),
-}
+# How to get the package of a tracker, which has the tracker's name.
+PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'simpletuner[tensorboard]'"}
 NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
 WITHOUT_TRACKER = ("simpletuner", "none")
 KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, *WITHOUT_TRACKER, "all")
@@ -85,8 +82,6 @@ KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, *WITHOUT_TRACKER, "all")
 
 class Tracker(Protocol):
     """Receives what the main process measures. `step` is the optimizer step."""
-
-    name: str
 
     def start(self, run_config: Mapping[str, Any]) -> None:
         """Open the run; secrets in the settings have been redacted."""
@@ -207,9 +202,8 @@ def _unusable(name: str) -> Problem:
 
 def _missing(name: str) -> str | None:
     """Why a known tracker cannot work here; None if it can."""
-    package, install = PACKAGES[name]
-    if find_spec(package) is None:
-        return f"{name} is not installed ({install}); training goes on without it."
+    if find_spec(name) is None:
+        return f"{name} is not installed ({PACKAGES[name]}); training goes on without it."
     if name == "wandb" and not has_wandb_login():
         return "wandb has no login on this machine (`wandb login`); training goes on without it."
     return None
@@ -219,20 +213,15 @@ def _wandb(config: TrackingConfig, output_dir: Path, logging_dir: Path, start_st
     # Importing a tracker takes a second, which only its users should wait for.
     from simpletuner.reporting.wandb_tracker import WandbTracker
 
-    return WandbTracker(
-        redact(config.tracker_project_name),
-        redact(config.tracker_run_name),
-        Path(output_dir),
-        Path(logging_dir),
-        start_step,
-    )
+    project, name = redact(config.tracker_project_name), redact(config.tracker_run_name)
+    return WandbTracker(project, name, output_dir, logging_dir, start_step)
 
 
 def _tensorboard(config: TrackingConfig, output_dir: Path, logging_dir: Path, start_step: int) -> Tracker:
     from simpletuner.reporting.tensorboard_tracker import TensorboardTracker
 
-    folder = Path(logging_dir) / redact(config.tracker_project_name) / redact(config.tracker_run_name)
-    return TensorboardTracker(folder, Path(output_dir), start_step)
+    folder = logging_dir / redact(config.tracker_project_name) / redact(config.tracker_run_name)
+    return TensorboardTracker(folder, output_dir, start_step)
 
 
 def _brief(error: Exception) -> str:

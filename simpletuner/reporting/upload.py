@@ -13,7 +13,7 @@ from simpletuner.config.publishing import BucketConfig, PublishConfig, repositor
 from simpletuner.errors import UserError
 from simpletuner.redaction import redact
 from simpletuner.reporting.card import CARD_FOLDER, read_notes
-from simpletuner.reporting.events import EventStream, Notice
+from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.requests import FOLDER as REQUESTS
 
 PIPELINE_FOLDER = "pipeline"
@@ -220,5 +220,5 @@ def prepared_destinations(
     hubs = [Hub(name, publish.model_card_private)] if publish.push_to_hub else []
     places: list[Destination] = [*hubs, *(BucketCopy(store, output_dir) for store in publish.stores)]
     for warning in filter(None, [place.prepare() for place in places]):
-        events.publish(Notice(warning, warning=True))
+        events.say(warning, warning=True)
     return places

@@ -33,8 +33,6 @@ class WandbTracker:
         start_step: 0 begins a new run.
     """
 
-    name = "wandb"
-
     def __init__(self, project: str, name: str, output_dir: Path, logging_dir: Path, start_step: int) -> None:
         self._project, self._run_name = project, name
         self._output_dir, self._logging_dir = output_dir, logging_dir

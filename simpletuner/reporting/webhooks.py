@@ -26,8 +26,8 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.webhooks import Hook
 from simpletuner.redaction import hide
 from simpletuner.reporting.events import Event, EventStream
+from simpletuner.reporting.metrics import MIME
 from simpletuner.reporting.payloads import Payload, Payloads
-from simpletuner.reporting.previews import MIME
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from simpletuner.caching.fill import (
     fill_texts,
     write_latents,
 )
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.read import CacheStore
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.data.checks import check_amount

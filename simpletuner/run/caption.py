@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -64,7 +64,11 @@ def described(
     """
     captioner = open_captioner(survey, events)
     most, config = longest(survey, captioner, wording), survey.config
-    encode = ShrinkingEncoder(_describer(captioner, most), lambda: False, lambda shown: str(shown[0].path), ADVICE)
+
+    def describe(shown: Sequence[Shown]) -> list[Description]:
+        return captioner.describe([request for _, request in shown], most)
+
+    encode = ShrinkingEncoder(describe, lambda: False, lambda shown: str(shown[0].path), ADVICE)
     size = config.caching.text_encoder_batch_size if config.is_explicit("text_encoder_batch_size") else BATCH
     with events.phase("Writing captions", len(files), survey.spec.media_noun) as phase:
         for start in range(0, len(files), size):
@@ -77,10 +81,6 @@ def described(
                 else:
                     logger.warning("%s is left out: the model says nothing about it", file.path)
             phase.advance(len(group), group[-1].name)
-
-
-def _describer(captioner: Captioner, most: int) -> Callable[[Sequence[Shown]], list[Description]]:
-    return lambda shown: captioner.describe([request for _, request in shown], most)
 
 
 def open_captioner(survey: Survey, events: EventStream) -> Captioner:

@@ -179,8 +179,9 @@ def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: 
         card = card.marked("cut", "caption cut off")
     if len(frames) == 1:
         return card
-    card = replace(card, motion=motion(frames))
-    return card.marked("still", "hardly moves") if motion(frames) < STILL else card
+    moved = motion(frames)
+    card = replace(card, motion=moved)
+    return card.marked("still", "hardly moves") if moved < STILL else card
 
 
 def box_of(geometry: Geometry) -> list[float]:

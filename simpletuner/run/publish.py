@@ -23,7 +23,9 @@ from simpletuner.training.step import add_noise, predict_now
 from simpletuner.training.trained import Release
 
 
-def publish(plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, str], read: Callable[[], Batch]) -> str:
+def publish_result(
+    plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, str], read: Callable[[], Batch]
+) -> str:
     """Write the result and check it; returns a message for the user.
 
     Args:

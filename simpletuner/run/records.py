@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.data.files import DeviceError, MediaError
-from simpletuner.data.sample import LedgerEntry, Sample
+from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
@@ -46,11 +47,13 @@ from simpletuner.reporting.metrics import (
 )
 from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
-from simpletuner.reporting.report import REPORT_FILE, LedgerRow, ReportData, Result, State, settings_of, write_report
+from simpletuner.reporting.report import REPORT_FILE, ReportData, Result, State, settings_of, write_report
 from simpletuner.reporting.trackers import build_trackers
 from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, PIPELINE_FOLDER, WEIGHT_ERROR, result_step
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 
 class RunRecord:
@@ -173,7 +176,7 @@ class RunReport:
             metrics=read_steps(folder / METRICS_FILE),
             previews=read_media(folder / MEDIA_FILE),
             settings=settings_of(plan.config),
-            ledger=[_row(entry) for dataset in plan.datasets for entry in dataset.ledger()],
+            ledger=[entry for dataset in plan.datasets for entry in dataset.ledger()],
             samples=self.samples,
             environment=self._environment,
             message=redact(message),
@@ -227,11 +230,10 @@ def snippet_for(plan: Plan, base: str, result: str) -> str:
     return load_adapter(plan.spec).usage_snippet(usage)
 
 
-def pick(count: int, samples: Sequence[Sample]) -> list[Sample]:
-    """At most `count` samples, evenly spaced."""
-    if len(samples) <= count:
-        return list(samples)
-    return [samples[index * len(samples) // count] for index in range(count)]
+def pick(count: int, items: Sequence[Item]) -> list[Item]:
+    """At most `count` items, evenly spaced."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def _shown(sample: Sample) -> TrainingSample:
@@ -245,19 +247,6 @@ def _thumbnail(sample: Sample) -> str:
         return thumbnail(prepared_picture(sample))
     except (MediaError, DeviceError, OSError):
         return ""
-
-
-def _row(entry: LedgerEntry) -> LedgerRow:
-    geometry = entry.geometry
-    return LedgerRow(
-        dataset=entry.dataset_id,
-        file=entry.name,
-        used=not entry.use,
-        size="x".join(map(str, entry.original_size)) if entry.original_size else "",
-        bucket=entry.trained_size,
-        crop=f"left {geometry.crop[0]}, top {geometry.crop[1]}" if geometry else "",
-        reason=entry.use or entry.note,
-    )
 
 
 def keep_records(plan: Plan, events: EventStream, step: int) -> RunRecord:

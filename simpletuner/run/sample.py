@@ -47,7 +47,7 @@ UNIMPORTANT = ("lora", "versions")  # what a sweep does not render a cell again 
 
 
 @dataclass(frozen=True)
-class Shot:
+class StudioShot:
     """One picture or clip.
 
     Attributes:
@@ -71,7 +71,7 @@ class Shot:
         return digest({key: value for key, value in self.recipe.items() if key not in UNIMPORTANT})[:20]
 
 
-Naming = Callable[[Shot], Path]
+Naming = Callable[[StudioShot], Path]
 
 
 @dataclass
@@ -102,17 +102,17 @@ class Studio:
         subjects = build_subjects(plan, filler.catalogue, reader)
         return cls(plan, device, subjects, Renderer(plan.config, plan.frame_rate), adapter)
 
-    def shots(self, weights: Sequence[Weights], strengths: Sequence[float]) -> list[Shot]:
+    def shots(self, weights: Sequence[Weights], strengths: Sequence[float]) -> list[StudioShot]:
         """Every subject at every size, from the same seeds with all weights and strengths."""
         indices = range(self.plan.config.validation.num_validation_images)
         rows = list(itertools.product(self.subjects, self.plan.sizes, indices))
         return [
-            Shot(subject, own, recipe(self.plan, subject, size, index, own, strength), number)
+            StudioShot(subject, own, recipe(self.plan, subject, size, index, own, strength), number)
             for own, strength in itertools.product(weights, strengths)
             for number, (subject, size, index) in enumerate(rows)
         ]
 
-    def render(self, shots: Iterable[Shot], name: Naming, events: EventStream, title: str) -> list[Path]:
+    def render(self, shots: Iterable[StudioShot], name: Naming, events: EventStream, title: str) -> list[Path]:
         """Render each shot into the file that `name` gives it, with its recipe beside it."""
         shots, config = list(shots), self.plan.config
         dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
@@ -127,7 +127,7 @@ class Studio:
                     paths += [self._render(transformer, shot, name(shot), phase) for shot in group]
         return paths
 
-    def _render(self, transformer: nn.Module, shot: Shot, path: Path, phase: RunningPhase) -> Path:
+    def _render(self, transformer: nn.Module, shot: StudioShot, path: Path, phase: RunningPhase) -> Path:
         title, made = f"{shot.weights.name}, {shot.subject.prompt.short_name}", shot.recipe
         request = self.renderer.request(shot.subject, (made["width"], made["height"]), made["seed"])
         request = replace(request, between_steps=lambda: phase.advance(0, title))
@@ -168,7 +168,7 @@ def render_samples(plan: Plan, weights: Weights, strength: float, events: EventS
     """Render what a plan asks for into its output folder; returns the new files. Nothing is overwritten."""
     studio = Studio.open(plan, events)
 
-    def name(shot: Shot) -> Path:
+    def name(shot: StudioShot) -> Path:
         made = shot.recipe
         frames = f"@{made['frames']}" if plan.frame_rate else ""
         stem = f"{shot.subject.prompt.short_name}_{made['seed']}_{made['width']}x{made['height']}{frames}"
@@ -192,7 +192,7 @@ def render_sweep(
     studio = Studio.open(plan, events)
     shots = studio.shots(weights, strengths)
 
-    def name(shot: Shot) -> Path:
+    def name(shot: StudioShot) -> Path:
         return plan.output_dir / CELLS / f"{shot.digest}{studio.renderer.suffix}"
 
     absent = [shot for shot in shots if not name(shot).exists()]

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from simpletuner.atomic import sweep, sweep_folders
+from simpletuner.atomic import sweep_files, sweep_folders
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import usable_cores
 from simpletuner.budget.measure import device_rates
@@ -30,7 +30,7 @@ from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
 from simpletuner.reporting.upload import Destination
 from simpletuner.run.caches import build_adapter, prepare_caches
-from simpletuner.run.publish import publish, weight_note
+from simpletuner.run.publish import publish_result, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.uploads import Uploads, repeat_command
@@ -109,9 +109,8 @@ def _run(
         total_steps = plan.length.total_steps
         with stop_on_interrupt(events, lambda: StateChanged("stopping", state.global_step, total_steps, STOPPING)):
             train(assembly, loader, state, callbacks, events.stop)
-        result = publish(
-            plan, assembly, ema, weight_note(plan, state), lambda: reader(loader.sampler.batches(loader.epoch)[0])
-        )
+        note = weight_note(plan, state)
+        result = publish_result(plan, assembly, ema, note, lambda: reader(loader.sampler.batches(loader.epoch)[0]))
         uploads.finish(state.global_step, state.epoch)
         lines = "\n".join(end_lines(plan, result, uploads))
         events.publish(StateChanged("finished", state.global_step, total_steps, lines))
@@ -143,13 +142,13 @@ def sweep_strays(plan: Plan) -> None:
     """Remove temporary files of killed runs; in caches only old ones, since other runs may use the same cache."""
     names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|{CARD_FOLDER}|unverified")
     for folder in (plan.output_dir, plan.output_dir / "ema"):
-        sweep(folder)
+        sweep_files(folder)
         sweep_folders(folder, names)
     for below in PREVIEW_FOLDERS:
-        sweep(plan.output_dir / below)
+        sweep_files(plan.output_dir / below)
     caches = {text_folder(plan), *(text_folder(plan, each) for each in plan.datasets)}
     for folder in caches | {each.latent_dir for each in plan.datasets}:
-        sweep(folder, "**/", older_than=ABANDONED)
+        sweep_files(folder, "**/", older_than=ABANDONED)
 
 
 def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:

@@ -17,7 +17,7 @@ from simpletuner.config.publishing import PLACEHOLDERS, PublishConfig
 from simpletuner.errors import Interrupted, UserError
 from simpletuner.redaction import redact
 from simpletuner.reporting.card import move_card
-from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Notice, Uploaded
+from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
 from simpletuner.reporting.upload import BucketCopy, Destination, Upload, make_upload
 from simpletuner.training.manifest import find_checkpoints, result_step
 
@@ -180,14 +180,14 @@ class Uploads:
             except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
                 reason = f"Uploading {name} failed ({type(error).__name__}: {error})"
             if wait is not None:
-                self.events.publish(Notice(redact(f"{reason}; next attempt in {wait:g} s."), warning=True))
+                self.events.say(redact(f"{reason}; next attempt in {wait:g} s."), warning=True)
                 time.sleep(wait)
         self._fail(f"{reason}.")
         raise UploadError(reason)
 
     def _fail(self, reason: str) -> None:
         self.failed.append(redact(reason))
-        self.events.publish(Notice(redact(reason), warning=True))
+        self.events.say(redact(reason), warning=True)
 
     def _run_script(self, key: str, script: str, folder: Path, step: int, url: str = "") -> None:
         """Run a program without a shell; a failure is a warning."""
@@ -200,7 +200,7 @@ class Uploads:
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             said = f" failed: {error}"
         if said:
-            self.events.publish(Notice(redact(key + said), warning=True))
+            self.events.say(redact(key + said), warning=True)
 
 
 def expand(word: str, values: Mapping[str, str]) -> str:

@@ -17,12 +17,11 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 from starlette.routing import Route
 
 from simpletuner.reporting.curves import charts_of, hours_of, points_of, thin_extremes
-from simpletuner.reporting.html import POLICY, render
-from simpletuner.reporting.metrics import MEDIA_FILE, read_media
+from simpletuner.reporting.html import POLICY, left_out, render
+from simpletuner.reporting.metrics import MEDIA_FILE, MIME, VIDEO_MIME, read_media
 from simpletuner.reporting.pace import RunningMean, clock, pace_text
-from simpletuner.reporting.page import left_out
 from simpletuner.reporting.payloads import EVENTS_FILE, read_events
-from simpletuner.reporting.previews import MIME, VIDEO_MIME, build_grid
+from simpletuner.reporting.previews import build_grid
 from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.server.control import Runs, ask, cancel
 from simpletuner.server.project import Refusal, read_object

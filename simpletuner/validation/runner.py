@@ -191,13 +191,10 @@ class Shot:
         own = self.subject.prompt.adapter_strength
         return [(path, strength if own is None else own) for path, strength in self.adapters.loras]
 
-    def is_in(self, record: MediaRecord) -> bool:
-        """Whether a recorded preview shows this."""
-        prompt = self.subject.prompt
-        mine = (self.name, prompt.prompt, self.width, self.height, self.index, self.seed, self.ema)
-        return mine == (
-            record.short_name, record.prompt, record.width, record.height, record.index, record.seed, record.ema,
-        )  # fmt: skip
+    def record(self, step: int, path: str = "") -> MediaRecord:
+        """How it is recorded."""
+        prompt = self.subject.prompt.prompt
+        return MediaRecord(step, self.name, prompt, path, self.width, self.height, self.seed, self.ema, self.index)
 
 
 @dataclass
@@ -266,8 +263,8 @@ class ValidationRunner:
             NonFiniteError: a weight is NaN or infinite.
         """
         step = state.global_step
-        recorded = [record for record in self.recorded if record.step == step]
-        shots = [shot for shot in self._shots(step, benchmark) if not any(map(shot.is_in, recorded))]
+        there = {replace(record, path="") for record in self.recorded}
+        shots = [shot for shot in self._shots(step, benchmark) if shot.record(step) not in there]
         if not shots or self._rendered_at == step or not assembly.world.is_main:
             return
         discard_unfinished(self.output_dir)
@@ -318,22 +315,17 @@ class ValidationRunner:
         frames = self._pipeline(assembly).render(request)
         path = self._path(shot, step, frames, benchmark)
         self.renderer.write(frames, path)
-        return MediaRecord(
-            step=step, short_name=shot.name, prompt=shot.subject.prompt.prompt,
-            path=path.relative_to(self.output_dir).as_posix(), width=frames[0].width, height=frames[0].height,
-            seed=shot.seed, ema=shot.ema, index=shot.index,
-        )  # fmt: skip
+        record = shot.record(step, path.relative_to(self.output_dir).as_posix())
+        return replace(record, width=frames[0].width, height=frames[0].height)
 
     def _growing(self, assembly: Assembly, shot: Shot, step: int, request: PreviewRequest) -> GrowingPreview:
         """What writes a preview while it is sampled."""
         if self._colours is None:
             self._colours = ColourMap.fit(self._pipeline(assembly).encoder, assembly.adapter.spec)
-        media = MediaRecord(
-            step, shot.name, shot.subject.prompt.prompt, "", shot.width, shot.height, shot.seed, shot.ema, shot.index
-        )
         every, total = self.config.validation.validation_preview_steps, request.num_inference_steps
         seconds = request.num_frames / (self.frame_rate or 1)
-        return GrowingPreview(self._colours, every, total, media, seconds, self.output_dir, self.events.publish)
+        media, publish = shot.record(step), self.events.publish
+        return GrowingPreview(self._colours, every, total, media, seconds, self.output_dir, publish)
 
     def _path(self, shot: Shot, step: int, frames: list[Image], benchmark: bool) -> Path:
         dimensions, suffix = self.renderer.dimensions(frames), self.renderer.suffix

@@ -18,8 +18,7 @@ from simpletuner.caching import fill
 from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, missing
 from simpletuner.caching.fill import fill_latents, prepared_picture, to_pixels
 from simpletuner.caching.keys import EncoderIdentity
-from simpletuner.caching.read import BatchReader
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.read import BatchReader, CacheStore
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clips import probe_clip

@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from simpletuner.caching import fill
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.entry import entry_path, read_provenance
+from simpletuner.caching.read import CacheStore
 from simpletuner.data import files
 from simpletuner.errors import DiskFullError
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
@@ -182,7 +183,7 @@ def test_an_entry_that_is_not_finite_is_found_and_encoded_again(workspace: Works
     entry = next(workspace.path("cache/text").rglob("*.zst"))
     store, key = CacheStore(entry.parents[1]), entry.name.partition(".")[0]
     spoilt = {name: each * float("nan") if each.is_floating_point() else each for name, each in store.read(key).items()}
-    store.write(key, spoilt, store.provenance(key))
+    store.write(key, spoilt, read_provenance(entry_path(store.folder, key)))
     assert workspace.run("cache", "verify") == 2
     assert workspace.train() == 0
     assert workspace.run("cache", "verify") == 0

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from simpletuner.caching.entry import list_keys
 from simpletuner.caching.inspect import compare, explain, explain_miss, find_damaged, find_garbage, remove_garbage
 from simpletuner.caching.keys import EncoderIdentity, LatentKey, TextKey, provenance_of
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.read import CacheStore
 
 ENCODER = EncoderIdentity("kandinsky5-image", "c" * 64, "bf16")
 SMALL = LatentKey("a" * 64, (64, 64), (80, 64), (8, 0), ENCODER)
@@ -47,11 +48,11 @@ def test_gc_lists_first_and_removes_only_what_it_listed(store: CacheStore) -> No
     garbage = find_garbage(store.folder, wanted)
     assert garbage.entries == sorted([LARGE.digest(), OTHER.digest()])
     assert garbage.bytes == sum(file_of(store, key).stat().st_size for key in (LARGE, OTHER))
-    assert len(list(store.keys())) == 4
+    assert len(list(list_keys(store.folder))) == 4
     later = dataclasses.replace(OTHER, frames=5)
     store.write(later.digest(), {"x": torch.zeros(1)}, {})
     remove_garbage(store.folder, garbage)
-    assert set(store.keys()) == wanted | {later.digest()}
+    assert set(list_keys(store.folder)) == wanted | {later.digest()}
     assert find_garbage(store.folder, {*wanted, later.digest()}).bytes == 0
 
 
@@ -61,7 +62,7 @@ def test_gc_takes_old_leftovers_and_spares_a_writer_at_work(store: CacheStore) -
     for path in (old, young):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
-    everything = set(store.keys())
+    everything = set(list_keys(store.folder))
     assert len(everything) == 4  # leftovers are no entries
     garbage = find_garbage(store.folder, everything)
     assert garbage.leftovers == [old]
@@ -79,7 +80,7 @@ def test_foreign_files_in_a_cache_folder_are_left_alone(store: CacheStore) -> No
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"mine")
         os.utime(path, (0, 0))
-    assert len(list(store.keys())) == 4
+    assert len(list(list_keys(store.folder))) == 4
     assert list(find_damaged(store.folder)) == []
     garbage = find_garbage(store.folder, [])
     assert len(garbage.entries) == 4

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from simpletuner.caching.entry import list_keys
+from simpletuner.caching.read import CacheStore
 from simpletuner.caching.shrink import ShrinkingEncoder, is_out_of_memory
-from simpletuner.caching.store import CacheStore
 from simpletuner.errors import UserError
 from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 def entries_of(workspace: Workspace, folder: str) -> dict[str, dict[str, Tensor]]:
     root = workspace.path(folder)
     stores = [CacheStore(index.parent) for index in root.rglob("index.json")] or [CacheStore(root)]
-    return {key: store.read(key) for store in stores for key in store.keys()}  # noqa: SIM118
+    return {key: store.read(key) for store in stores for key in list_keys(store.folder)}
 
 
 def limit_pictures(monkeypatch: pytest.MonkeyPatch, most: int, error: BaseException) -> list[int]:

@@ -9,6 +9,7 @@ import os
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from simpletuner import atomic
-from simpletuner.caching.entry import DamagedEntryError
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.entry import DamagedEntryError, entry_path, list_keys, read_provenance
+from simpletuner.caching.inspect import explain
+from simpletuner.caching.read import CacheStore
 from simpletuner.errors import DiskFullError
 from simpletuner.headers import METADATA, join_header
 
@@ -59,9 +61,9 @@ def test_every_dtype_round_trips_bit_for_bit_under_either_setting(tmp_path: Path
     CacheStore(tmp_path, compress).write(key(1), tensors(), {"source": "रंग/a.png"})
     for reader in (CacheStore(tmp_path, True), CacheStore(tmp_path, False)):
         assert_same_bits(reader.read(key(1)), tensors())
-        assert reader.provenance(key(1)) == {"source": "रंग/a.png"}
+        assert read_provenance(entry_path(reader.folder, key(1))) == {"source": "रंग/a.png"}
         assert reader.has(key(1))
-        assert list(reader.keys()) == [key(1)]
+        assert list(list_keys(reader.folder)) == [key(1)]
         reader.verify(key(1))
 
 
@@ -103,8 +105,8 @@ def test_compressing_saves_space(tmp_path: Path) -> None:
 def test_a_missing_entry_is_a_key_error(tmp_path: Path) -> None:
     store = CacheStore(tmp_path / "never made")
     assert not store.has(key(1))
-    assert list(store.keys()) == []
-    for action in (store.read, store.verify, store.provenance):
+    assert list(list_keys(store.folder)) == []
+    for action in (store.read, store.verify, partial(explain, store.folder)):
         with pytest.raises(KeyError):
             action(key(1))
     store.remove(key(1))
@@ -115,7 +117,7 @@ def test_remove_takes_the_entry_only(tmp_path: Path) -> None:
     for name in (1, 2):
         store.write(key(name), tensors(), {})
     store.remove(key(1))
-    assert list(store.keys()) == [key(2)]
+    assert list(list_keys(store.folder)) == [key(2)]
 
 
 def damages(content: bytes) -> Iterator[bytes]:
@@ -167,7 +169,7 @@ def test_rubbish_has_no_provenance(tmp_path: Path, content: bytes, compress: boo
     (path,) = (tmp_path / key(1)[:2]).iterdir()
     path.write_bytes(content)
     with pytest.raises(DamagedEntryError):
-        store.provenance(key(1))
+        read_provenance(entry_path(store.folder, key(1)))
     with pytest.raises(DamagedEntryError):
         store.read(key(1))
 
@@ -183,7 +185,7 @@ def test_a_full_disk_leaves_the_old_entry_and_nothing_torn(tmp_path: Path, monke
     for name in (1, 2):
         with pytest.raises(DiskFullError, match=key(name)):
             store.write(key(name), {"x": torch.ones(2)}, {})
-    assert list(store.keys()) == [key(1)]
+    assert list(list_keys(store.folder)) == [key(1)]
     assert store.read(key(1))["x"].tolist() == [0, 0]
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
 
@@ -205,7 +207,7 @@ def test_threads_read_and_write_at_once(tmp_path: Path, compress: bool) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(600)))
-    assert list(writers[0].keys()) == sorted(keys)
+    assert list(list_keys(writers[0].folder)) == sorted(keys)
     assert not list(tmp_path.rglob("*.tmp"))
 
 

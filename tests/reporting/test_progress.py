@@ -158,7 +158,7 @@ def test_log_lines_appear_above_the_live_display(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TERM", "xterm-256color")
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    setup_logging("INFO", debug_file=None)
+    setup_logging(debug_file=None)
     with shown_events(terminal) as events:
         events.publish(running(10))
         logging.getLogger("simpletuner.test").warning("checkpoint saved")

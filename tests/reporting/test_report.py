@@ -14,15 +14,23 @@ import pytest
 from PIL import Image
 
 from simpletuner.config.load import Layer, resolve
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problem
 from simpletuner.reporting import previews
 from simpletuner.reporting.curves import charts_of, is_noisy, smoothed, thin, thin_extremes
 from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.html import breakable
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.page import LEDGER_ROWS, render_page
 from simpletuner.reporting.previews import TrainingSample, build_grid, choose_steps, thumbnail
-from simpletuner.reporting.report import LedgerRow, ReportData, Result, settings_of, write_report
+from simpletuner.reporting.report import (
+    LEDGER_ROWS,
+    ReportData,
+    Result,
+    render_page,
+    settings_of,
+    write_report,
+)
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
@@ -94,8 +102,8 @@ def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
 def test_the_page_shows_every_part_and_asks_nobody_for_anything(tmp_path: Path) -> None:
     records = [picture(tmp_path, step) for step in (0, 20, 40)]
     ledger = [
-        LedgerRow("stars", "a.png", True, "64x64", "32x32", "left 8"),
-        LedgerRow("stars", "b.png", False, reason="is truncated"),
+        LedgerEntry("stars", "a.png", original_size=(64, 64), geometry=Geometry("32x32", (32, 32), (48, 32), (8, 0))),
+        LedgerEntry("stars", "b.png", "is truncated"),
     ]
     page = render(data_of(tmp_path, previews=records, ledger=ledger, environment=describe_environment("cpu")))
     for text in ("40 of 300", "0.50 s/step", "Loss", "Learning rate", "glimmer", "is truncated", "1 of 2", "python"):
@@ -123,7 +131,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
             metrics=[*rows(3), {"step": 4, "train_loss": 1.0, NASTY: 1.0}, {"step": 5, NASTY: 2.0}],
             previews=[record, gone],
             settings=settings_of(config),
-            ledger=[LedgerRow(NASTY, NASTY, False, NASTY, NASTY, NASTY, NASTY)],
+            ledger=[LedgerEntry(NASTY, NASTY, NASTY, geometry=Geometry(NASTY, (8, 8), (8, 8), (0, 0)))],
             samples=[TrainingSample(NASTY, thumbnail(Image.new("RGB", (8, 8))), [NASTY])],
             environment={NASTY: NASTY},
             result=Result(NASTY, 1, NASTY),
@@ -161,7 +169,7 @@ def test_a_stopped_run_says_why(tmp_path: Path) -> None:
 
 def test_big_runs_stay_small(tmp_path: Path) -> None:
     records = [picture(tmp_path, step, f"p{row}", 160, noise=True) for row in range(26) for step in range(0, 600, 100)]
-    ledger = [LedgerRow("d", f"{index}.png", index % 10 > 0, reason="x") for index in range(30_000)]
+    ledger = [LedgerEntry("d", f"{index}.png", "" if index % 10 else "x", "x") for index in range(30_000)]
     page = render(data_of(tmp_path, metrics=rows(50_000), previews=records, ledger=ledger))
     assert len(page.source) < 10_000_000
     assert "2 more steps" in page.text
@@ -225,7 +233,7 @@ def test_training_pictures_are_shown_with_their_captions(tmp_path: Path) -> None
     source = thumbnail(Image.new("RGB", (2000, 1000), "red"))
     sample = TrainingSample("stars/a.png", source, ["a star", "one more star"])
     pair = replace(sample, name="stars/b.png", edited_from=source)
-    page = render(data_of(tmp_path, samples=[sample, pair], ledger=[LedgerRow("stars", "a.png", True)] * 9))
+    page = render(data_of(tmp_path, samples=[sample, pair], ledger=[LedgerEntry("stars", "a.png")] * 9))
     assert "a star (and 1 more)" in page.text
     assert "2 of 9" in page.text
     assert page.tags.count("img") == 3

@@ -11,7 +11,8 @@ from diffusers import Kandinsky5T2IPipeline, SanaVideoPipeline
 from PIL import Image
 from safetensors.torch import load_file
 
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.entry import list_keys
+from simpletuner.caching.read import CacheStore
 from simpletuner.config.precision import Quantisation
 from simpletuner.memory.precision import Packed, pack
 from simpletuner.models.kandinsky5.loading import load_processor
@@ -99,7 +100,7 @@ def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> No
 def captions_of(workspace: Workspace) -> dict[str, dict[str, torch.Tensor]]:
     """Cached embeddings by their key."""
     store = CacheStore(workspace.path("cache/text"))
-    return {key: store.read(key) for key in [*store.keys()]}
+    return {key: store.read(key) for key in [*list_keys(store.folder)]}
 
 
 def test_a_quantised_encoder_makes_other_entries(workspace: Workspace) -> None:

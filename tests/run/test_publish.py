@@ -19,7 +19,7 @@ from simpletuner.errors import NonFiniteError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.run.publish import publish
+from simpletuner.run.publish import publish_result
 from simpletuner.run.records import find_result
 from simpletuner.training.ema import Ema
 from simpletuner.training.full import FullModel
@@ -81,7 +81,7 @@ def test_nothing_that_is_not_finite_is_published(
     with workspace.inside():
         plan, _ = ready_plan(*parse_settings([]))
         with pytest.raises(NonFiniteError, match=f"not saved: .*{re.escape(name)}"):
-            publish(plan, assembly, ema, {}, lambda: make_batch(t2i_checkpoint, ["a star"]))
+            publish_result(plan, assembly, ema, {}, lambda: make_batch(t2i_checkpoint, ["a star"]))
     assert not list(tmp_path.rglob(LORA_FILE))
     assert not list(tmp_path.rglob(PIPELINE_FOLDER))
 

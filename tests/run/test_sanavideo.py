@@ -9,7 +9,8 @@ import pytest
 import torch
 from diffusers import SanaVideoPipeline
 
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.entry import entry_path, list_keys, read_provenance
+from simpletuner.caching.read import CacheStore
 from simpletuner.models.adapter import TextRequest
 from tests.clips import write_clip
 from tests.complaints import complaint
@@ -77,9 +78,9 @@ def test_a_dataset_may_have_a_motion_score_of_its_own(
     sana_workspace.path("datasets/pictures/p0.txt").write_text("Still. Motion score: 5")
     assert sana_workspace.run("cache", "fill", "--sana_motion_score=10") == 0
     found = {
-        json.loads(store.provenance(key)["ingredients"])["caption"]
+        json.loads(read_provenance(entry_path(store.folder, key))["ingredients"])["caption"]
         for store in [CacheStore(sana_workspace.path("cache/text"))]
-        for key in store.keys()  # noqa: SIM118
+        for key in list_keys(store.folder)
     }
     assert {"picture 1", "picture 1 motion score: 80.", "still. motion score: 5", ""} <= found
     assert "still. motion score: 5 motion score: 80." not in found

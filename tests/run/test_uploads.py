@@ -16,6 +16,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from simpletuner.config.publishing import PublishConfig
+from simpletuner.headers import METADATA, read_header
 from simpletuner.reporting.events import CheckpointSaved, EventStream, Uploaded
 from simpletuner.reporting.upload import Upload
 from simpletuner.run.uploads import Uploads
@@ -45,6 +46,7 @@ def test_a_lora_with_its_checkpoints_is_uploaded(hub: FakeHub, workspace: Worksp
     assert repository.private
     result = workspace.path(f"output/{LORA_FILE}").read_bytes()
     assert repository.files[LORA_FILE] == repository.files[f"checkpoint-4/{LORA_FILE}"] == result
+    assert read_header(workspace.path(f"output/{LORA_FILE}"))[METADATA]["trigger"] == "a sks star"
     first = workspace.path(f"output/checkpoint-2/{LORA_FILE}").read_bytes()
     assert repository.files[f"checkpoint-2/{LORA_FILE}"] == first != result
     assert {f"ema/{LORA_FILE}", "README.md", "simpletuner_config.json", "assets/image_0_0.png"} <= {*repository.files}

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from simpletuner.atomic import open_atomically, sweep, write_atomically
+from simpletuner.atomic import open_atomically, sweep_files, write_atomically
 from simpletuner.data.clips import clip_suffix
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import SUFFIXES, sniff
@@ -131,7 +131,7 @@ class Store:
             UserError: no server answers at all, or the disk is too small.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        sweep(self.root, "**/", older_than=3600)
+        sweep_files(self.root, "**/", older_than=3600)
         needed, free = sum(item.size for item in items), shutil.disk_usage(self.root).free
         if needed > free:
             raise UserError(
