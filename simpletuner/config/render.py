@@ -164,7 +164,7 @@ VARIABLES = (
         "1 allows a `maximum_image_size` that looks like the wrong unit.",
         "0",
     ),
-    Variable(("SIMPLETUNER_SSL_NO_VERIFY",), "`true`: webhooks go to receivers with any certificate.", "false"),
+    Variable(("SIMPLETUNER_SSL_NO_VERIFY",), "true sends webhooks without checking the receiver's certificate."),
     Variable(("VENV_PATH",), "The Python environment that `train.sh` uses.", "the active one, `.venv`, `venv`",
              "train.sh"),
     Variable(("HF_ENDPOINT",), "Another address for the hub, such as a mirror.", "", "huggingface_hub"),

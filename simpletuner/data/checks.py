@@ -67,12 +67,8 @@ def _check_kind(config: DatasetConfig, context: DataContext, problems: list[Prob
 
 def _check_not_built(config: DatasetConfig, problems: list[Problem]) -> None:
     """Known keys that would switch on something that is not implemented."""
-    switches = {
-        "conditioning": config.conditioning,
-        "conditioning_image_embeds": config.conditioning_image_embeds,
-    }
-    for key, value in switches.items():
-        if value is not None:
+    for key in ("conditioning", "conditioning_image_embeds"):
+        if getattr(config, key) is not None:
             problems.append(Problem(f"{config.id}.{key}", "is not available yet; leave it out."))
 
 
@@ -157,7 +153,7 @@ def check_start(configs: Sequence[DatasetConfig], problems: list[Problem]) -> No
         problems.append(Problem("dataset_type", "no entry is a dataset to train on (dataset_type image or video)."))
     elif not any(config.probability > 0 for config in trained):
         problems.append(Problem("probability", "is 0 for every dataset: nothing would be trained on."))
-    elif not any(_is_active_at_start(config) for config in trained):
+    elif not any(each.probability > 0 and each.start_epoch <= 1 and each.start_step <= 1 for each in trained):
         problems.append(
             Problem("start_epoch", "no dataset takes part at the start; one must start at epoch 1 and step 0.")
         )
@@ -172,10 +168,6 @@ def check_default_text_cache(configs: Sequence[DatasetConfig], problems: list[Pr
     if len(texts) > 1 and not any(config.default for config in texts):
         message = f"no text_embeds entry is the default; the first, {texts[0].id}, is used."
         problems.append(Problem("default", message, fatal=False))
-
-
-def _is_active_at_start(config: DatasetConfig) -> bool:
-    return config.probability > 0 and config.start_epoch <= 1 and config.start_step <= 1
 
 
 def link_partners(
@@ -234,7 +226,7 @@ def _check_references(
         problems.append(Problem("conditioning_multidataset_sampling", message))
 
 
-def check_fit(dataset: Dataset, masks: Partners, problems: list[Problem]) -> None:
+def check_mask_sizes(dataset: Dataset, masks: Partners, problems: list[Problem]) -> None:
     """One error with the masks that cannot be those of their picture or clip."""
     pairs = [(name, facts, masks.facts_of(name)) for name, facts in dataset.facts.items() if facts.width]
     found = [(name, _misfit(name, facts, mask, dataset.clips)) for name, facts, mask in pairs if mask and mask.width]
