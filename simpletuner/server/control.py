@@ -29,7 +29,7 @@ from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.requests import Request, make_request
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
-from simpletuner.server.project import CONFIG_NAME, EXAMPLE, Project, Refusal
+from simpletuner.server.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
 from simpletuner.server.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 
 # How far runs are searched for below a folder.
@@ -49,7 +49,9 @@ class Runs:
     def all(self) -> list[Run]:
         """Every run: those at work first, then the newest."""
         folders = {self.project.run: ""} if self.project.run else {**found_below(self.project), **self._configured()}
-        runs = [self._at(folder, config) for folder, config in folders.items()]
+        runs = [self._at(folder) for folder in folders]
+        for run in runs:
+            run.written_by = folders[run.folder]
         runs += [run for run in self._runs.values() if run not in runs and run.child]
         return sorted(runs, key=lambda run: (run.pid is not None, run.seen), reverse=True)
 
@@ -66,10 +68,8 @@ class Runs:
                 return run
         raise Refusal(404, f"There is no run {name!r}." if name else "There are no runs yet.")
 
-    def _at(self, folder: Path, config: str) -> Run:
-        run = self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
-        run.written_by = config or run.written_by
-        return run
+    def _at(self, folder: Path) -> Run:
+        return self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
 
     def _configured(self) -> dict[Path, str]:
         """The output folders of all configs; those of packaged examples only if they exist."""
@@ -99,7 +99,7 @@ class Runs:
         judgement = Draft(file, {**values_of(file), **settings}).judgement
         if fatal := [problem for problem in judgement.problems if problem.fatal]:
             raise Refusal(422, fatal)
-        run = self._at(self.project.inside(judgement.config.run.output_dir), "")
+        run = self._at(self.project.inside(judgement.config.run.output_dir))
         with self._lock:
             refuse_if_busy(run)
             write_json(run.folder / STARTED_FILE, {"time": time.time(), "config": name, "settings": dict(settings)})
@@ -108,14 +108,17 @@ class Runs:
         return run
 
     def resume(self, run: Run, settings: Mapping[str, Any]) -> Run:
-        """Start a run again as it was started before, with further settings.
+        """Start a run again as it was started before, with further settings, wherever its config writes to by now.
 
         Raises:
             Refusal: as `start`, and 400 if its config is not known.
         """
         if not run.config:
             raise Refusal(400, f"No config of this project writes into {run.folder}.")
-        return self.start(run.config, {**run.settings, **settings})
+        written = output_dir_of(self.project.config_file(run.config))
+        moved = run.status()["can"]["continue"] and self.project.inside(written) != run.folder
+        here = {"output_dir": str(run.folder)} if moved else {}
+        return self.start(run.config, {**run.settings, **here, **settings})
 
     def _spawn(self, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
         environment = {key: value for key, value in os.environ.items() if key not in ENV_VARIABLES}
@@ -205,9 +208,8 @@ def refuse_if_busy(run: Run) -> None:
 
 def command_line(name: str, file: Path, settings: Mapping[str, Any]) -> list[str]:
     """The arguments of `simpletuner` that train with a config and further settings."""
-    chosen = f"example={name.removeprefix(EXAMPLE)}" if name.startswith(EXAMPLE) else f"--config={file}"
     texts = {key: each if isinstance(each, str) else json.dumps(each) for key, each in settings.items()}
-    return ["train", chosen, *(f"--{key}={text}" for key, text in texts.items())]
+    return ["train", chosen_by(name, file), *(f"--{key}={text}" for key, text in texts.items())]
 
 
 def values_of(file: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, isDirty, save, showField, state, takeConfig, takeDatasets, tell, element } from "./form.js";
+import { api, ask, bindField, changes, isDirty, remember, save, showField, state, takeConfig, takeDatasets, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan, startPlan } from "./plan.js";
 
@@ -58,7 +58,7 @@ function filter(query) {
 }
 
 // The open config.
-async function openConfig(name, from = name) {
+export async function openConfig(name, from = name) {
   const answer = await api(`/api/configs/${from}`), datasets = await api(`/api/datasets/plan?config=${encodeURIComponent(from)}`);
   state.config = document.body.dataset.config = name;
   takeConfig(answer.ok ? answer : { data: { values: {} }, etag: null });
@@ -69,11 +69,14 @@ async function openConfig(name, from = name) {
     Object.assign(state, { file: {}, etag: null });
     Object.assign(state.datasets, { file: [], etag: null });
   }
-  document.dispatchEvent(new CustomEvent("config", { detail: name }));
   await refill();
 }
 
 async function refill() {
+  remember("config", state.config);
+  page("#look").href = `/dataset?config=${encodeURIComponent(state.config)}`;
+  document.dispatchEvent(new CustomEvent("config", { detail: state.config }));
+  listConfigs();
   showDatasets();
   await check();
   filter("");
@@ -150,20 +153,23 @@ function edited() {
   later("check", 200, check);
 }
 
+// Resolves to whether it was saved.
 async function saveNow() {
   try {
     const saved = await save();
     await refill();
     if (saved) showSaved("Saved");
-    listConfigs();
+    return saved;
   } catch (error) {
     showSaved(`Not saved: ${error.message}`);
+    return false;
   }
 }
 
+const configNames = async () => (await api("/api/configs/")).data.map((each) => each.name);
+
 async function listConfigs() {
-  const { data } = await api("/api/configs/");
-  const names = [...new Set([...data.map((each) => each.name), state.config])];
+  const names = [...new Set([...(await configNames()), state.config])];
   page("#config").replaceChildren(...names.map((name) => element("option", { value: name, textContent: name === "config" ? "config/config.json" : name, selected: name === state.config })));
 }
 
@@ -179,18 +185,23 @@ startDatasets(edited);
 startPlan(() => later("check", 400, check));
 page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
-const mayLeave = async () => !isDirty() || (await ask(page("#leave"))) === "discard";
+
+// Asks what becomes of unsaved changes; resolves to whether to go on.
+export async function maySwitch() {
+  const choice = isDirty() ? await ask(page("#leave")) : "discard";
+  return choice === "save" ? saveNow() : choice === "discard";
+}
+
 page("#config").addEventListener("change", async ({ target }) => {
-  if (await mayLeave()) await openConfig(target.value);
+  if (await maySwitch()) await openConfig(target.value);
   target.value = state.config;
 });
 page("#add-config").addEventListener("click", async () => {
-  if (!(await mayLeave())) return;
+  if (!(await maySwitch())) return;
   const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
   from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name })));
   if ((await ask(page("#new"))) !== "create" || !/^\w[\w.-]*$/.test(name.value)) return;
   await openConfig(name.value, from.value || name.value);
-  listConfigs();
 });
 addEventListener("hashchange", openTab);
 addEventListener("beforeunload", (event) => isDirty() && event.preventDefault());
@@ -201,6 +212,7 @@ addEventListener("keydown", (event) => {
 page("#plan details").open = innerWidth > 1080;
 openTab();
 if (!inRun) {
-  await openConfig("config");
-  await listConfigs();
+  const asked = new URLSearchParams(location.search).get("config");
+  const open = asked ? Promise.resolve([asked]) : configNames();
+  open.then(([first = "config"]) => openConfig(first));
 }

@@ -19,6 +19,13 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
+// Keeps what is open in the address, so that a reload shows it again.
+export function remember(key, value) {
+  const url = new URL(location);
+  url.searchParams.set(key, value);
+  history.replaceState(history.state, "", url);
+}
+
 // One field: its control, its value as JSON, and back.
 const control = (field) => field.querySelector(".set").querySelector("input, select, textarea");
 export const isSecret = (value) => same(value, { secret: "set" });
