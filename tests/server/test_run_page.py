@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 expect = sync_api.expect
 expect.set_options(timeout=30_000)
+SIZE = {"width": 1200, "height": 900}
 WAIT = 300_000.0  # milliseconds; a run of a tiny model takes ten seconds
 
 
@@ -33,12 +34,18 @@ def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
         yield made
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
 @pytest.fixture
-def page(project: Workspace) -> Iterator[Any]:
+def page(browser: Any, project: Workspace) -> Iterator[Any]:
     """The pane, open; a message in the browser's console or a request to elsewhere fails the test."""
     complaints: list[str] = []
-    with serving(project.folder) as (port, _), chromium() as browser:
-        page = browser.new_page(viewport={"width": 1200, "height": 900})
+    with serving(project.folder) as (port, _), browser.new_context(viewport=SIZE) as context:
+        page = context.new_page()
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: None if f":{port}/" in request.url else complaints.append(request.url))
         page.goto(f"http://127.0.0.1:{port}/#run")

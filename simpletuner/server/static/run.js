@@ -119,7 +119,7 @@ function chooseFirst() {
   const followed = follows && linkOf(opened);
   if (followed) choose(followed.dataset.run);
   else if (!links.some((link) => link.dataset.run === run)) {
-    const first = links.find((link) => "active" in link.dataset) ?? linkOf(opened) ?? links[0];
+    const first = linkOf(opened) ?? links.find((link) => "active" in link.dataset) ?? links[0];
     if (first) choose(first.dataset.run);
     else place("head").replaceChildren();
   }
