@@ -21,7 +21,7 @@ from typing import Any
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.locate import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
-from simpletuner.config.schema import all_options, option_names
+from simpletuner.config.schema import all_options
 from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.plan.draft import Draft
@@ -29,6 +29,7 @@ from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.requests import Request, make_request
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
+from simpletuner.server.files import values_in
 from simpletuner.server.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
 from simpletuner.server.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 
@@ -93,10 +94,8 @@ class Runs:
         """
         if self.project.run is not None:
             raise Refusal(403, "This page belongs to a run; start others with `simpletuner server`.")
-        file = self.project.config_file(name)
-        if not file.is_file():
-            raise Refusal(404, f"There is no config {name!r}.")
-        judgement = Draft(file, {**values_of(file), **settings}).judgement
+        file = self._existing(name)
+        judgement = Draft(file, {**values_in(file), **settings}).judgement
         if fatal := [problem for problem in judgement.problems if problem.fatal]:
             raise Refusal(422, fatal)
         run = self._at(self.project.inside(judgement.config.run.output_dir))
@@ -107,6 +106,12 @@ class Runs:
         threading.Thread(target=run.child.wait, daemon=True).start()  # no zombie stays
         return run
 
+    def _existing(self, config: str) -> Path:
+        file = self.project.config_file(config)
+        if not file.is_file():
+            raise Refusal(404, f"There is no config {config!r}.")
+        return file
+
     def resume(self, run: Run, settings: Mapping[str, Any]) -> Run:
         """Start a run again as it was started before, with further settings, wherever its config writes to by now.
 
@@ -115,9 +120,8 @@ class Runs:
         """
         if not run.config:
             raise Refusal(400, f"No config of this project writes into {run.folder}.")
-        written = output_dir_of(self.project.config_file(run.config))
-        moved = run.status()["can"]["continue"] and self.project.inside(written) != run.folder
-        here = {"output_dir": str(run.folder)} if moved else {}
+        written = self.project.inside(output_dir_of(self._existing(run.config)))
+        here = {"output_dir": str(run.folder)} if run.status()["can"]["continue"] and written != run.folder else {}
         return self.start(run.config, {**run.settings, **here, **settings})
 
     def _spawn(self, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
@@ -143,8 +147,8 @@ class Runs:
         file = self.project.config_file(name)
         if file.exists():
             raise Refusal(409, f"There is a config {name!r} already.")
-        source = self.project.config_file(run.config)
-        given = {"data_backend_config": str(source.with_name(DATASET_FILE)), **values_of(source), **run.settings}
+        source = self._existing(run.config)
+        given = {"data_backend_config": str(source.with_name(DATASET_FILE)), **values_in(source), **run.settings}
         write_json(file, {**given, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
         return file
 
@@ -210,17 +214,6 @@ def command_line(name: str, file: Path, settings: Mapping[str, Any]) -> list[str
     """The arguments of `simpletuner` that train with a config and further settings."""
     texts = {key: each if isinstance(each, str) else json.dumps(each) for key, each in settings.items()}
     return ["train", chosen_by(name, file), *(f"--{key}={text}" for key, text in texts.items())]
-
-
-def values_of(file: Path) -> dict[str, Any]:
-    """The settings in a config file as they are written, by their canonical keys.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    names = option_names()
-    given = {key.removeprefix("--").replace("-", "_"): value for key, value in read_config_file(file, []).values}
-    return {names[key].name if key in names else key: value for key, value in given.items()}
 
 
 def output_dir_of(file: Path) -> str:

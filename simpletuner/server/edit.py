@@ -26,7 +26,7 @@ from simpletuner.server.plans import Unsaved, plan_unsaved, show_datasets
 from simpletuner.server.project import Project, Refusal, problems_json, project_of, read_object
 
 
-def routes(project: Project) -> list[Route]:
+def routes() -> list[Route]:
     """The page itself, and routes under /api/fields, /api/training/validate, /api/plan and /dataset."""
     return [
         Route("/", page),

@@ -21,7 +21,7 @@ from simpletuner.config.json_files import json_kind
 from simpletuner.config.locate import DATASET_FILE
 from simpletuner.errors import Problem
 from simpletuner.redaction import hide_secrets, redact
-from simpletuner.server.files import dataset_path, entries_in, main_name, settings_in, unmasked
+from simpletuner.server.files import dataset_path, entries_in, unmasked, values_in
 from simpletuner.server.project import SANDBOX, Project, Refusal, chosen_by, project_of, read_object
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
@@ -57,7 +57,7 @@ class Unsaved:
         if not isinstance(values, dict) or not isinstance(entries, list | None):
             message = f"must be an object and datasets a list, not {json_kind(values)} and {json_kind(entries)}."
             raise Refusal(400, [Problem("values", message)])
-        known = {main_name(key): value for key, value in settings_in(file).items()}
+        known = values_in(file)
         values = {key: unmasked(value, known.get(key), key) for key, value in values.items()}
         path = dataset_path(project, file, values)
         if entries is not None:

@@ -253,12 +253,9 @@ class Run:
             return "interrupted", f"Ended unexpectedly at step {step:,}."
         if not step:
             return "idle", ""
-        result = result_step(self.folder, "lora") or result_step(self.folder, "full")
-        return (
-            ("completed", f"{step:,} steps are done.")
-            if result == step
-            else ("cancelled", f"Stopped at step {step:,}.")
-        )
+        if step == (result_step(self.folder, "lora") or result_step(self.folder, "full")):
+            return "completed", f"{step:,} steps are done."
+        return "cancelled", f"Stopped at step {step:,}."
 
     def status(self) -> dict[str, Any]:
         """Everything that `GET /api/training/status` answers."""

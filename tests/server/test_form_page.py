@@ -10,19 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.server.page import chromium, serving
+from tests.server.page import opened
 from tests.workspace import Workspace
 
-SIZE = {"width": 1200, "height": 900}
 pytestmark = pytest.mark.slow
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 expect = sync_api.expect
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture
@@ -35,16 +28,10 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
 
 @pytest.fixture
 def page(browser: Any, workspace: Workspace) -> Iterator[Any]:
-    """The page, open, with the first check done; a message in the browser's console fails the test."""
-    complaints: list[str] = []
-    with serving(workspace.folder.resolve()) as (port, _), browser.new_context(viewport=SIZE) as context:
-        page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: complaints.append(request.url) if "127.0.0.1" not in request.url else None)
-        page.goto(f"http://127.0.0.1:{port}/")
+    """The page, with the first check done."""
+    with opened(browser, workspace.folder.resolve()) as page:
         expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
         yield page
-    assert complaints == []
 
 
 def saved(workspace: Workspace) -> dict[str, Any]:
@@ -140,7 +127,7 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     page.get_by_role("button", name="New", exact=True).click()
     page.get_by_label("Name, for").fill("second")
     page.get_by_role("button", name="Create", exact=True).click()
-    expect(page.get_by_label("Config", exact=True)).to_have_value("second")
+    expect(page.locator("#config")).to_have_value("second")
     page.get_by_role("tab", name="Basic").click()
     page.get_by_label("Output Folder", exact=True).fill("there")
     page.get_by_role("tab", name="Run").click()
@@ -155,11 +142,11 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     page.goto(page.url.replace("#run", "#basic"))
     page.reload()
     expect(page.get_by_label("Output Folder", exact=True)).to_have_value("there")
-    expect(page.get_by_label("Config", exact=True)).to_have_value("second")
+    expect(page.locator("#config")).to_have_value("second")
     # A project that has no config/config.json opens another one.
     workspace.path("config/config.json").unlink()
     page.goto(page.url.partition("?")[0])
-    expect(page.get_by_label("Config", exact=True)).to_have_value("second")
+    expect(page.locator("#config")).to_have_value("second")
 
 
 def test_datasets_are_edited_as_cards(page: Any, workspace: Workspace) -> None:

@@ -14,7 +14,7 @@ from simpletuner.reporting.events import MediaRendered, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, MediaFile, MediaRecord
 from simpletuner.server.control import run_id
 from simpletuner.server.runs import Run
-from tests.server.page import chromium, ending_runs, serving
+from tests.server.page import ending_runs, opened
 from tests.server.test_runs import STEPS, own, tell
 from tests.workspace import Workspace
 
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 expect = sync_api.expect
 expect.set_options(timeout=30_000)
-SIZE = {"width": 1200, "height": 900}
 WAIT = 300_000.0  # milliseconds; a run of a tiny model takes ten seconds
 
 
@@ -34,23 +33,10 @@ def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
         yield made
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
-
-
 @pytest.fixture
 def page(browser: Any, project: Workspace) -> Iterator[Any]:
-    """The pane, open; a message in the browser's console or a request to elsewhere fails the test."""
-    complaints: list[str] = []
-    with serving(project.folder) as (port, _), browser.new_context(viewport=SIZE) as context:
-        page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: None if f":{port}/" in request.url else complaints.append(request.url))
-        page.goto(f"http://127.0.0.1:{port}/#run")
+    with opened(browser, project.folder, "#run") as page:
         yield page
-    assert complaints == []
 
 
 def state(page: Any) -> Any:

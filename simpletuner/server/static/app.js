@@ -1,12 +1,12 @@
 // The page: tabs, search, the open config, and the check after every change.
 import { api, ask, bindField, changes, isDirty, remember, save, showField, state, takeConfig, takeDatasets, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
-import { showPlan, startPlan } from "./plan.js";
+import { showPlan } from "./plan.js";
 
 const page = (selector) => document.querySelector(selector), all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
 const inRun = document.body.classList.contains("in-run"); // the page of a run edits nothing
-let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0;
+let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "";
 const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
 
@@ -60,7 +60,8 @@ function filter(query) {
 // The open config.
 export async function openConfig(name, from = name) {
   const answer = await api(`/api/configs/${from}`), datasets = await api(`/api/datasets/plan?config=${encodeURIComponent(from)}`);
-  state.config = document.body.dataset.config = name;
+  state.config = name;
+  told = "";
   takeConfig(answer.ok ? answer : { data: { values: {} }, etag: null });
   takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: null });
   if (from !== name) {
@@ -141,15 +142,17 @@ function shareReason(group) {
   for (const each of most) each.classList.toggle("sr", !shared.hidden);
 }
 
-function showSaved(text) {
+// What became of saving is told until the next edit.
+function showSaved(text = told) {
+  told = text;
   const count = Object.keys(changes()).length, dirty = isDirty();
   page("#save").disabled = !dirty;
-  page("#saved").textContent = text ?? (dirty ? (count ? `${count} unsaved` : "Datasets unsaved") : "");
+  page("#saved").textContent = text || (dirty ? (count ? `${count} unsaved` : "Datasets unsaved") : "");
 }
 
 function edited() {
   planned = [];
-  showSaved();
+  showSaved("");
   later("check", 200, check);
 }
 
@@ -182,7 +185,7 @@ for (const [key, field] of byKey) {
   });
 }
 startDatasets(edited);
-startPlan(() => later("check", 400, check));
+page("#what-if").addEventListener("input", () => later("check", 400, check));
 page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
 

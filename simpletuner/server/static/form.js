@@ -13,6 +13,9 @@ export async function api(path, { method = "GET", body, etag, signal } = {}) {
   return { ok: response.ok, status: response.status, etag: response.headers.get("ETag"), data };
 }
 
+// What is wrong with a request that was refused.
+export const sentences = ({ ok, data }) => (ok ? [] : data.problems.map(({ key, message }) => (key ? `${key}: ${message}` : message)));
+
 export function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);
@@ -106,7 +109,7 @@ async function put(path, body, etag, take) {
   const answer = await api(path, { method: "PUT", body, etag });
   if (answer.ok) take(answer);
   else if (answer.status === 412) return settle(answer, take);
-  else throw new Error(answer.data.problems.map((problem) => `${problem.key} ${problem.message}`.trim()).join("\n"));
+  else throw new Error(sentences(answer).join("\n"));
   return true;
 }
 

@@ -3,7 +3,7 @@
 /* global drawCharts, fillComparison, gather, interpolator, items, plots, setAxis, view, viewer */
 
 import { maySwitch, openConfig } from "./app.js";
-import { api, element, remember } from "./form.js";
+import { api, element, remember, sentences } from "./form.js";
 
 const pane = document.querySelector(".run-view");
 const problems = pane.querySelector(".run-problems");
@@ -16,16 +16,14 @@ let follows = false;
 
 // ---- Putting new HTML in place without disturbing what stays: focus, typed text, playing clips, open folds ----
 
-const KEPT = new Set(["open"]);
-
 function morph(node, fresh) {
   if (node.isEqualNode(fresh)) return;
   if (node.nodeName !== fresh.nodeName || node.nodeType !== Node.ELEMENT_NODE) {
     node.replaceWith(fresh);
     return;
   }
-  for (const { name } of [...node.attributes]) if (!fresh.hasAttribute(name) && !KEPT.has(name)) node.removeAttribute(name);
-  for (const { name, value } of fresh.attributes) if (node.getAttribute(name) !== value && !KEPT.has(name)) node.setAttribute(name, value);
+  for (const { name } of [...node.attributes]) if (!fresh.hasAttribute(name) && name !== "open") node.removeAttribute(name);
+  for (const { name, value } of fresh.attributes) if (node.getAttribute(name) !== value && name !== "open") node.setAttribute(name, value);
   morphChildren(node, fresh);
 }
 
@@ -36,11 +34,7 @@ function morphChildren(node, fresh) {
   news.forEach((each, index) => (olds[index] ? morph(olds[index], each) : node.append(each)));
 }
 
-function parsed(html) {
-  const box = document.createElement("div");
-  box.append(...new DOMParser().parseFromString(html, "text/html").body.childNodes);
-  return box;
-}
+const parsed = (html) => new DOMParser().parseFromString(html, "text/html").body;
 
 // ---- The parts ----
 
@@ -167,9 +161,8 @@ function listen() {
 
 async function send(path, body) {
   const answer = await api(`/api/training/${path}`, { method: "POST", body });
-  const found = answer.ok ? [] : answer.data.problems.map((each) => (each.key ? `${each.key}: ${each.message}` : each.message));
-  problems.replaceChildren(...found.map((text) => element("li", {}, text)));
-  problems.hidden = !found.length;
+  problems.replaceChildren(...sentences(answer).map((text) => element("li", {}, text)));
+  problems.hidden = answer.ok;
   want("head", "list", "log");
   return answer.ok ? answer.data : null;
 }
