@@ -82,12 +82,9 @@ def judged(project: Project, body: Mapping[str, Any]) -> dict[str, Any]:
     """The problems, the effective values and the keys without effect."""
     unsaved = Unsaved.of(project, body)
     judgement = Draft(unsaved.file).judge(unsaved.values)
-    # An unnamed source of settings leaves an empty note.
-    problems = [replace(each, message=each.message.removesuffix(" ()")) for each in judgement.problems]
-    if unsaved.entries is not None:
-        problems += dataset_problems(unsaved.entries, judgement)
+    own = [] if unsaved.entries is None else dataset_problems(unsaved.entries, judgement)
     return {
-        "problems": problems_json(problems),
+        "problems": problems_json([*judgement.problems, *own]),
         "effective": redact_settings(judgement.config.flat()),
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,

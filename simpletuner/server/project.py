@@ -42,8 +42,9 @@ class Refusal(ConfigError):
 
 def problems_json(problems: Iterable[Problem]) -> list[dict[str, Any]]:
     """Problems as the page reads them, each once and without secrets."""
+    # An unnamed source of settings leaves an empty note.
     return [
-        {"key": problem.where, "message": redact(problem.message), "fatal": problem.fatal}
+        {"key": problem.where, "message": redact(problem.message.removesuffix(" ()")), "fatal": problem.fatal}
         for problem in dict.fromkeys(problems)
     ]
 

@@ -74,7 +74,7 @@ def test_before_the_first_run_there_is_something_to_start(page: TestClient, proj
 def test_settings_are_checked_before_anything_starts(page: TestClient, project: Workspace) -> None:
     [problem] = post(page, "start", 422, settings={"max_train_stepz": 3})["problems"]
     assert problem["key"] == "max_train_stepz"
-    assert "max_train_steps" in problem["message"]
+    assert problem["message"] == "is not a known key. Did you mean 'max_train_steps'?"
     post(page, "start", 404, config="another")
     post(page, "start", 400, settings=[])
     assert post(page, "start", 403, settings={"output_dir": "/tmp"})["problems"]
