@@ -30,7 +30,7 @@ Mode = Literal["unified", "trainer", "callback"]
 def create_app(project: Project, mode: Mode = "unified") -> Starlette:
     """The application that serves a project, without its guard."""
     page = [
-        *edit.routes(project),
+        *edit.routes(),
         *files.routes(),
         *machine.routes(),
         *live.routes(),
@@ -44,7 +44,7 @@ def create_app(project: Project, mode: Mode = "unified") -> Starlette:
             *(callback.routes() if mode != "trainer" else []),
             *(page if mode != "callback" else []),
         ],
-        exception_handlers={Refusal: refused, UserError: unusable, HTTPException: no_such_route},
+        exception_handlers={UserError: refused, HTTPException: no_such_route},
     )
     app.state.project, app.state.runs = project, Runs(project)
     return app
@@ -61,15 +61,10 @@ def shared(name: str, request: Request) -> Response:
 
 
 def refused(request: Request, error: Exception) -> Response:
-    """Answers a `Refusal`."""
-    assert isinstance(error, Refusal)
+    """Answers a `Refusal`, and what the command line would end with."""
+    if not isinstance(error, Refusal):
+        error = Refusal(422, error.problems if isinstance(error, ConfigError) else str(error))
     return error.answer()
-
-
-def unusable(request: Request, error: Exception) -> Response:
-    """Answers what the command line would end with."""
-    problems = error.problems if isinstance(error, ConfigError) else str(error)
-    return Refusal(422, problems).answer()
 
 
 def no_such_route(request: Request, error: Exception) -> Response:

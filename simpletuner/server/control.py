@@ -21,7 +21,7 @@ from typing import Any
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.locate import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
-from simpletuner.config.schema import all_options, option_names
+from simpletuner.config.schema import all_options
 from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.plan.draft import Draft
@@ -29,7 +29,8 @@ from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.requests import Request, make_request
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
-from simpletuner.server.project import CONFIG_NAME, EXAMPLE, Project, Refusal
+from simpletuner.server.files import values_in
+from simpletuner.server.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
 from simpletuner.server.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 
 # How far runs are searched for below a folder.
@@ -49,7 +50,9 @@ class Runs:
     def all(self) -> list[Run]:
         """Every run: those at work first, then the newest."""
         folders = {self.project.run: ""} if self.project.run else {**found_below(self.project), **self._configured()}
-        runs = [self._at(folder, config) for folder, config in folders.items()]
+        runs = [self._at(folder) for folder in folders]
+        for run in runs:
+            run.written_by = folders[run.folder]
         runs += [run for run in self._runs.values() if run not in runs and run.child]
         return sorted(runs, key=lambda run: (run.pid is not None, run.seen), reverse=True)
 
@@ -66,10 +69,8 @@ class Runs:
                 return run
         raise Refusal(404, f"There is no run {name!r}." if name else "There are no runs yet.")
 
-    def _at(self, folder: Path, config: str) -> Run:
-        run = self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
-        run.written_by = config or run.written_by
-        return run
+    def _at(self, folder: Path) -> Run:
+        return self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
 
     def _configured(self) -> dict[Path, str]:
         """The output folders of all configs; those of packaged examples only if they exist."""
@@ -93,13 +94,11 @@ class Runs:
         """
         if self.project.run is not None:
             raise Refusal(403, "This page belongs to a run; start others with `simpletuner server`.")
-        file = self.project.config_file(name)
-        if not file.is_file():
-            raise Refusal(404, f"There is no config {name!r}.")
-        judgement = Draft(file, {**values_of(file), **settings}).judgement
+        file = self._existing(name)
+        judgement = Draft(file, {**values_in(file), **settings}).judgement
         if fatal := [problem for problem in judgement.problems if problem.fatal]:
             raise Refusal(422, fatal)
-        run = self._at(self.project.inside(judgement.config.run.output_dir), "")
+        run = self._at(self.project.inside(judgement.config.run.output_dir))
         with self._lock:
             refuse_if_busy(run)
             write_json(run.folder / STARTED_FILE, {"time": time.time(), "config": name, "settings": dict(settings)})
@@ -107,15 +106,23 @@ class Runs:
         threading.Thread(target=run.child.wait, daemon=True).start()  # no zombie stays
         return run
 
+    def _existing(self, config: str) -> Path:
+        file = self.project.config_file(config)
+        if not file.is_file():
+            raise Refusal(404, f"There is no config {config!r}.")
+        return file
+
     def resume(self, run: Run, settings: Mapping[str, Any]) -> Run:
-        """Start a run again as it was started before, with further settings.
+        """Start a run again as it was started before, with further settings, wherever its config writes to by now.
 
         Raises:
             Refusal: as `start`, and 400 if its config is not known.
         """
         if not run.config:
             raise Refusal(400, f"No config of this project writes into {run.folder}.")
-        return self.start(run.config, {**run.settings, **settings})
+        written = self.project.inside(output_dir_of(self._existing(run.config)))
+        here = {"output_dir": str(run.folder)} if run.status()["can"]["continue"] and written != run.folder else {}
+        return self.start(run.config, {**run.settings, **here, **settings})
 
     def _spawn(self, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
         environment = {key: value for key, value in os.environ.items() if key not in ENV_VARIABLES}
@@ -140,8 +147,8 @@ class Runs:
         file = self.project.config_file(name)
         if file.exists():
             raise Refusal(409, f"There is a config {name!r} already.")
-        source = self.project.config_file(run.config)
-        given = {"data_backend_config": str(source.with_name(DATASET_FILE)), **values_of(source), **run.settings}
+        source = self._existing(run.config)
+        given = {"data_backend_config": str(source.with_name(DATASET_FILE)), **values_in(source), **run.settings}
         write_json(file, {**given, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
         return file
 
@@ -205,20 +212,8 @@ def refuse_if_busy(run: Run) -> None:
 
 def command_line(name: str, file: Path, settings: Mapping[str, Any]) -> list[str]:
     """The arguments of `simpletuner` that train with a config and further settings."""
-    chosen = f"example={name.removeprefix(EXAMPLE)}" if name.startswith(EXAMPLE) else f"--config={file}"
     texts = {key: each if isinstance(each, str) else json.dumps(each) for key, each in settings.items()}
-    return ["train", chosen, *(f"--{key}={text}" for key, text in texts.items())]
-
-
-def values_of(file: Path) -> dict[str, Any]:
-    """The settings in a config file as they are written, by their canonical keys.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    names = option_names()
-    given = {key.removeprefix("--").replace("-", "_"): value for key, value in read_config_file(file, []).values}
-    return {names[key].name if key in names else key: value for key, value in given.items()}
+    return ["train", chosen_by(name, file), *(f"--{key}={text}" for key, text in texts.items())]
 
 
 def output_dir_of(file: Path) -> str:

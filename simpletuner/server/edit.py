@@ -22,12 +22,12 @@ from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.html import render
 from simpletuner.server.form import SECTIONS, TABS, dataset_fields, fields, greyed, tabs
-from simpletuner.server.plans import Unsaved, plan_unsaved
+from simpletuner.server.plans import Unsaved, plan_unsaved, show_datasets
 from simpletuner.server.project import Project, Refusal, problems_json, project_of, read_object
 
 
-def routes(project: Project) -> list[Route]:
-    """The page itself, and routes under /api/fields, /api/training/validate and /api/plan."""
+def routes() -> list[Route]:
+    """The page itself, and routes under /api/fields, /api/training/validate, /api/plan and /dataset."""
     return [
         Route("/", page),
         Route("/tabs/{tab}", tab),
@@ -36,6 +36,7 @@ def routes(project: Project) -> list[Route]:
         Route("/api/training/validate", validate, methods=["POST"]),
         Route("/api/configuration/check", validate, methods=["POST"]),
         Route("/api/plan", plan_unsaved, methods=["POST"]),
+        Route("/dataset", show_datasets),
     ]
 
 
@@ -81,12 +82,9 @@ def judged(project: Project, body: Mapping[str, Any]) -> dict[str, Any]:
     """The problems, the effective values and the keys without effect."""
     unsaved = Unsaved.of(project, body)
     judgement = Draft(unsaved.file).judge(unsaved.values)
-    # An unnamed source of settings leaves an empty note.
-    problems = [replace(each, message=each.message.removesuffix(" ()")) for each in judgement.problems]
-    if unsaved.entries is not None:
-        problems += dataset_problems(unsaved.entries, judgement)
+    own = [] if unsaved.entries is None else dataset_problems(unsaved.entries, judgement)
     return {
-        "problems": problems_json(problems),
+        "problems": problems_json([*judgement.problems, *own]),
         "effective": redact_settings(judgement.config.flat()),
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,

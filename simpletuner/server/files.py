@@ -183,7 +183,7 @@ def config_json(project: Project, name: str, path: Path) -> dict[str, Any]:
 def datasets_of(project: Project, name: str) -> tuple[Path, dict[str, Any]]:
     """The dataset file of a config, wherever it is, and the config's settings by their main names."""
     path = project.config_file(name)
-    values = {main_name(key): value for key, value in settings_in(path).items()}
+    values = values_in(path)
     return dataset_path(project, path, values), values
 
 
@@ -211,6 +211,11 @@ def datasets_json(project: Project, path: Path, settings: Mapping[str, Any]) -> 
 def settings_in(path: Path) -> dict[str, Any]:
     """The settings in a config file as it spells them; none if there is no file."""
     return unwrapped(read(path)) if path.is_file() else {}
+
+
+def values_in(path: Path) -> dict[str, Any]:
+    """The settings in a config file by their main names; none if there is no file."""
+    return {main_name(key): value for key, value in settings_in(path).items()}
 
 
 def unwrapped(content: Any) -> dict[str, Any]:

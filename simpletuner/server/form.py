@@ -213,15 +213,11 @@ def dataset_fields() -> tuple[Field, ...]:
 
 def tabs() -> list[dict[str, Any]]:
     """The tabs with their sections; "Run" has none of the form's."""
-    found = [
-        {
-            "id": label.lower(),
-            "label": label,
-            "sections": [{"id": each.id, "label": each.label} for each in SECTIONS if each.tab == label.lower()],
-        }
-        for label in TABS
+    parts = {label: [each for each in SECTIONS if each.tab == label.lower()] for label in (*TABS, "Run")}
+    return [
+        {"id": label.lower(), "label": label, "sections": [{"id": each.id, "label": each.label} for each in own]}
+        for label, own in parts.items()
     ]
-    return [*found, {"id": "run", "label": "Run", "sections": []}]
 
 
 def _field(option: Option, spec: FamilySpec | None, moved_to: str | None) -> Field:

@@ -26,10 +26,8 @@ SAFE = frozenset({"GET", "HEAD"})
 LARGEST_BODY = 2 * 2**20
 BODY_SECONDS = 20.0  # a request has to be complete by then
 OWN_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
-# The page of a run has its buttons, and says what is wrong with settings; it neither edits nor starts anything.
-ALLOWED_IN_RUN = frozenset(
-    {"/api/training/validate", "/api/configuration/check", *(f"/api/training{path}" for path in BUTTONS)}
-)
+# The page of a run has its buttons; it neither edits nor starts anything.
+ALLOWED_IN_RUN = frozenset(f"/api/training{path}" for path in BUTTONS)
 POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; object-src 'none'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"

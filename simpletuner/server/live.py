@@ -17,14 +17,14 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 from starlette.routing import Route
 
 from simpletuner.reporting.curves import charts_of, hours_of, points_of, thin_extremes
-from simpletuner.reporting.html import POLICY, left_out, render
+from simpletuner.reporting.html import left_out, render
 from simpletuner.reporting.metrics import MEDIA_FILE, MIME, VIDEO_MIME, read_media
 from simpletuner.reporting.pace import RunningMean, clock, pace_text
 from simpletuner.reporting.payloads import EVENTS_FILE, read_events
 from simpletuner.reporting.previews import build_grid
 from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.server.control import Runs, ask, cancel
-from simpletuner.server.project import Refusal, read_object
+from simpletuner.server.project import SANDBOX, Refusal, read_object
 from simpletuner.server.runs import Run, Tail
 
 POLL, HEARTBEAT = 0.5, 15.0  # seconds
@@ -199,9 +199,7 @@ def file_of(run: Run, path: str) -> Response:
     inside = file.is_relative_to(run.folder.resolve()) and file.is_file()
     if not inside or not (is_report or file.suffix.lower() in SHOWN):
         raise Refusal(404, f"There is no preview {path!r}.")
-    # The report holds its scripts, so it gets an origin of its own: they can call nothing here.
-    policy = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-popups"} if is_report else {}
-    return FileResponse(file, headers={"Cache-Control": "no-cache", **policy})
+    return FileResponse(file, headers=SANDBOX if is_report else None)
 
 
 def head(run: Run) -> dict[str, Any]:

@@ -45,9 +45,8 @@ def routes() -> list[Route]:
 def models(request: Request) -> Response:
     """The model families with the names of their flavours."""
     keys = ("name", "title", "media", "license")
-    found = [{key: vars(spec)[key] for key in keys} for spec in FAMILIES.values()]
-    names = [[flavour.name for flavour in spec.flavours] for spec in FAMILIES.values()]
-    return JSONResponse([{**spec, "flavours": flavours} for spec, flavours in zip(found, names, strict=True)])
+    found = FAMILIES.values()
+    return JSONResponse([{key: vars(spec)[key] for key in keys} | {"flavours": spec.flavour_names} for spec in found])
 
 
 def family_flavours(request: Request) -> Response:

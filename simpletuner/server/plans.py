@@ -1,4 +1,4 @@
-"""Settings that the page has not saved, and the plan of a run with them. Free of torch."""
+"""What other commands say, each in a process of its own: the plan of unsaved settings, the files of the datasets."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.atomic import write_json
 from simpletuner.config.json_files import json_kind
 from simpletuner.config.locate import DATASET_FILE
 from simpletuner.errors import Problem
 from simpletuner.redaction import hide_secrets, redact
-from simpletuner.server.files import dataset_path, entries_in, main_name, settings_in, unmasked
-from simpletuner.server.project import Project, Refusal, project_of, read_object
+from simpletuner.server.files import dataset_path, entries_in, unmasked, values_in
+from simpletuner.server.project import SANDBOX, Project, Refusal, chosen_by, project_of, read_object
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
 LOOK = 0.25  # seconds between two looks whether the client still waits
@@ -57,7 +57,7 @@ class Unsaved:
         if not isinstance(values, dict) or not isinstance(entries, list | None):
             message = f"must be an object and datasets a list, not {json_kind(values)} and {json_kind(entries)}."
             raise Refusal(400, [Problem("values", message)])
-        known = {main_name(key): value for key, value in settings_in(file).items()}
+        known = values_in(file)
         values = {key: unmasked(value, known.get(key), key) for key, value in values.items()}
         path = dataset_path(project, file, values)
         if entries is not None:
@@ -92,6 +92,25 @@ async def plan_unsaved(request: Request) -> Response:
             command.append(f"plan_device_memory_gb={body['device_memory_gb']}")
         printed = await run_while_wanted(request, command, project.folder)
     return Response(status_code=GONE) if printed is None else JSONResponse(document_in(*printed, name))
+
+
+async def show_datasets(request: Request) -> Response:
+    """The page of `simpletuner dataset`, of a saved config: `?config=NAME`.
+
+    Raises:
+        Refusal: 422 with what the command said if it made no page.
+    """
+    project, name = project_of(request), request.query_params.get("config", "config")
+    chosen = chosen_by(name, project.config_file(name))
+    with TemporaryDirectory(prefix="simpletuner-dataset-") as folder:
+        page = Path(folder) / "dataset.html"
+        command = [sys.executable, "-m", "simpletuner", "dataset", f"--out={page}", chosen]
+        printed = await run_while_wanted(request, command, project.folder)
+        if printed is None:
+            return Response(status_code=GONE)
+        if not page.is_file():
+            raise Refusal(422, redact(printed[1].strip()))
+        return HTMLResponse(page.read_bytes(), headers=SANDBOX)
 
 
 async def run_while_wanted(request: Request, command: Sequence[str], folder: Path) -> tuple[str, str] | None:

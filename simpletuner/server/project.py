@@ -12,11 +12,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from simpletuner.config.json_files import json_kind, parse_json
-from simpletuner.config.locate import DATASET_FILE, EXAMPLES, example_names
+from simpletuner.config.locate import EXAMPLES, example_names
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.redaction import redact
+from simpletuner.reporting.html import POLICY
 
 EXAMPLE = "examples/"  # begins the names of packaged configs
+# Pages of other commands hold their scripts, so they get an origin of their own: they can call nothing here.
+SANDBOX = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-popups"}
 CONFIG_NAME = re.compile(r"\w[\w.-]*")
 
 
@@ -39,8 +42,9 @@ class Refusal(ConfigError):
 
 def problems_json(problems: Iterable[Problem]) -> list[dict[str, Any]]:
     """Problems as the page reads them, each once and without secrets."""
+    # An unnamed source of settings leaves an empty note.
     return [
-        {"key": problem.where, "message": redact(problem.message), "fatal": problem.fatal}
+        {"key": problem.where, "message": redact(problem.message.removesuffix(" ()")), "fatal": problem.fatal}
         for problem in dict.fromkeys(problems)
     ]
 
@@ -52,20 +56,13 @@ class Project:
     Attributes:
         folder: the working directory of the runs; absolute and resolved.
         roots: further folders that the page may show, `--root`; absolute and resolved.
-        config: the config file that the page opens first, relative to `folder`.
         run: the output folder of the run that the page is part of (`train --page`); such a page edits and starts
             nothing.
     """
 
     folder: Path
     roots: tuple[Path, ...] = ()
-    config: Path = Path("config/config.json")
     run: Path | None = None
-
-    @property
-    def dataset_file(self) -> Path:
-        """The dataset file of a config that names none."""
-        return self.config.with_name(DATASET_FILE)
 
     def inside(self, path: str | Path) -> Path:
         """The real path behind a path, relative ones from the project's folder; links are followed first.
@@ -95,12 +92,17 @@ class Project:
         if name != "config":
             return self.inside(Path("config") / name / "config.json")
         first = self.inside("config.json")  # training prefers it, too
-        return first if first.is_file() else self.inside(self.config)
+        return first if first.is_file() else self.inside("config/config.json")
 
     def config_names(self) -> list[str]:
         """The names of the configs that exist."""
         named = sorted(path.parent.name for path in self.folder.glob("config/*/config.json"))
         return [*(["config"] if self.config_file("config").is_file() else []), *filter(CONFIG_NAME.fullmatch, named)]
+
+
+def chosen_by(name: str, file: Path) -> str:
+    """The argument with which a command uses a config."""
+    return f"example={name.removeprefix(EXAMPLE)}" if name.startswith(EXAMPLE) else f"--config={file}"
 
 
 def project_of(request: Request) -> Project:

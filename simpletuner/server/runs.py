@@ -29,6 +29,7 @@ from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.pace import clock
 from simpletuner.reporting.payloads import EVENTS_FILE
+from simpletuner.reporting.requests import FOLDER as REQUESTS
 from simpletuner.run.lock import LOCK_FILE, Owner, read_owner
 from simpletuner.training.manifest import result_step
 
@@ -252,12 +253,9 @@ class Run:
             return "interrupted", f"Ended unexpectedly at step {step:,}."
         if not step:
             return "idle", ""
-        result = result_step(self.folder, "lora") or result_step(self.folder, "full")
-        return (
-            ("completed", f"{step:,} steps are done.")
-            if result == step
-            else ("cancelled", f"Stopped at step {step:,}.")
-        )
+        if step == (result_step(self.folder, "lora") or result_step(self.folder, "full")):
+            return "completed", f"{step:,} steps are done."
+        return "cancelled", f"Stopped at step {step:,}."
 
     def status(self) -> dict[str, Any]:
         """Everything that `GET /api/training/status` answers."""
@@ -267,6 +265,7 @@ class Run:
         known = {"current": step, "total": None, "percent": None, "eta_seconds": None, "metrics": last}
         progress = {**known, **story.progress} if story.progress else known
         in_loop = state == "running" and story.status == "running"
+        is_asked = in_loop and (self.folder / REQUESTS / "stop").exists()
         startable = self.may_start and bool(self.config) and not is_active and self.pid is None
         return {
             "status": state,
@@ -275,12 +274,12 @@ class Run:
             "progress": progress if is_active else {**progress, "eta_seconds": None},
             "stages": {key: stage if is_active else _over(stage) for key, stage in story.stages.items()},
             "config": {"name": self.config, "output_dir": str(self.folder)},
-            "message": redact(message),
+            "message": "Stops after this step and its previews." if is_asked else redact(message),
             "can": {
                 "start": startable and not step,
                 "continue": startable and step > 0,
                 "new": startable and (self.folder / LORA_FILE).is_file(),
-                "stop": is_active and story.status != "stopping",
+                "stop": is_active and story.status != "stopping" and not is_asked,
                 "cancel": self.pid is not None,
                 **dict.fromkeys(("save", "preview", "stop_at_epoch_end"), in_loop),
             },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from uvicorn import Server
 
 from simpletuner.server.guard import Access
@@ -32,6 +30,7 @@ def serving(folder: Path) -> Iterator[tuple[int, Server]]:
     finally:
         server.should_exit = True
         thread.join(10)
+        assert not thread.is_alive()
 
 
 @contextmanager
@@ -47,15 +46,14 @@ def ending_runs(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
-    """A browser; the test is skipped if none is installed."""
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip("needs an installed Chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+def opened(browser: Any, folder: Path, anchor: str = "") -> Iterator[Any]:
+    """The page of a project in a browser; an error of a script or a request to elsewhere fails the test."""
+    complaints: list[str] = []
+    size = {"width": 1200, "height": 900}
+    with serving(folder) as (port, _), browser.new_context(viewport=size) as context:
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: None if f":{port}/" in request.url else complaints.append(request.url))
+        page.goto(f"http://127.0.0.1:{port}/{anchor}")
+        yield page
+    assert complaints == []

@@ -176,6 +176,16 @@ def test_plan_is_for_what_is_not_saved_yet(client: TestClient, workspace: Worksp
     assert "memory" in [problem["key"] for problem in short["problems"]]
 
 
+def test_every_file_is_shown_as_it_is_trained(client: TestClient, workspace: Workspace) -> None:
+    shown = client.get("/dataset?config=config")
+    assert "p0.png" in shown.text
+    assert "sandbox allow-scripts" in shown.headers["content-security-policy"], "it must not act for the page"
+    assert not workspace.path("dataset.html").exists()
+    workspace.path("config/multidatabackend.json").unlink()
+    refused = client.get("/dataset?config=config")
+    assert (refused.status_code, "multidatabackend.json" in refused.json()["problems"][0]["message"]) == (422, True)
+
+
 def test_plan_ends_when_the_client_leaves(tmp_path: Path) -> None:
     class Left:
         async def is_disconnected(self) -> bool:

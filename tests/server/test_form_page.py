@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from simpletuner.server.guard import Access
-from simpletuner.server.project import Project
-from simpletuner.server.serve import listen, make_server
+from tests.server.page import opened
 from tests.workspace import Workspace
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.slow
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 expect = sync_api.expect
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("needs an installed Chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -43,23 +28,10 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
 
 @pytest.fixture
 def page(browser: Any, workspace: Workspace) -> Iterator[Any]:
-    """The page, open, with the first check done; a message in the browser's console fails the test."""
-    listener = listen("127.0.0.1", 0)
-    server = make_server(Project(workspace.folder.resolve()), Access())
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    context = browser.new_context(viewport={"width": 1200, "height": 900})
-    complaints: list[str] = []
-    page = context.new_page()
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: complaints.append(request.url) if "127.0.0.1" not in request.url else None)
-    page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
-    expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
-    yield page
-    context.close()
-    server.should_exit = True
-    thread.join(10)
-    assert complaints == []
+    """The page, with the first check done."""
+    with opened(browser, workspace.folder.resolve()) as page:
+        expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
+        yield page
 
 
 def saved(workspace: Workspace) -> dict[str, Any]:
@@ -147,6 +119,34 @@ def test_nothing_is_lost_when_the_file_changed_meanwhile(page: Any, workspace: W
     dialog.get_by_role("button", name="Save mine over it").click()
     expect(page.locator("#save")).to_be_disabled()
     assert (saved(workspace)["train_batch_size"], saved(workspace)["lora_rank"]) == (4, 64)
+
+
+def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> None:
+    page.get_by_role("tab", name="Run").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("output")
+    page.get_by_role("button", name="New", exact=True).click()
+    page.get_by_label("Name, for").fill("second")
+    page.get_by_role("button", name="Create", exact=True).click()
+    expect(page.locator("#config")).to_have_value("second")
+    page.get_by_role("tab", name="Basic").click()
+    page.get_by_label("Output Folder", exact=True).fill("there")
+    page.get_by_role("tab", name="Run").click()
+    # Start asks for unsaved changes, and saves nothing unless told to.
+    page.get_by_role("button", name="Start", exact=True).click()
+    dialog = page.get_by_role("dialog", name="There are unsaved changes")
+    dialog.get_by_role("button", name="Cancel").click()
+    assert not workspace.path("config/second").exists()
+    assert not workspace.path("output").exists()
+    save(page)
+    expect(page.get_by_role("heading", level=1)).to_have_text("there")
+    page.goto(page.url.replace("#run", "#basic"))
+    page.reload()
+    expect(page.get_by_label("Output Folder", exact=True)).to_have_value("there")
+    expect(page.locator("#config")).to_have_value("second")
+    # A project that has no config/config.json opens another one.
+    workspace.path("config/config.json").unlink()
+    page.goto(page.url.partition("?")[0])
+    expect(page.locator("#config")).to_have_value("second")
 
 
 def test_datasets_are_edited_as_cards(page: Any, workspace: Workspace) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from simpletuner.server import guard, serve
 from simpletuner.server.app import create_app
 from simpletuner.server.guard import LARGEST_BODY, Access, Guard, is_own
 from simpletuner.server.project import Project
+from tests.server.page import serving
 
 TOKEN = "x" * 43
 JSON = {"content-type": "application/json"}
@@ -255,14 +255,8 @@ def port(project: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A server on a real socket, whose patience is a fraction of a second."""
     monkeypatch.setattr(serve, "HEAD_SECONDS", 0.3)
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
-    listener = serve.listen("127.0.0.1", 0)
-    server = serve.make_server(project, Access())
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    yield listener.getsockname()[1]
-    server.should_exit = True
-    thread.join(5)
-    assert not thread.is_alive()
+    with serving(project.folder) as (port, _):
+        yield port
 
 
 def answers(port: int, timeout: float = 2.0) -> bytes:

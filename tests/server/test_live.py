@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from starlette.testclient import TestClient
 
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.reporting.events import EventStream, Notice, StateChanged
+from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
 from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payloads
 from simpletuner.run.lock import LOCK_FILE
 from simpletuner.server.app import create_app
@@ -23,6 +26,7 @@ from simpletuner.server.project import Project
 from simpletuner.server.runs import CONSOLE_FILE
 from tests.server.page import ending_runs, serving
 from tests.server.test_runs import STEPS, own, tell
+from tests.server.test_serve import fetch, started
 from tests.workspace import Workspace
 
 LIMIT = 300.0  # seconds; a run of a tiny model takes ten
@@ -41,10 +45,10 @@ def page(project: Workspace) -> TestClient:
     return TestClient(create_app(Project(project.folder)))
 
 
-def until(page: TestClient, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The state of the run as soon as it is as wanted."""
+def until(page: TestClient, wanted: Callable[[dict[str, Any]], bool], run: str = "") -> dict[str, Any]:
+    """The state of a run, of the first if none is named, as soon as it is as wanted."""
     deadline = time.monotonic() + LIMIT
-    while not wanted(status := page.get("/api/training/status").json()):
+    while not wanted(status := page.get(f"/api/training/status?run={run}").json()):
         assert status["status"] != "error", status
         assert time.monotonic() < deadline, status
         time.sleep(0.1)
@@ -70,7 +74,7 @@ def test_before_the_first_run_there_is_something_to_start(page: TestClient, proj
 def test_settings_are_checked_before_anything_starts(page: TestClient, project: Workspace) -> None:
     [problem] = post(page, "start", 422, settings={"max_train_stepz": 3})["problems"]
     assert problem["key"] == "max_train_stepz"
-    assert "max_train_steps" in problem["message"]
+    assert problem["message"] == "is not a known key. Did you mean 'max_train_steps'?"
     post(page, "start", 404, config="another")
     post(page, "start", 400, settings=[])
     assert post(page, "start", 403, settings={"output_dir": "/tmp"})["problems"]
@@ -85,6 +89,15 @@ def test_a_run_that_the_plan_refuses_says_why(page: TestClient, project: Workspa
     assert "datasets/pictures" in status["message"]
     assert "$ simpletuner train --config=" in project.path(f"output/{CONSOLE_FILE}").read_text()
     assert status["message"].splitlines()[0] in page.get(f"/runs/{run}/head").text.replace("&#39;", "'")
+    # A run that has begun continues where it is, wherever its config writes to by now.
+    MetricsFile(project.path("output") / METRICS_FILE, 1).append(1, {"train_loss": 0.5})
+    project.write_config(output_dir="elsewhere")
+    assert post(page, "start", run=run)["run"] == run
+    assert f"--output_dir={project.path('output')}" in project.path(f"output/{CONSOLE_FILE}").read_text()
+    shown = {status["run"]: status["config"]["name"] for status in page.get("/api/metrics/training/runs").json()}
+    assert shown[run] == "config"
+    assert [text for text in re.findall(r'data-config="(\w*)"', page.get("/runs").text) if text] == ["config"]
+    assert until(page, lambda status: status["status"] == "error", run)["run"] == run
 
 
 def test_a_folder_that_is_in_use_is_not_trained_in(page: TestClient, project: Workspace) -> None:
@@ -101,8 +114,10 @@ def test_buttons_become_files(page: TestClient, project: Workspace) -> None:
     output.mkdir()
     tell(output, *STEPS)
     own(output)
-    for path in ("stop", "stop_at_epoch_end", "checkpoint/run", "validation/run"):
+    for path in ("stop_at_epoch_end", "checkpoint/run", "validation/run", "stop"):
         post(page, path)
+    status = page.get("/api/training/status").json()
+    assert (status["message"], status["can"]["stop"]) == ("Stops after this step and its previews.", False)
     asked = sorted(path.name for path in (output / "requests").iterdir())
     assert asked == ["preview", "save", "stop", "stop_at_epoch_end"]
 
@@ -230,21 +245,25 @@ def test_events_reach_every_browser_and_none_is_missed(project: Workspace) -> No
 
 
 @pytest.mark.slow
-def test_a_run_is_started_stopped_and_continued(page: TestClient, project: Workspace) -> None:
-    """Also with a setting that the config does not have, which belongs to the run from then on."""
+def test_a_run_outlives_its_server_is_stopped_and_continued(page: TestClient, project: Workspace) -> None:
     project.write_config(max_train_steps=500, checkpoint_step_interval=1000)
-    run = post(page, "start", settings={"output_dir": "elsewhere"})["run"]
-    post(page, "start", 409, settings={"output_dir": "elsewhere"})
+    project.path("config/first").mkdir()
+    project.path("config/config.json").rename(project.path("config/first/config.json"))
+    with started(project.folder, "--env", "first") as (process, address):
+        assert b'"ok"' in fetch(address[3])
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+        assert process.communicate(timeout=10)[1] == "Interrupted.\n"
+    # Another server, which knows nothing.
     status = until(page, lambda status: status["progress"]["current"] >= 2)
-    assert (status["status"], status["run"], status["progress"]["total"]) == ("running", run, 500)
+    run = status["run"]
+    assert (status["status"], status["config"]["name"], status["progress"]["total"]) == ("running", "first", 500)
+    post(page, "start", 409, config="first")
     post(page, "stop")
     status = until(page, lambda status: status["can"]["continue"])
     step = status["progress"]["current"]
     assert (status["status"], status["message"].partition(";")[0]) == ("cancelled", f"Stopped at step {step}")
-    # Another server, which knows nothing, as after a restart.
-    page = TestClient(create_app(Project(project.folder)))
     assert post(page, "start", run=run, settings={"max_train_steps": step + 2})["run"] == run
-    status = until(page, lambda status: status["status"] in ("completed", "error"))
-    assert (status["status"], status["progress"]["current"]) == ("completed", step + 2)
-    steps = [row["step"] for row in project.metrics("elsewhere")]
-    assert steps == list(range(1, step + 3))
+    status = until(page, lambda status: status["status"] == "completed")
+    assert status["progress"]["current"] == step + 2
+    assert [row["step"] for row in project.metrics()] == list(range(1, step + 3))
+    assert "Trained 2 steps" in project.path(f"output/{CONSOLE_FILE}").read_text()

@@ -14,7 +14,7 @@ from simpletuner.reporting.events import MediaRendered, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, MediaFile, MediaRecord
 from simpletuner.server.control import run_id
 from simpletuner.server.runs import Run
-from tests.server.page import chromium, ending_runs, serving
+from tests.server.page import ending_runs, opened
 from tests.server.test_runs import STEPS, own, tell
 from tests.workspace import Workspace
 
@@ -34,16 +34,9 @@ def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def page(project: Workspace) -> Iterator[Any]:
-    """The pane, open; a message in the browser's console or a request to elsewhere fails the test."""
-    complaints: list[str] = []
-    with serving(project.folder) as (port, _), chromium() as browser:
-        page = browser.new_page(viewport={"width": 1200, "height": 900})
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: None if f":{port}/" in request.url else complaints.append(request.url))
-        page.goto(f"http://127.0.0.1:{port}/#run")
+def page(browser: Any, project: Workspace) -> Iterator[Any]:
+    with opened(browser, project.folder, "#run") as page:
         yield page
-    assert complaints == []
 
 
 def state(page: Any) -> Any:

@@ -227,20 +227,3 @@ def test_run_whose_page_finds_its_port_taken_does_not_begin(
         assert main(["train", "--page-port", str(taken.getsockname()[1])]) == 2
     assert "cannot be used" in capsys.readouterr().err
     assert not (workspace.folder / "output").exists()
-
-
-@pytest.mark.slow
-def test_run_that_is_started_at_once_outlives_the_server(workspace: Workspace) -> None:
-    named = workspace.folder / "config" / "first" / "config.json"
-    named.parent.mkdir()
-    named.write_bytes((workspace.folder / "config" / "config.json").read_bytes())
-    console = workspace.folder / "output" / "console.log"
-    with started(workspace.folder, "--env", "first") as (process, address):
-        assert b'"ok"' in fetch(address[3])
-        os.killpg(process.pid, signal.SIGINT)  # as the terminal does
-        _, errors = process.communicate(timeout=10)
-        assert errors == "Interrupted.\n"
-    deadline = time.monotonic() + 120
-    while "Report:" not in console.read_text() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert "Trained 4 steps" in console.read_text()

@@ -1,12 +1,12 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, isDirty, save, showField, state, takeConfig, takeDatasets, tell, element } from "./form.js";
+import { api, ask, bindField, changes, isDirty, remember, save, showField, state, takeConfig, takeDatasets, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
-import { showPlan, startPlan } from "./plan.js";
+import { showPlan } from "./plan.js";
 
 const page = (selector) => document.querySelector(selector), all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
 const inRun = document.body.classList.contains("in-run"); // the page of a run edits nothing
-let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0;
+let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "";
 const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
 
@@ -58,9 +58,10 @@ function filter(query) {
 }
 
 // The open config.
-async function openConfig(name, from = name) {
+export async function openConfig(name, from = name) {
   const answer = await api(`/api/configs/${from}`), datasets = await api(`/api/datasets/plan?config=${encodeURIComponent(from)}`);
-  state.config = document.body.dataset.config = name;
+  state.config = name;
+  told = "";
   takeConfig(answer.ok ? answer : { data: { values: {} }, etag: null });
   takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: null });
   if (from !== name) {
@@ -69,11 +70,14 @@ async function openConfig(name, from = name) {
     Object.assign(state, { file: {}, etag: null });
     Object.assign(state.datasets, { file: [], etag: null });
   }
-  document.dispatchEvent(new CustomEvent("config", { detail: name }));
   await refill();
 }
 
 async function refill() {
+  remember("config", state.config);
+  page("#look").href = `/dataset?config=${encodeURIComponent(state.config)}`;
+  document.dispatchEvent(new CustomEvent("config", { detail: state.config }));
+  listConfigs();
   showDatasets();
   await check();
   filter("");
@@ -138,32 +142,37 @@ function shareReason(group) {
   for (const each of most) each.classList.toggle("sr", !shared.hidden);
 }
 
-function showSaved(text) {
+// What became of saving is told until the next edit.
+function showSaved(text = told) {
+  told = text;
   const count = Object.keys(changes()).length, dirty = isDirty();
   page("#save").disabled = !dirty;
-  page("#saved").textContent = text ?? (dirty ? (count ? `${count} unsaved` : "Datasets unsaved") : "");
+  page("#saved").textContent = text || (dirty ? (count ? `${count} unsaved` : "Datasets unsaved") : "");
 }
 
 function edited() {
   planned = [];
-  showSaved();
+  showSaved("");
   later("check", 200, check);
 }
 
+// Resolves to whether it was saved.
 async function saveNow() {
   try {
     const saved = await save();
     await refill();
     if (saved) showSaved("Saved");
-    listConfigs();
+    return saved;
   } catch (error) {
     showSaved(`Not saved: ${error.message}`);
+    return false;
   }
 }
 
+const configNames = async () => (await api("/api/configs/")).data.map((each) => each.name);
+
 async function listConfigs() {
-  const { data } = await api("/api/configs/");
-  const names = [...new Set([...data.map((each) => each.name), state.config])];
+  const names = [...new Set([...(await configNames()), state.config])];
   page("#config").replaceChildren(...names.map((name) => element("option", { value: name, textContent: name === "config" ? "config/config.json" : name, selected: name === state.config })));
 }
 
@@ -176,21 +185,26 @@ for (const [key, field] of byKey) {
   });
 }
 startDatasets(edited);
-startPlan(() => later("check", 400, check));
+page("#what-if").addEventListener("input", () => later("check", 400, check));
 page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
-const mayLeave = async () => !isDirty() || (await ask(page("#leave"))) === "discard";
+
+// Asks what becomes of unsaved changes; resolves to whether to go on.
+export async function maySwitch() {
+  const choice = isDirty() ? await ask(page("#leave")) : "discard";
+  return choice === "save" ? saveNow() : choice === "discard";
+}
+
 page("#config").addEventListener("change", async ({ target }) => {
-  if (await mayLeave()) await openConfig(target.value);
+  if (await maySwitch()) await openConfig(target.value);
   target.value = state.config;
 });
 page("#add-config").addEventListener("click", async () => {
-  if (!(await mayLeave())) return;
+  if (!(await maySwitch())) return;
   const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
   from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name })));
   if ((await ask(page("#new"))) !== "create" || !/^\w[\w.-]*$/.test(name.value)) return;
   await openConfig(name.value, from.value || name.value);
-  listConfigs();
 });
 addEventListener("hashchange", openTab);
 addEventListener("beforeunload", (event) => isDirty() && event.preventDefault());
@@ -201,6 +215,7 @@ addEventListener("keydown", (event) => {
 page("#plan details").open = innerWidth > 1080;
 openTab();
 if (!inRun) {
-  await openConfig("config");
-  await listConfigs();
+  const asked = new URLSearchParams(location.search).get("config");
+  const open = asked ? Promise.resolve([asked]) : configNames();
+  open.then(([first = "config"]) => openConfig(first));
 }

@@ -13,10 +13,20 @@ export async function api(path, { method = "GET", body, etag, signal } = {}) {
   return { ok: response.ok, status: response.status, etag: response.headers.get("ETag"), data };
 }
 
+// What is wrong with a request that was refused.
+export const sentences = ({ ok, data }) => (ok ? [] : data.problems.map(({ key, message }) => (key ? `${key}: ${message}` : message)));
+
 export function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);
   return made;
+}
+
+// Keeps what is open in the address, so that a reload shows it again.
+export function remember(key, value) {
+  const url = new URL(location);
+  url.searchParams.set(key, value);
+  history.replaceState(history.state, "", url);
 }
 
 // One field: its control, its value as JSON, and back.
@@ -99,7 +109,7 @@ async function put(path, body, etag, take) {
   const answer = await api(path, { method: "PUT", body, etag });
   if (answer.ok) take(answer);
   else if (answer.status === 412) return settle(answer, take);
-  else throw new Error(answer.data.problems.map((problem) => `${problem.key} ${problem.message}`.trim()).join("\n"));
+  else throw new Error(sentences(answer).join("\n"));
   return true;
 }
 

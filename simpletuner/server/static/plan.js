@@ -5,7 +5,7 @@ const body = document.querySelector("#plan-body"), verdict = document.querySelec
 const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e10 ? 1 : 0)} GB`;
 let pending;
 
-export function duration(seconds) {
+function duration(seconds) {
   if (seconds < 90) return `${seconds.toPrecision(2)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
@@ -26,10 +26,6 @@ export async function showPlan(settings) {
     if (error.name === "AbortError") return null;
     throw error;
   }
-}
-
-export function startPlan(again) {
-  whatIf.addEventListener("input", again);
 }
 
 function draw(plan) {

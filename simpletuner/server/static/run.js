@@ -1,6 +1,9 @@
 // The pane "Run": puts the parts that the server renders in place, whenever the run has something new. Nothing is
 // known here that a reload would not bring back. Charts are drawn by curves.js, previews enlarged by viewer.js.
-/* global drawCharts, element, fillComparison, gather, interpolator, items, plots, setAxis, view, viewer */
+/* global drawCharts, fillComparison, gather, interpolator, items, plots, setAxis, view, viewer */
+
+import { maySwitch, openConfig } from "./app.js";
+import { api, element, remember, sentences } from "./form.js";
 
 const pane = document.querySelector(".run-view");
 const problems = pane.querySelector(".run-problems");
@@ -8,11 +11,10 @@ const place = (part) => pane.querySelector(`[data-part="${part}"]`);
 const parts = { list: { every: 10 }, head: { every: 5 }, curves: { every: 60 }, previews: { every: 60 }, log: { every: 60 } };
 let run = new URLSearchParams(location.search).get("run");
 let events = null;
-let opened = null;
+let opened = ""; // the config, and whether to show its run as soon as the list has it
+let follows = false;
 
 // ---- Putting new HTML in place without disturbing what stays: focus, typed text, playing clips, open folds ----
-
-const KEPT = new Set(["open"]);
 
 function morph(node, fresh) {
   if (node.isEqualNode(fresh)) return;
@@ -20,8 +22,8 @@ function morph(node, fresh) {
     node.replaceWith(fresh);
     return;
   }
-  for (const { name } of [...node.attributes]) if (!fresh.hasAttribute(name) && !KEPT.has(name)) node.removeAttribute(name);
-  for (const { name, value } of fresh.attributes) if (node.getAttribute(name) !== value && !KEPT.has(name)) node.setAttribute(name, value);
+  for (const { name } of [...node.attributes]) if (!fresh.hasAttribute(name) && name !== "open") node.removeAttribute(name);
+  for (const { name, value } of fresh.attributes) if (node.getAttribute(name) !== value && name !== "open") node.setAttribute(name, value);
   morphChildren(node, fresh);
 }
 
@@ -32,11 +34,7 @@ function morphChildren(node, fresh) {
   news.forEach((each, index) => (olds[index] ? morph(olds[index], each) : node.append(each)));
 }
 
-function parsed(html) {
-  const box = document.createElement("div");
-  box.append(...new DOMParser().parseFromString(html, "text/html").body.childNodes);
-  return box;
-}
+const parsed = (html) => new DOMParser().parseFromString(html, "text/html").body;
 
 // ---- The parts ----
 
@@ -75,7 +73,14 @@ function showLog(node, fresh) {
   if (follows && now) now.scrollTop = now.scrollHeight;
 }
 
-const show = { curves: showCurves, previews: showPreviews, log: showLog };
+// The list may be older than the state that the head shows.
+function showHead(node, fresh) {
+  morphChildren(node, fresh);
+  const listed = place("list").querySelector(`[data-run="${run}"] .state`);
+  if (listed && listed.textContent !== node.querySelector(".state").textContent) want("list");
+}
+
+const show = { head: showHead, curves: showCurves, previews: showPreviews, log: showLog };
 
 // Fetches a part; if the server takes long to draw it, it is asked less often.
 async function refresh(name) {
@@ -103,9 +108,12 @@ async function refresh(name) {
 const linkOf = (config) => place("list").querySelector(`a[data-config="${CSS.escape(config)}"]`);
 
 function chooseFirst() {
+  if (!opened && !document.body.classList.contains("in-run")) return;
   const links = [...place("list").querySelectorAll("a")];
-  if (!links.some((link) => link.dataset.run === run)) {
-    const first = links.find((link) => "active" in link.dataset) ?? linkOf(document.body.dataset.config) ?? links[0];
+  const followed = follows && linkOf(opened);
+  if (followed) choose(followed.dataset.run);
+  else if (!links.some((link) => link.dataset.run === run)) {
+    const first = linkOf(opened) ?? links.find((link) => "active" in link.dataset) ?? links[0];
     if (first) choose(first.dataset.run);
     else place("head").replaceChildren();
   }
@@ -114,9 +122,8 @@ function chooseFirst() {
 
 function choose(id) {
   run = id;
-  const url = new URL(location);
-  url.searchParams.set("run", id);
-  history.replaceState(history.state, "", url);
+  follows = false;
+  remember("run", id);
   problems.hidden = true;
   for (const link of place("list").querySelectorAll("a")) link.setAttribute("aria-current", String(link.dataset.run === id));
   listen();
@@ -153,19 +160,15 @@ function listen() {
 // ---- Buttons ----
 
 async function send(path, body) {
-  const answer = await fetch(`/api/training/${path}`, {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
-  });
-  const content = await answer.json();
-  const found = answer.ok ? [] : content.problems.map((each) => (each.key ? `${each.key}: ${each.message}` : each.message));
-  problems.replaceChildren(...found.map((text) => element("li", {}, text)));
-  problems.hidden = !found.length;
+  const answer = await api(`/api/training/${path}`, { method: "POST", body });
+  problems.replaceChildren(...sentences(answer).map((text) => element("li", {}, text)));
+  problems.hidden = answer.ok;
   want("head", "list", "log");
-  return answer.ok ? content : null;
+  return answer.ok ? answer.data : null;
 }
 
 async function startRun(body) {
-  const started = await send("start", body);
+  const started = (await maySwitch()) && (await send("start", body));
   if (started) choose(started.run);
 }
 
@@ -176,8 +179,10 @@ const forms = {
     return startRun({ run, settings: more });
   },
   new: async (form) => {
-    const made = await send("new", { run, name: form.elements.name.value });
-    if (made) location.href = `/?config=${encodeURIComponent(made.config)}#basic`;
+    const made = (await maySwitch()) && (await send("new", { run, name: form.elements.name.value }));
+    if (!made) return;
+    location.hash = "basic";
+    await openConfig(made.config);
   },
 };
 
@@ -197,13 +202,11 @@ pane.addEventListener("submit", (event) => {
   forms[event.target.dataset.form](event.target);
 });
 
-// Another part of the page may start a run: `document.dispatchEvent(new CustomEvent("start", { detail: "NAME" }))`.
-document.addEventListener("start", (event) => startRun({ config: event.detail }));
-// The run of the config that is opened; at the start the address or the list decides.
+// Shows the run of the config that is opened or saved; at the start the address or the list decides.
 document.addEventListener("config", (event) => {
-  const link = event.detail !== opened && opened && linkOf(event.detail);
+  follows = opened !== "";
   opened = event.detail;
-  if (link) choose(link.dataset.run);
+  want("list");
 });
 document.addEventListener("visibilitychange", tick);
 addEventListener("hashchange", tick);
