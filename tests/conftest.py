@@ -58,6 +58,12 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run waits for the disk some thirty times, and no test asks what would be left without power."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture(autouse=True)
 def _roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of tests are judged by their settings and not by the memory of whoever runs them."""
     monkeypatch.setattr("simpletuner.budget.device.host_memory", lambda: 1e12)
