@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 HIDDEN = "[hidden]"
@@ -90,7 +91,13 @@ def _redact_value(value: Any) -> Any:
 
 
 def _environment_secrets() -> set[str]:
-    return {value for name, value in os.environ.items() if len(value) >= SHORTEST_SECRET and SECRET_NAME.search(name)}
+    values = (os.environ[name] for name in os.environ if _is_secret_name(name))
+    return {value for value in values if len(value) >= SHORTEST_SECRET}
+
+
+@cache  # each payload and log line asks for every environment variable
+def _is_secret_name(name: str) -> bool:
+    return SECRET_NAME.search(name) is not None
 
 
 def _hide_group(match: re.Match[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,24 @@ if os.environ.get("MKLDNN") == "off":
     torch.backends.mkldnn.set_flags(False)
 
 
+_frozen_modules = 0
+
+
 def pytest_collection_finish() -> None:
+    _freeze_imports()
+
+
+def pytest_runtest_teardown() -> None:
+    """Libraries import their parts when these are first used, most of them in the first tests."""
+    if len(sys.modules) > _frozen_modules + 50:
+        _freeze_imports()
+
+
+def _freeze_imports() -> None:
     """Take what has been imported out of the garbage collector's sight: a run collects after each encoder that it
     releases, and looking through the modules of torch and transformers takes as long as the rest of a tiny run."""
+    global _frozen_modules
+    _frozen_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
 
@@ -39,6 +55,12 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     others = (EXTRA_ARGUMENTS, "CONFIG_PATH", "CONFIG_BACKEND", "CONFIG_TYPE", "SIMPLETUNER_CONFIG_DIR")
     for name in (*ENV_VARIABLES, *LAUNCH_VARIABLES, *others):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run waits for the disk some thirty times, and no test asks what would be left without power."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(autouse=True)

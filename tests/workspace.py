@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,10 @@ DATASETS: list[dict[str, Any]] = [
     },
     {"id": "text", "type": "local", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache/text"},
 ]
+
+# Processes that start with everything imported, which takes longer than a tiny run.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.conftest"])
 
 
 @dataclass
@@ -107,6 +113,12 @@ class Workspace:
         command = [sys.executable, "-m", "simpletuner", *arguments]
         return subprocess.Popen(command, cwd=self.folder, text=True, **kwargs)
 
+    def fork(self, work: Callable[..., object], *arguments: object) -> BaseProcess:
+        """`work(*arguments)` inside this folder, as a process of its own that nothing has run in before."""
+        process = FORKS.Process(target=_work_inside, args=(self, work, arguments))
+        process.start()
+        return process
+
     def metrics(self, output: str = "output") -> list[dict[str, Any]]:
         """The run record without what depends on the clock or the machine."""
         lines = (self.folder / output / "training_metrics.jsonl").read_text().splitlines()
@@ -115,3 +127,8 @@ class Workspace:
 
     def path(self, relative: str) -> Path:
         return self.folder / relative
+
+
+def _work_inside(workspace: Workspace, work: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    with workspace.inside():
+        work(*arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = (
@@ -37,6 +38,7 @@ def describe_environment(device: str | None = None) -> dict[str, str]:
     return environment | package_versions()
 
 
+@cache
 def package_versions() -> dict[str, str]:
     """Version of each installed package that affects the result."""
     versions = {}

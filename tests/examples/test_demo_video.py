@@ -26,16 +26,15 @@ def paths(folder: Path, pattern: str, names: tuple[str, ...]) -> list[np.ndarray
 
 @pytest.mark.slow
 def test_the_demo_learns_its_motion(tmp_path: Path) -> None:
-    # Half of the example's steps, at its own settings: by then it hops, and hops no higher at the end.
+    # Half of the example's steps, at its own settings: by then it hops, and hops no higher at the end. That the base
+    # does not hop is for test_demo_video_checkpoint, so that only what is looked at here is rendered.
+    only = ("disable_benchmark=true", "validation_disable_unconditional=true", "checkpoint_step_interval=150")
     with contextlib.chdir(tmp_path):
-        assert main(["train", "--example", "demo-video", "max_train_steps=150"]) == 0
+        assert main(["train", "--example", "demo-video", "max_train_steps=150", *only]) == 0
     output = tmp_path / "output" / "demo-video"
-    first = output / "benchmarks" / "base_model", "{}_64x64@17_0.mp4"
     last = output / "validation_images", "step_150_{}_0_64x64@17.mp4"
-    before = [rise(path) for path in paths(*first, RIGHTWARDS + LEFTWARDS)]
     after = [rise(path) for path in paths(*last, RIGHTWARDS + LEFTWARDS)]
-    assert max(before) < 5, (before, after)
-    assert min(after) > 7, (before, after)
+    assert min(after) > 7, after
     for sign, names in ((1, RIGHTWARDS), (-1, LEFTWARDS)):
         assert all(sign * (path[-1, 0] - path[0, 0]) > 18 for path in paths(*last, names))
     straight, up = paths(*last, ("still_straight", "still_up"))

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -247,9 +246,9 @@ def test_killed_runs_lack_no_line_no_preview_and_repeat_none(tmp_path: Path, t2i
         run.write_datasets([*DATASETS, EVAL])
     train(straight)
     for moment in MOMENTS:
-        code = f"from tests.run.test_interruption import die_at; die_at({moment!r})"
-        process = subprocess.run([sys.executable, "-c", code], cwd=killed.folder, env=environment(), check=False)
-        assert process.returncode == 9, moment
+        process = killed.fork(die_at, moment)
+        process.join()
+        assert process.exitcode == 9, moment
     stray = killed.path("output/.training_report.html.0123456789ab.tmp")
     mine = killed.path("output/.notes.tmp")
     stray.touch()
@@ -278,10 +277,6 @@ def die_at(moment: str) -> None:
     events.subscribe = last  # type: ignore[method-assign]
     events.subscribe(trigger)
     run_plan(plan, budget, events)
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def test_the_command_survives_a_terminal_that_hangs_up_and_stops_on_request(
