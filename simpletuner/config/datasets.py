@@ -358,7 +358,7 @@ def _canonical_keys(entry: dict[str, Any], group: Any, where: str, problems: lis
         if key not in names:
             if not key.startswith("_"):
                 unknown = Problem(f"{where}.{written}", unknown_key(key, list(names)))
-                foreign = foreign_key_problem(f"{where}.{written}", key, value, "dataset file", DATASET_INSTEAD)
+                foreign = foreign_key_problem(f"{where}.{written}", key, value, " (dataset file)", DATASET_INSTEAD)
                 problems.append(foreign or unknown)
             continue
         if value is None or value == "":

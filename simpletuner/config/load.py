@@ -178,12 +178,13 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
     names = schema.option_names()
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
+    source = f" ({layer.label})" if layer.label else ""
     for written, raw in layer.values:
         key = written.removeprefix("--").replace("-", "_")
         hide_secrets({key: raw})
         if key not in names:
-            unknown = Problem(written, f"{unknown_key(key, list(names))} ({layer.label})")
-            problems.append(foreign_key_problem(written, key, raw, layer.label) or unknown)
+            unknown = Problem(written, f"{unknown_key(key, list(names))}{source}")
+            problems.append(foreign_key_problem(written, key, raw, source) or unknown)
             continue
         name = names[key].name
         value = expand_environment(raw, name, problems, secret=names[key].may_hold_secret)
@@ -193,7 +194,7 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
             values.setdefault(name, None)
             continue
         if values.get(name) is not None and not same_value(values[name], value):
-            message = f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r} ({layer.label})."
+            message = f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r}{source}."
             note = " The last one is used." if layer.last_wins else ""
             problems.append(Problem(name, message + note, fatal=not layer.last_wins))
         values[name], spelled[name] = value, written

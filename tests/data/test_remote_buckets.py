@@ -56,6 +56,7 @@ def test_objects_keep_their_names_and_unchanged_ones_are_not_fetched_again(
 ) -> None:
     fill(bucket)
     extra = ["set/", "set/notes.md", "set/.hidden.png", "set/../../out.png", "set//x.png", "set-old/a.png"]
+    extra.append("set/a.png/b.png")  # no folder has both
     for key in extra:
         bucket.put_object(Key=key, Body=picture(8))
     (dataset,), problems = build(context, entry(server))
@@ -68,6 +69,7 @@ def test_objects_keep_their_names_and_unchanged_ones_are_not_fetched_again(
         ".hidden.png": "hidden",
         "../../out.png": "hidden",
         "/x.png": "unusable name",
+        "a.png/b.png": "unusable name",
     }
     assert {line.note for line in dataset.ledger() if line.geometry} == {
         f"s3://photos/set/{sample.name}" for sample in dataset.samples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig
@@ -35,9 +36,12 @@ def list_bucket(config: DatasetConfig, store: Store, problems: list[Problem]) ->
     if not objects:
         problems.append(Problem(f"{config.id}.aws_data_prefix", f"{_place(config)} holds no objects."))
     found = classify([(name, _problem(name)) for name in objects], store.wanted)
-    names = [*found.files, *found.captions.values()]
+    names, ignored = {*found.files, *found.captions.values()}, dict(found.ignored)
+    for name in {name for name in names if any(str(parent) in names for parent in PurePosixPath(name).parents)}:
+        names.remove(name)
+        ignored[name] = ("unusable name", "is below a name that is an object, and a file cannot be a folder too")
     read = partial(_read, client, (BotoCoreError, ClientError), config.aws_bucket_name)
-    return Offer([_item(name, objects[name], config, read) for name in names], ignored=found.ignored)
+    return Offer([_item(config, objects[name], name, read) for name in sorted(names)], ignored=ignored)
 
 
 def _login(config: DatasetConfig) -> S3Login:
@@ -80,10 +84,9 @@ def _problem(name: str) -> tuple[Reason, str] | None:
     return next((problem for part in parts if (problem := name_problem(part))), None)
 
 
-def _item(name: str, facts: dict[str, Any], config: DatasetConfig, read: Callable[[str], Iterator[bytes]]) -> Item:
-    address = f"s3://{config.aws_bucket_name}/{facts['Key']}"
-    read_it = partial(read, facts["Key"])
-    return Item(address, name, read_it, facts["ETag"], facts["Size"], has_suffix=True)
+def _item(config: DatasetConfig, facts: dict[str, Any], name: str, read: Callable[[str], Iterator[bytes]]) -> Item:
+    key = facts["Key"]
+    return Item(f"s3://{config.aws_bucket_name}/{key}", name, partial(read, key), facts["ETag"], facts["Size"])
 
 
 def _read(client: Any, failures: tuple[type[Exception], ...], bucket: str | None, key: str) -> Iterator[bytes]:
