@@ -42,7 +42,7 @@ from simpletuner.data.context import DataContext, latent_dir_of, text_entry_of
 from simpletuner.data.dataset import Dataset, Partners, is_stretched, names_by_key
 from simpletuner.data.discovery import FileFacts, Folder, Scan, read_folder
 from simpletuner.data.masks import measure_masks
-from simpletuner.data.remote.collect import Announce, collect, silent
+from simpletuner.data.remote.collect import Announce, collect
 from simpletuner.data.rules import build_rules
 from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, shorten
@@ -107,7 +107,7 @@ def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, capti
 
 
 def build_datasets(
-    configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce = silent
+    configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce | None = None
 ) -> list[Dataset]:
     """Look at every file of every entry, after downloading those of remote ones.
 
@@ -116,7 +116,7 @@ def build_datasets(
         context: the run.
         problems: receives everything that is wrong or worth knowing; nothing is raised. With a fatal one in it,
             nothing is downloaded.
-        announce: starts the display of a download.
+        announce: starts the display of a download; None shows nothing.
 
     Returns:
         one `Dataset` for each entry of pictures or clips: first those with captions, in file order, then the

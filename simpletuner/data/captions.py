@@ -10,7 +10,7 @@ import importlib
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -293,11 +293,17 @@ def _has_columns(parquet: Any, path: Path, config: ParquetConfig, where: str, pr
         problems.append(Problem(f"{where}.parquet.path", f"{str(path)!r} is not a parquet file: {error}."))
         return False
     named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}
-    missing = {key: value for key, value in named.items() if value not in known}
-    for key, value in missing.items():
-        message = f"there is no column {value!r}; the table has: {', '.join(known)}.{did_you_mean(value, known)}"
-        problems.append(Problem(f"{where}.parquet.{key}", message))
+    missing = list(check_columns(named, known, f"{where}.parquet"))
+    problems.extend(missing)
     return not missing
+
+
+def check_columns(named: Mapping[str, str], known: Sequence[str], where: str, what: str = "table") -> Iterator[Problem]:
+    """The columns that keys name but a table lacks."""
+    for key, column in named.items():
+        if column not in known:
+            message = f"there is no column {column!r}; the {what} has: {', '.join(known)}."
+            yield Problem(f"{where}.{key}", message + did_you_mean(column, known))
 
 
 def _name(row: dict[str, Any], config: ParquetConfig) -> str:
@@ -309,9 +315,13 @@ def _name(row: dict[str, Any], config: ParquetConfig) -> str:
 
 def _captions(row: dict[str, Any], config: ParquetConfig) -> tuple[str, ...]:
     for column in (config.caption_column, config.fallback_caption_column):
-        value = row[column] if column else None
-        texts = value if isinstance(value, list) else [value]
-        captions = tuple(str(text).strip() for text in texts if text is not None and str(text).strip())
+        captions = texts_in(row[column]) if column else ()
         if captions:
             return captions
     return ()
+
+
+def texts_in(cell: Any) -> tuple[str, ...]:
+    """The captions in a cell of a table, which may hold a list."""
+    texts = cell if isinstance(cell, list) else [cell]
+    return tuple(str(text).strip() for text in texts if text is not None and str(text).strip())

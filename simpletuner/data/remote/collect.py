@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.context import DataContext
@@ -15,6 +14,7 @@ from simpletuner.data.remote.bucket import list_bucket
 from simpletuner.data.remote.hub import list_rows
 from simpletuner.data.remote.store import Offer, ProgressBar, Store
 from simpletuner.data.remote.table import list_table
+from simpletuner.data.sample import Reason
 from simpletuner.errors import Problem, UserError
 
 # Starts the display of so many units of work: title, total, unit.
@@ -24,19 +24,8 @@ LISTERS: Mapping[str, Lister] = {"csv": list_table, "aws": list_bucket, "hugging
 RETRY = "; --retry-failed tries again"
 
 
-class _Silent:
-    def advance(self, count: int = 1, note: str = "") -> None:
-        pass
-
-
-@contextmanager
-def silent(*_: Any) -> Iterator[ProgressBar]:
-    """Shows nothing."""
-    yield _Silent()
-
-
 def collect(
-    entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce
+    entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce | None
 ) -> dict[str, Scan]:
     """What each remote entry consists of, by id, after downloading what is missing.
 
@@ -58,25 +47,20 @@ def collect(
     return {name: _download(name, *offer, problems, announce) for name, offer in offers.items()}
 
 
-def _download(name: str, store: Store, offer: Offer, problems: list[Problem], announce: Announce) -> Scan:
-    missing = store.missing(offer.items)
-    try:
-        if missing:
-            with announce(f"Downloading {name}", len(missing), "files") as bar:
-                store.fetch(missing, bar)
-    except UserError as error:
-        problems.append(Problem(name, str(error)))
-    return _listing(store, offer)
-
-
-def _listing(store: Store, offer: Offer) -> Scan:
+def _download(dataset: str, store: Store, offer: Offer, problems: list[Problem], announce: Announce | None) -> Scan:
     """What is there, as if a folder had been listed, and why the rest is not."""
+    if missing := store.missing(offer.items):
+        try:
+            with announce(f"Downloading {dataset}", len(missing), "files") if announce else nullcontext() as bar:
+                store.fetch(missing, bar)
+        except UserError as error:
+            problems.append(Problem(dataset, str(error)))
     names = {name: item.key for item in offer.items if (name := store.name_of(item)) is not None}
-    failed = {item.key: store.failed[item.key].reason + RETRY for item in offer.items if item.key in store.failed}
+    failed: dict[str, tuple[Reason, str]] = {
+        item.key: ("not downloaded", store.failed[item.key].reason + RETRY)
+        for item in offer.items
+        if item.key in store.failed
+    }
     found = classify([(name, None) for name in names], store.wanted)
-    return replace(
-        found,
-        ignored={**found.ignored, **offer.ignored, **{key: ("not downloaded", why) for key, why in failed.items()}},
-        table={name: offer.captions[key] for name, key in names.items() if key in offer.captions},
-        origins=names,
-    )
+    table = {name: offer.captions[key] for name, key in names.items() if key in offer.captions}
+    return replace(found, ignored={**found.ignored, **offer.ignored, **failed}, table=table, origins=names)

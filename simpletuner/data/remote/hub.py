@@ -21,11 +21,12 @@ from simpletuner.atomic import write_json
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
+from simpletuner.data.captions import check_columns, texts_in
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import decode
 from simpletuner.data.remote.store import DownloadError, Item, Offer, Store
 from simpletuner.data.remote.table import SCHEME, copy_file, web_item
-from simpletuner.errors import Problem, UserError, did_you_mean
+from simpletuner.errors import Problem, UserError
 
 DATASETS = Package("datasets", "datasets", "hub-datasets")
 SAVED = "rows.json"
@@ -157,9 +158,7 @@ def _choose(table: Any, config: DatasetConfig, identity: str, problems: list[Pro
     facts = facts.flatten()
     columns = [*table.column_names, *(name for name in facts.column_names if "." in name)]
     for key, column in [*needed.items(), _media(config)]:
-        if column not in columns:
-            message = f"there is no column {column!r}; the dataset has: {', '.join(columns)}."
-            problems.append(Problem(f"{config.id}.{key.partition(' ')[0]}", message + did_you_mean(column, columns)))
+        problems.extend(check_columns({key.partition(" ")[0]: column}, columns, config.id, "dataset"))
     captions, left_out = {}, {}
     rows: Iterable[dict[str, Any]] = facts if needed else ({} for _ in range(len(table)))
     for number, row in enumerate(rows if not any(problem.fatal for problem in problems) else ()):
@@ -200,9 +199,7 @@ def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> 
 def _captions(row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, ...]:
     """Those of all caption columns, else of the first other column that has any."""
     for columns in (config.caption_column, [config.fallback_caption_column], [config.description_column]):
-        values = [row.get(column) for column in columns if column]
-        texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
-        captions = tuple(str(text).strip() for text in texts if text is not None and str(text).strip())
+        captions = tuple(text for column in columns if column for text in texts_in(row.get(column)))
         if captions:
             return captions
     return ()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from pydantic import TypeAdapter, ValidationError
@@ -62,7 +62,6 @@ class Item:
     read: Callable[[], Iterable[bytes]]
     version: str = ""
     size: int = 0
-    has_suffix: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,12 +118,10 @@ class Store:
 
     def missing(self, items: Iterable[Item]) -> list[Item]:
         """What has to be downloaded: neither there nor known to fail."""
-        return [item for item in items if not self._has_failed(item) and self.name_of(item) is None]
+        failed = {(record.key, record.version) for record in self.failed.values()}
+        return [item for item in items if (item.key, item.version) not in failed and self.name_of(item) is None]
 
-    def _has_failed(self, item: Item) -> bool:
-        return item.key in self.failed and self.failed[item.key].version == item.version
-
-    def fetch(self, items: Sequence[Item], bar: ProgressBar) -> None:
+    def fetch(self, items: Sequence[Item], bar: ProgressBar | None) -> None:
         """Download items, several at a time.
 
         Raises:
@@ -137,32 +134,30 @@ class Store:
             raise UserError(
                 f"{self.root}: {needed / 1e9:.1f} GB are to be downloaded, and {free / 1e9:.1f} GB are free."
             )
-        failures: dict[str, Record] = {}
-        unreachable: set[str] = set()
+        errors: dict[Item, DownloadError] = {}
         pool = ThreadPoolExecutor(WORKERS)
         try:
-            for future in as_completed([pool.submit(self._fetch, item, failures, unreachable) for item in items]):
-                bar.advance(1, future.result())
+            for future in as_completed([pool.submit(self._fetch, item, errors) for item in items]):
+                if bar is not None:
+                    bar.advance(1, future.result())
         finally:
             self._stop.set()
             pool.shutdown(cancel_futures=True)
-        if not self._done and unreachable == failures.keys():
-            first = next(iter(failures.values()))
-            raise UserError(f"none of {len(items)} files can be downloaded; for instance {first.key} {first.reason}.")
+        if not self._done and all(isinstance(error, UnreachableError) for error in errors.values()):
+            item, error = next(iter(errors.items()))
+            raise UserError(f"none of {len(items)} files can be downloaded; for instance {item.key} {error}.")
+        failures = {item.key: Record(item.key, item.version, reason=str(error)) for item, error in errors.items()}
         self._note({item.key for item in items}, failures)
 
-    def _fetch(self, item: Item, failures: dict[str, Record], unreachable: set[str]) -> str:
+    def _fetch(self, item: Item, errors: dict[Item, DownloadError]) -> str:
         for pause in (*PAUSES, None):
             try:
                 self._save(item)
                 break
             except DownloadError as error:
-                if isinstance(error, UnreachableError):
-                    if pause is not None and not self._stop.wait(pause):
-                        continue
-                    unreachable.add(item.key)
-                failures[item.key] = Record(item.key, item.version, reason=str(error))
-                break
+                if not isinstance(error, UnreachableError) or pause is None or self._stop.wait(pause):
+                    errors[item] = error
+                    break
         return item.key
 
     def _save(self, item: Item) -> None:
@@ -170,7 +165,7 @@ class Store:
         head = b""
         while len(head) < HEAD and (chunk := next(chunks, b"")):
             head += chunk
-        name = item.name if item.has_suffix else item.name + self._suffix(head)
+        name = item.name if PurePosixPath(item.name).suffix else item.name + self._suffix(head)
         with open_atomically(self.root / name, durable=False) as file:
             file.write(head)
             for chunk in chunks:

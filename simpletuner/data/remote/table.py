@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from simpletuner.config.datasets import DatasetConfig
+from simpletuner.data.captions import check_columns
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read
 from simpletuner.data.remote.store import CHUNK, DownloadError, Item, Offer, Store
 from simpletuner.data.remote.web import read_url
-from simpletuner.errors import Problem, did_you_mean, shorten
+from simpletuner.errors import Problem, shorten
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters or more: C:\ is a path
@@ -43,10 +44,8 @@ def read_table(config: DatasetConfig, problems: list[Problem]) -> list[tuple[str
     try:
         table = csv.DictReader(io.StringIO(read(path, LARGEST_PICTURE).decode("utf-8-sig"), newline=""))
         columns = list(table.fieldnames or ())
-        missing = {key: column for key, column in named.items() if column not in columns}
-        for key, column in missing.items():
-            message = f"there is no column {column!r}; the table has: {', '.join(columns)}."
-            problems.append(Problem(f"{config.id}.{key}", message + did_you_mean(column, columns)))
+        missing = list(check_columns(named, columns, config.id))
+        problems.extend(missing)
         rows = [] if missing else list(table)
         address, caption = ([(row[column] or "").strip() for row in rows] for column in named.values())
         return list(zip(address, caption, strict=True))

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
+from urllib.request import HTTPHandler, HTTPSHandler, ProxyHandler
 
 from simpletuner.data.remote.store import CHUNK, DownloadError, UnreachableError
 
@@ -25,6 +26,12 @@ TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
 PAGES = frozenset({"text/html", "application/json", "application/xml", "text/xml"})  # what errors are shown as
 HEADERS = {"User-Agent": "simpletuner", "Accept": "image/*, video/*, */*;q=0.1"}
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+HANDLERS: tuple[type[urllib.request.BaseHandler], ...] = (
+    urllib.request.UnknownHandler,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.HTTPRedirectHandler,
+    urllib.request.HTTPErrorProcessor,
+)
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -74,27 +81,15 @@ def _chunks(response: Any, most: int) -> Iterator[bytes]:
 def _opener(allow_private: bool) -> urllib.request.OpenerDirector:
     """Opens http and https and nothing else; an opener of `build_opener` would read local files, too."""
     opener = urllib.request.OpenerDirector()
-    kinds: list[type[urllib.request.BaseHandler]] = [
-        urllib.request.UnknownHandler,
-        urllib.request.HTTPDefaultErrorHandler,
-        urllib.request.HTTPRedirectHandler,
-        urllib.request.HTTPErrorProcessor,
-    ]
-    if allow_private:
-        kinds += [urllib.request.ProxyHandler, urllib.request.HTTPHandler, urllib.request.HTTPSHandler]
-    else:
-        kinds += [_PublicHttp, _PublicHttps]
-    for kind in kinds:
+    for kind in (*HANDLERS, *((ProxyHandler, HTTPHandler, HTTPSHandler) if allow_private else (_PublicHandler,))):
         opener.add_handler(kind())
     return opener
 
 
-class _PublicHttp(urllib.request.HTTPHandler):
+class _PublicHandler(HTTPHandler, HTTPSHandler):
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(_Connection, req)
 
-
-class _PublicHttps(urllib.request.HTTPSHandler):
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(_SecureConnection, req)
 
@@ -121,8 +116,9 @@ def connect_publicly(host: str, port: int, timeout: float | None) -> socket.sock
     addresses = list(dict.fromkeys(str(each[4][0]).partition("%")[0] for each in found))
     for address in addresses:
         if not is_public(ipaddress.ip_address(address)):
-            message = f"leads to {address}, which is not a public address; allow_private_urls accepts such ones"
-            raise DownloadError(message)
+            raise DownloadError(
+                f"leads to {address}, which is not a public address; allow_private_urls accepts such ones"
+            )
     failure: OSError | None = None
     for address in addresses:
         try:
