@@ -19,7 +19,7 @@ from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.json_files import expand_environment, json_kind, read_json, same_value
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.masked_loss import MaskedLossConfig
+from simpletuner.config.loss import LossConfig, MaskedLossConfig
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
 from simpletuner.config.option import Group
 from simpletuner.config.preservation import PreservationConfig
@@ -82,7 +82,7 @@ class RunConfig:
     caching: schema.CachingConfig
     flow: schema.FlowConfig
     text: schema.TextConfig
-    loss: schema.LossConfig
+    loss: LossConfig
     masked_loss: MaskedLossConfig
     preservation: PreservationConfig
     tread: schema.TreadConfig

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator
 from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.masked_loss import MaskedLossConfig
+from simpletuner.config.loss import LossConfig, MaskedLossConfig
 from simpletuner.config.option import (
     Flag,
     Gigabytes,
@@ -517,34 +517,6 @@ class TextConfig(Group):
     tokenizer_max_length: Integer | None = option(
         None, "Longer captions are cut, with a warning.", ge=1, default_note="of the family"
     )
-
-
-class LossConfig(Group):
-    """Loss"""
-
-    loss_type: Literal["l2", "huber", "smooth_l1"] = option("l2", "Distance between prediction and target.")
-    huber_schedule: Literal["snr", "exponential", "constant"] = option(
-        "snr", "How huber_c depends on the timestep.", requires={"loss_type": ("huber", "smooth_l1")}
-    )
-    huber_c: Number = option(
-        0.1,
-        "Where huber and smooth_l1 change from quadratic to linear.",
-        gt=0,
-        requires={"loss_type": ("huber", "smooth_l1")},
-    )
-    snr_gamma: Number | None = option(None, "Does not apply to flow models; accepted with a warning.", ge=0)
-    input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
-    input_perturbation_steps: Integer = option(
-        0, "Lower input_perturbation in a straight line to 0 at this step; 0 keeps it constant.", ge=0
-    )
-    noise_offset: Number = option(0.0, "Offset of the noise mean per sample and channel.", ge=0)
-    noise_offset_probability: Number = option(1.0, "Share of samples with noise_offset.", ge=0, le=1)
-
-    def input_perturbation_at(self, step: int) -> float:
-        """The strength of `input_perturbation` after `step` optimizer steps."""
-        if not self.input_perturbation_steps:
-            return self.input_perturbation
-        return self.input_perturbation * max(0.0, 1 - step / self.input_perturbation_steps)
 
 
 class TreadConfig(Group):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from simpletuner.config.schema import LossConfig
+from simpletuner.config.loss import LossConfig
 from simpletuner.diffusion.batch import NoisyBatch
 
 

@@ -10,7 +10,7 @@ from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
 from simpletuner.config.lora import check_kind
-from simpletuner.config.masked_loss import check_masked_loss
+from simpletuner.config.loss import check_masked_loss
 from simpletuner.config.optimizers import check_optimizer, learning_rate, optimizer_name
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing

@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from simpletuner.config.masked_loss import MaskedLossConfig
-from simpletuner.config.schema import LossConfig
+from simpletuner.config.loss import LossConfig, MaskedLossConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.loss import elementwise_loss
 from simpletuner.techniques.base import Predict, Site, Technique

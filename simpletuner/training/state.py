@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from simpletuner.config.schema import FlowConfig, LossConfig, OptimizerConfig
+from simpletuner.config.loss import LossConfig
+from simpletuner.config.schema import FlowConfig, OptimizerConfig
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.hidden_states import HiddenStates

@@ -12,7 +12,8 @@ from diffusers import AutoencoderKLHunyuanVideo
 from PIL.Image import Image
 
 from simpletuner.config.load import Layer, resolve
-from simpletuner.config.schema import FlowConfig, LossConfig
+from simpletuner.config.loss import LossConfig
+from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from simpletuner.caching.fill import to_pixels
-from simpletuner.config.schema import FlowConfig, LossConfig
+from simpletuner.config.loss import LossConfig
+from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.loss import diffusion_loss

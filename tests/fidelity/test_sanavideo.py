@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLLTX2Video
 
-from simpletuner.config.schema import LossConfig
+from simpletuner.config.loss import LossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy, sample_noise
 from simpletuner.diffusion.loss import diffusion_loss

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.config.masked_loss import MaskedLossConfig
-from simpletuner.config.schema import LossConfig
+from simpletuner.config.loss import LossConfig, MaskedLossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame, make_noisy
 from simpletuner.diffusion.loss import diffusion_loss

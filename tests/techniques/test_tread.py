@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.masked_loss import MaskedLossConfig
+from simpletuner.config.loss import MaskedLossConfig
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
