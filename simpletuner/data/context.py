@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
-from simpletuner.config.schema import DatasetDefaults
+from simpletuner.config.schema import CachingConfig, DatasetDefaults
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.spec import FamilySpec, Task
 
@@ -52,7 +52,7 @@ class DataContext:
         train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step.
         seed: for crop positions and random aspects. None, if the user set no seed, makes them depend on file names
             alone, so that the next run, which draws another seed, finds its latents in the cache.
-        max_workers: threads that read files, at most the machine's cores.
+        caching: of the run: how caches are written, which files are moved, and how many threads read files.
     """
 
     defaults: DatasetDefaults
@@ -67,16 +67,12 @@ class DataContext:
     gradient_accumulation_steps: int = 1
     num_processes: int = 1
     seed: int | None = None
-    compress_cache: bool = True
-    vae_cache_disable: bool = False
-    delete_problematic_images: bool = False
-    delete_unwanted_images: bool = False
-    max_workers: int = 32
+    caching: CachingConfig = field(default_factory=CachingConfig)
 
     @classmethod
     def of(cls, config: RunConfig, spec: FamilySpec, task: Task) -> DataContext:
         """Select from a run's settings what concerns datasets."""
-        run, caching = config.run, config.caching
+        run = config.run
         cache = Path(run.cache_dir or f"{run.output_dir}/cache")
         return cls(
             defaults=config.datasets,
@@ -92,11 +88,7 @@ class DataContext:
             num_processes=config.launch.num_processes,
             # 0 and -1 ask for another seed in each run, see `DataContext.seed`.
             seed=run.seed if run.seed is not None and run.seed > 0 else None,
-            compress_cache=caching.compress_disk_cache,
-            vae_cache_disable=caching.vae_cache_disable,
-            delete_problematic_images=caching.delete_problematic_images,
-            delete_unwanted_images=caching.delete_unwanted_images,
-            max_workers=caching.max_workers,
+            caching=config.caching,
         )
 
     def fill(self, config: DatasetConfig) -> DatasetConfig:
@@ -106,10 +98,10 @@ class DataContext:
         filled = config.with_defaults(
             self.defaults,
             train_batch_size=1 if config.dataset_type == "eval" else self.train_batch_size,
-            compress_cache=self.compress_cache,
-            vae_cache_disable=self.vae_cache_disable,
-            delete_problematic_images=self.delete_problematic_images,
-            delete_unwanted_images=self.delete_unwanted_images,
+            compress_cache=self.caching.compress_disk_cache,
+            vae_cache_disable=self.caching.vae_cache_disable,
+            delete_problematic_images=self.caching.delete_problematic_images,
+            delete_unwanted_images=self.caching.delete_unwanted_images,
             cache_dir_vae=str(self.latent_root / _folder_name(config.id)),
             vae_cache_clear_each_epoch=_has_random_crops(config) and config.dataset_type != "eval",
         )

@@ -316,7 +316,7 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         detail = "was added after the list of files was made, and that list is kept"
         rejected += [Rejected(config.id, name, "not chosen", detail) for name in names if name not in known]
         names = [name for name in names if name in known]
-    facts = inspect_files(root, names, known, workers=context.max_workers)
+    facts = inspect_files(root, names, known, workers=context.caching.max_workers)
     # A damaged file may have been moved to quarantine, so only undamaged ones are reported as gone.
     lost = {name: fact for name, fact in known.items() if name not in listing.files and fact.problem is None}
     if context.defaults.ignore_missing_files:

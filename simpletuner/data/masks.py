@@ -82,6 +82,6 @@ def measure_masks(dataset: Dataset, masks: Partners, context: DataContext) -> di
         return replace(facts, white=(way, float(learned.mean())))
 
     pairs = [(sample, sample.mask) for sample in dataset.samples if sample.mask]
-    with ThreadPoolExecutor(context.max_workers) as pool:
+    with ThreadPoolExecutor(context.caching.max_workers) as pool:
         found = pool.map(lambda pair: measured(*pair), pairs)
         return {mask.name: facts for (_, mask), facts in zip(pairs, found, strict=True)}

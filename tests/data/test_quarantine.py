@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.schema import DatasetDefaults
+from simpletuner.config.schema import CachingConfig, DatasetDefaults
 from simpletuner.data.build import build_datasets
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
@@ -21,9 +21,8 @@ def make_dataset(root: Path, **switches: bool) -> Dataset:
     (root / "both.png").write_text("no picture")
     pictures.photograph(root / "both.jpg", (64, 64))
     (root / "both.txt").write_text("shared")
-    context = DataContext(
-        DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", root / "../l", root / "../t", **switches
-    )
+    folders, caching = (root / "../l", root / "../t"), CachingConfig(**switches)
+    context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", *folders, caching=caching)
     config = DatasetConfig(id="set", instance_data_dir=str(root), minimum_image_size=32, caption_strategy="filename")
     (dataset,) = build_datasets([config], context, [])
     return dataset
