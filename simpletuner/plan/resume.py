@@ -24,21 +24,11 @@ from simpletuner.plan.environment import allows_other_batch_size
 from simpletuner.training.manifest import Checkpoint, Identity, select_checkpoint
 
 # Trained weights and optimizer state do not fit another value of these; other settings may be changed on purpose.
-FIXED = frozenset(
-    {
-        "optimizer",
-        "mixed_precision",
-        "lora_rank",
-        "lora_alpha",
-        "lora_init_type",
-        "use_dora",
-        "lora_type",
-        "lokr_factor",
-        "lora_plus_ratio",
-        "lycoris_config",
-        "peft_lora_target_modules",
-    }
-)
+LORA = (
+    "lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio",
+    "lycoris_config", "peft_lora_target_modules",
+)  # fmt: skip
+FIXED = frozenset({"optimizer", "mixed_precision", *LORA})
 
 
 def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
@@ -125,14 +115,9 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
         "mixed_precision": trained_precision(config.optimizer, precision),
     }
     if config.model.model_type == "lora":
+        fixed |= {key: getattr(lora, key) for key in LORA}
         fixed |= {
-            "lora_rank": lora.lora_rank,
             "lora_alpha": lora.lora_alpha or lora.lora_rank,
-            "lora_init_type": lora.lora_init_type,
-            "use_dora": lora.use_dora,
-            "lora_type": lora.lora_type,
-            "lokr_factor": lora.lokr_factor,
-            "lora_plus_ratio": lora.lora_plus_ratio,
             "lycoris_config": lora.lycoris_config and read_json(Path(lora.lycoris_config).expanduser(), []),
             "peft_lora_target_modules": targets,
         }
