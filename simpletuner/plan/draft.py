@@ -28,14 +28,6 @@ class Judgement:
     flavour: Flavour
     problems: list[Problem]
 
-    @property
-    def by_key(self) -> dict[str, list[Problem]]:
-        """The problems by the key that they are about, without duplicates."""
-        found: dict[str, list[Problem]] = {}
-        for problem in dict.fromkeys(self.problems):
-            found.setdefault(problem.where, []).append(problem)
-        return found
-
 
 class Draft:
     """An unfinished config.json.

@@ -53,7 +53,6 @@ from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fi
 # What `offload: auto` chose for training is chosen again, except for what changes results.
 CHOICES_KEPT = ("base_model_precision", "vae_enable_tiling")
 CACHES = ("cache_dir", "cache_dir_text", "cache_dir_vae")
-COMMAND_LINE = "command line"  # as an origin of settings
 LONGEST_STEM = 60
 
 

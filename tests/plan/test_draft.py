@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.schema import all_options
+from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.draft import Draft
 
@@ -22,10 +23,13 @@ def test_nothing_at_all_is_a_draft(tmp_path: Path) -> None:
 
 def test_problems_stand_under_their_keys(tmp_path: Path) -> None:
     values = {"lora_rank": "many", "learning_rte": 1, "validation_resolution": "1", "model_flavour": "t2i"}
-    found = Draft(tmp_path / "config.json", values).judgement.by_key
+    found: dict[str, list[Problem]] = {}
+    for problem in dict.fromkeys(Draft(tmp_path / "config.json", values).judgement.problems):
+        found.setdefault(problem.where, []).append(problem)
     assert values.keys() <= found.keys()
     assert all(len(found[key]) == 1 for key in values)
     assert "learning_rate" in found["learning_rte"][0].message
+    assert not any("()" in problem.message for problems in found.values() for problem in problems)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,4 +37,4 @@ def test_no_value_of_any_key_raises(tmp_path: Path, family: str) -> None:
     for key in all_options():
         for value in JUNK:
             judged = Draft(tmp_path / "config.json", {"model_family": family, key: value}).judgement
-            assert all(each.message for problems in judged.by_key.values() for each in problems), key
+            assert all(each.message for each in judged.problems), key
