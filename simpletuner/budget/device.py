@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,6 +9,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
 
@@ -28,20 +29,20 @@ class DeviceRates:
     """
 
     device: str
-    matmul_flops: float
-    host_to_device_bytes: float | None = None
+    matmul_flops: PositiveFloat
+    host_to_device_bytes: PositiveFloat | None = None
     dtype: str = ""
+
+
+_RATES = TypeAdapter(DeviceRates)
 
 
 def read_rates(folder: Path) -> DeviceRates | None:
     """The rates that an earlier session measured; None if the file is absent or invalid."""
     try:
-        content = json.loads((folder / RATES_FILE).read_text(encoding="utf-8"))
-        rates = DeviceRates(**content)
-    except (OSError, ValueError, TypeError):
+        return _RATES.validate_json((folder / RATES_FILE).read_bytes())
+    except (OSError, ValidationError):
         return None
-    numbers = [rates.matmul_flops, *([] if rates.host_to_device_bytes is None else [rates.host_to_device_bytes])]
-    return rates if all(isinstance(each, int | float) and each > 0 for each in numbers) else None
 
 
 def write_rates(folder: Path, rates: DeviceRates) -> None:
