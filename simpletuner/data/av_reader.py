@@ -38,7 +38,7 @@ UNIT, RIGHT_ANGLE = 1 << 16, 0.01
 REORDERED = 16
 
 
-def probe(path: Path) -> ClipFacts:
+def read_facts(path: Path) -> ClipFacts:
     """Size, length and rate from the container; only the first frame is decoded.
 
     Raises:

@@ -28,8 +28,8 @@ from simpletuner.data.checks import (
     check_caches,
     check_default_text_cache,
     check_entry,
-    check_fit,
     check_folders,
+    check_mask_sizes,
     check_masks,
     check_output_folder,
     check_start,
@@ -236,7 +236,7 @@ class _Builder:
                 self.problems.append(Problem(dataset.id, message))
             self._check_stretch(dataset, folder, partners)
             if partners.conditioning_type in MASKS:
-                check_fit(dataset, partners, self.problems)
+                check_mask_sizes(dataset, partners, self.problems)
 
     def _check_stretch(self, dataset: Dataset, folder: Folder, partners: Partners) -> None:
         if partners.conditioning_type != "reference_strict":

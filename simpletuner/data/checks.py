@@ -67,12 +67,8 @@ def _check_kind(config: DatasetConfig, context: DataContext, problems: list[Prob
 
 def _check_not_built(config: DatasetConfig, problems: list[Problem]) -> None:
     """Known keys that would switch on something that is not implemented."""
-    switches = {
-        "conditioning": config.conditioning,
-        "conditioning_image_embeds": config.conditioning_image_embeds,
-    }
-    for key, value in switches.items():
-        if value is not None:
+    for key in ("conditioning", "conditioning_image_embeds"):
+        if getattr(config, key) is not None:
             problems.append(Problem(f"{config.id}.{key}", "is not available yet; leave it out."))
 
 
@@ -234,7 +230,7 @@ def _check_references(
         problems.append(Problem("conditioning_multidataset_sampling", message))
 
 
-def check_fit(dataset: Dataset, masks: Partners, problems: list[Problem]) -> None:
+def check_mask_sizes(dataset: Dataset, masks: Partners, problems: list[Problem]) -> None:
     """One error with the masks that cannot be those of their picture or clip."""
     pairs = [(name, facts, masks.facts_of(name)) for name, facts in dataset.facts.items() if facts.width]
     found = [(name, _misfit(name, facts, mask, dataset.clips)) for name, facts, mask in pairs if mask and mask.width]

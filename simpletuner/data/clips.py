@@ -150,7 +150,7 @@ def probe_clip(path: Path) -> ClipFacts:
     """
     from simpletuner.data import av_reader  # imported late, so that runs on pictures start without it
 
-    return retry_once(lambda: av_reader.probe(path))
+    return retry_once(lambda: av_reader.read_facts(path))
 
 
 def frames_of(path: Path, frames: int, rate: float, clip: ClipFacts) -> Iterator[NDArray[np.uint8]]:

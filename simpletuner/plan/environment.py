@@ -17,9 +17,7 @@ WITHOUT_EFFECT = "ACCELERATE_EXTRA_ARGS"
 
 def check_environment() -> Iterator[Problem]:
     """Variables with an invalid value or without effect."""
-    try:
-        parse_flag(os.environ.get(ALLOW_OTHER_BATCH_SIZE) or "0")
-    except ValueError:
+    if _other_batch_size() is None:
         message = f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1."
         yield Problem(ALLOW_OTHER_BATCH_SIZE, message)
     try:
@@ -41,10 +39,15 @@ def check_environment() -> Iterator[Problem]:
 
 def allows_other_batch_size() -> bool:
     """Whether a run may be resumed with another batch size."""
+    return bool(_other_batch_size())
+
+
+def _other_batch_size() -> object | None:
+    """The variable as a flag; None if it is not one."""
     try:
-        return bool(parse_flag(os.environ.get(ALLOW_OTHER_BATCH_SIZE) or "0"))
+        return parse_flag(os.environ.get(ALLOW_OTHER_BATCH_SIZE) or "0")
     except ValueError:
-        return False
+        return None
 
 
 def existing(folder: Path) -> Path:

@@ -8,20 +8,19 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.option import Package, check_installed
+from simpletuner.config.option import BOTO3, check_installed
 from simpletuner.data.discovery import classify, name_problem
 from simpletuner.data.remote.store import CHUNK, DownloadError, Item, Offer, Store
 from simpletuner.data.sample import Reason
 from simpletuner.errors import Problem
 from simpletuner.s3 import S3Login
 
-BOTO = Package("boto3", "boto3", "s3")
 LONGEST_NAME = 255  # bytes of a file's name
 
 
 def list_bucket(config: DatasetConfig, store: Store, problems: list[Problem]) -> Offer:
     """The pictures or clips below a prefix, and their caption files."""
-    if missing := list(check_installed(BOTO, f"{config.id}.type", "aws")):
+    if missing := list(check_installed(BOTO3, f"{config.id}.type", "aws")):
         problems.extend(missing)
         return Offer([])
     from botocore.exceptions import BotoCoreError, ClientError
