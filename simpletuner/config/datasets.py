@@ -218,12 +218,8 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
 
         `more` are defaults that are not in `DatasetDefaults`: batch size, compression, quarantine switches.
         """
-        run_wide = {**{name: getattr(defaults, name) for name in type(defaults).model_fields}, **more}
-        missing = {
-            name: value
-            for name, value in run_wide.items()
-            if name in type(self).model_fields and getattr(self, name) is None
-        }
+        own, run_wide = dict(self), {**dict(defaults), **more}
+        missing = {name: value for name, value in run_wide.items() if name in own and own[name] is None}
         return self.model_copy(update=missing)
 
 

@@ -77,7 +77,7 @@ def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
     """
     if "example" in selectors and "env" in selectors:
         problems.append(Problem("example", "and env both choose a configuration; give one of them."))
-    name = selectors.get("env") or _environment_name()
+    name = next(filter(None, [selectors.get("env"), *map(os.environ.get, ENV_VARIABLES)]), None)
     name = None if name == "default" else name
     if "example" in selectors:
         path = example_file(selectors["example"], problems)
@@ -214,10 +214,6 @@ def resolve_alias(value: Any) -> Any:
     if isinstance(value, str) and value.startswith(EXAMPLES_ALIAS) and not os.path.lexists(value):
         return str(EXAMPLES / value.removeprefix(EXAMPLES_ALIAS))
     return value
-
-
-def _environment_name() -> str | None:
-    return next((os.environ[variable] for variable in ENV_VARIABLES if os.environ.get(variable)), None)
 
 
 def _candidates(name: str | None, selectors: Mapping[str, str], problems: Sequence[Problem]) -> list[Path]:

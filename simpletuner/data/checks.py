@@ -153,7 +153,7 @@ def check_start(configs: Sequence[DatasetConfig], problems: list[Problem]) -> No
         problems.append(Problem("dataset_type", "no entry is a dataset to train on (dataset_type image or video)."))
     elif not any(config.probability > 0 for config in trained):
         problems.append(Problem("probability", "is 0 for every dataset: nothing would be trained on."))
-    elif not any(_is_active_at_start(config) for config in trained):
+    elif not any(each.probability > 0 and each.start_epoch <= 1 and each.start_step <= 1 for each in trained):
         problems.append(
             Problem("start_epoch", "no dataset takes part at the start; one must start at epoch 1 and step 0.")
         )
@@ -168,10 +168,6 @@ def check_default_text_cache(configs: Sequence[DatasetConfig], problems: list[Pr
     if len(texts) > 1 and not any(config.default for config in texts):
         message = f"no text_embeds entry is the default; the first, {texts[0].id}, is used."
         problems.append(Problem("default", message, fatal=False))
-
-
-def _is_active_at_start(config: DatasetConfig) -> bool:
-    return config.probability > 0 and config.start_epoch <= 1 and config.start_step <= 1
 
 
 def link_partners(

@@ -15,7 +15,7 @@ from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import CAPTION_SUFFIX, pair_key
 from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.data.sample import Reason, Rejected
+from simpletuner.data.sample import Rejected
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,9 @@ def files_to_move(dataset: Dataset) -> list[Rejected]:
     """The files that the dataset's entry asks to quarantine."""
     if dataset.config.type != "local":
         return []  # a moved download would be fetched again
-    reasons: set[Reason] = set()
-    if dataset.config.delete_problematic_images:
-        reasons.add("damaged")
-    if dataset.config.delete_unwanted_images:
-        reasons.add("outside the limits")
-    return [file for file in dataset.rejected if file.reason in reasons]
+    config = dataset.config
+    asked = {"damaged": config.delete_problematic_images, "outside the limits": config.delete_unwanted_images}
+    return [file for file in dataset.rejected if asked.get(file.reason)]
 
 
 def quarantine(root: Path, files: Iterable[Rejected], output_dir: Path) -> list[Path]:
