@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from benchmarks.timing import arguments, compare, interleave, show
-from simpletuner.caching.store import CacheStore
+from simpletuner.caching.read import CacheStore
 
 Writer = Callable[[str, dict[str, Tensor]], None]
 

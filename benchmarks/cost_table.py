@@ -104,14 +104,14 @@ def packages() -> dict[str, list[FamilySpec]]:
     return found
 
 
-def table_of(specs: Sequence[FamilySpec]) -> dict[str, Any]:
-    """Everything that is measured of one class."""
+def table_of(specs: Sequence[FamilySpec], *, compiled: bool = True) -> dict[str, Any]:
+    """Everything that is measured of one class; compiling takes most of the time."""
     family = specs[0].name
     structure = structure_of(family)
     return {
         **structure,
         "flops": flops_of(family, structure["rows"]),
-        "bytes": bytes_of(family, structure["rows"]),
+        "bytes": bytes_of(family, structure["rows"], compiled=compiled),
         "published": [published for spec in specs for published in shapes_of(spec)],
     }
 
@@ -252,13 +252,13 @@ def flops_of(family: str, table: Mapping[str, str]) -> dict[str, dict[str, float
     return {size: {term: factor for term in terms if (factor := next(factors))} for size, terms in FLOPS_OF.items()}
 
 
-def bytes_of(family: str, rows: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def bytes_of(family: str, rows: Mapping[str, str], *, compiled: bool) -> dict[str, dict[str, Any]]:
     """Bytes of a large block as factors, by the name of the dtype; ` given` where a first frame has its own time."""
     found = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         for given in (False, True) if FAMILIES[family].cost.guided_together else (False,):
             trials = [Trial(family, case, dtype, given=given, rows=rows) for case in CASES]
-            metered = [metered_block(trial) for trial in trials]
+            metered = [metered_block(trial, compiled=compiled) for trial in trials]
             products = [[product_of(term, trial.numbers) for term in BYTES_OF] for trial in trials]
             table: dict[str, Any] = {"reads": metered[0].reads}
             for quantity in metered[0].bytes:
@@ -301,8 +301,12 @@ class Metered:
     reads: Mapping[str, str]
 
 
-def metered_block(trial: Trial) -> Metered:
-    """The last block with the arguments that it has in a LoRA run, without adapters of its own."""
+def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
+    """The last block with the arguments that it has in a LoRA run, without adapters of its own.
+
+    Args:
+        compiled: meter it compiled, too; this takes most of the time.
+    """
     block, inputs, settings = _with_arguments(trial)
     hidden, *others = [each for each in tree_leaves((inputs, settings)) if isinstance(each, Tensor)]
     there = [*block.parameters(), *block.buffers(), hidden, *others]
@@ -332,7 +336,7 @@ def metered_block(trial: Trial) -> Metered:
     return Metered(
         {
             "saved": saved,
-            "compiled": compiled_bytes(trial, block, inputs, settings, there),
+            **({"compiled": compiled_bytes(trial, block, inputs, settings, there)} if compiled else {}),
             "transient": peak.most - saved,
             "outside": sum(outside.values()),
             "sampling": sampling.most,

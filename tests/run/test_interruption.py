@@ -336,7 +336,7 @@ def test_what_could_not_be_written_is_named_and_not_the_report(
 def test_a_log_on_a_full_disk_ends_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup_logging("INFO", tmp_path / "debug.log")
+    setup_logging(tmp_path / "debug.log")
     root = logging.getLogger()
     (file,) = (handler for handler in root.handlers if isinstance(handler, DebugFile))
 
