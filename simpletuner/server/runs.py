@@ -99,7 +99,7 @@ class Story:
         status: of its last `training.status`; empty before the first.
         time: of the last event, in seconds since 1970.
         stages: by key, the newest of each.
-        notices: warnings and errors.
+        notices: warnings.
         growing: unfinished previews by prompt, weights and index.
     """
 
@@ -130,7 +130,8 @@ class Story:
                 self.growing[_shot(event)] = dict(event)
             case "training.validation":
                 self.growing.pop(_shot(event), None)
-        if event["severity"] in ("warning", "error"):
+        # How a run ended is in its message; other events only repeat it.
+        if event["type"] == "notification" and event["severity"] == "warning":
             self.notices = [*self.notices, dict(event)][-NOTICES:]
 
 
