@@ -18,7 +18,7 @@ from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.files import MediaError
-from simpletuner.data.look import DatasetFile
+from simpletuner.data.quality import DatasetFile
 from simpletuner.errors import UserError
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import Captioner, Description, DescriptionRequest

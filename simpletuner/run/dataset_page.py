@@ -19,7 +19,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.checks import NOTICEABLE_ENLARGEMENT
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.files import MediaError
-from simpletuner.data.look import DatasetFile, colour_grid, motion, near_duplicates, sharpness
+from simpletuner.data.quality import DatasetFile, colour_grid, motion, near_duplicates, sharpness
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.plan.build import Survey
 from simpletuner.reporting.events import EventStream
@@ -57,8 +57,8 @@ class FileCard:
         ratio: its width / height.
         size, trained: of the file, and as it is trained.
         box: left, top, width and height of what is trained, in percent of the picture.
-        sharpness, motion: see `data.look`; None if not measured.
-        print: see `data.look.colour_grid`.
+        sharpness, motion: see `data.quality`; None if not measured.
+        print: see `data.quality.colour_grid`.
     """
 
     name: str

@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageFilter
 
 from simpletuner.cli.train import parse_settings
-from simpletuner.data.look import colour_grid, motion, near_duplicates
+from simpletuner.data.quality import colour_grid, motion, near_duplicates
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import survey

@@ -1,4 +1,4 @@
-"""A picture or clip as it looks: its frames, and numbers about them (colours, sharpness, motion)."""
+"""What the dataset page tells of a file: its frames, colours, sharpness, motion, and near-duplicates."""
 
 from __future__ import annotations
 
