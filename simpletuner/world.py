@@ -1,19 +1,32 @@
 """The processes of a run and their communication: the only module that knows about several processes.
 
-A run of one process is a `World` of size 1, which communicates with nobody and costs nothing.
+A run of one process is a `World` of size 1, which communicates with nobody and costs nothing. Several are started by a
+launcher (torchrun, accelerate, srun, mpirun), which tells each of them its place in the environment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from simpletuner.errors import Problem, UserError
 
 Value = TypeVar("Value")
 
-# Set by launchers (torchrun, accelerate, mpirun, srun with PMI) for the processes they start.
-LAUNCHED_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# Processes wait for each other's saving, encoding and rendering, which may take hours; if one ends, `Watch` notices.
+PATIENCE = timedelta(days=30)
+# The longest that a step may take to exchange tensors, in seconds.
+EXCHANGE_SECONDS = 1800.0
+POLL_SECONDS = 0.5
+FAILURE, STOP, DOING = "failure", "stop", "doing"
 
 
 @dataclass(frozen=True)
@@ -23,19 +36,31 @@ class World:
     Attributes:
         rank: of this process, counted from 0.
         size: how many processes there are.
+        local_rank, local_size: the same among the processes of this machine.
     """
 
     rank: int = 0
     size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes what is written once: files, the record, the terminal."""
         return self.rank == 0
 
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process does what is done once on each machine."""
+        return self.local_rank == 0
+
     def slots(self, count: int) -> range:
         """Positions of this process's `count` samples in the global batch."""
         return range(self.rank * count, (self.rank + 1) * count)
+
+    def share(self, items: Sequence[Value]) -> Sequence[Value]:
+        """This process's part of work that is dealt out one by one."""
+        return items[self.rank :: self.size]
 
     def gather(self, value: Value) -> list[Value]:
         """The values of all processes, ordered by rank, on every process; waits for all of them."""
@@ -59,36 +84,243 @@ class World:
         """Wait until every process has reached this point."""
         self.gather(None)
 
+    def first_failure(self) -> str | None:
+        """Why the first process failed that did; None if none has."""
+        return None
 
+    @contextmanager
+    def exchanging(self, what: str) -> Iterator[None]:
+        """A context in which tensors are exchanged, and a process that does not take part ends the run."""
+        yield
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """A context that the failure of another process does not cut short, for writing."""
+        yield
+
+
+@dataclass
+class Watch:
+    """Notices what concerns all processes, also while this one waits for another; polls in a thread of its own.
+
+    Attributes:
+        ended: called with a message and an exit code before this process is ended because another one failed.
+        stop_requested: whether this process was asked to stop; the others are then asked as well.
+        request_stop: asks this process to stop.
+        limit: seconds that an exchange of tensors may take.
+    """
+
+    rank: int
+    size: int
+    store: Any
+    limit: float = EXCHANGE_SECONDS
+    ended: Callable[[str, int], None] = lambda message, code: None
+    stop_requested: Callable[[], bool] = lambda: False
+    request_stop: Callable[[], None] = lambda: None
+    writing: threading.Lock = field(default_factory=threading.Lock)
+    _doing: tuple[str, float] | None = field(default=None, init=False)
+    _over: threading.Event = field(default_factory=threading.Event, init=False)
+
+    def start(self) -> None:
+        threading.Thread(target=self._poll, name="watch", daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+
+    def fail(self, message: str, code: int) -> tuple[str, int]:
+        """Announce that this process fails; returns the message and the code of the one that failed first."""
+        own = json.dumps([message, code])
+        first, code = json.loads(self.store.compare_set(FAILURE, "", own).decode())
+        return str(first), int(code)
+
+    def failure(self) -> str | None:
+        """Why the first process failed that did; this one no longer looks for it by itself."""
+        self.close()
+        return str(json.loads(self.store.get(FAILURE))[0]) if self.store.check([FAILURE]) else None
+
+    @contextmanager
+    def exchanging(self, what: str) -> Iterator[None]:
+        self._doing = what, time.monotonic()
+        yield
+        self._doing = None
+
+    def _poll(self) -> None:
+        from torch.distributed import DistError
+
+        try:
+            while not self._over.wait(POLL_SECONDS):
+                self._look()
+        except (DistError, RuntimeError):  # the store is gone, and with it the process that held it
+            self._end("the first process has ended without saying why", 1)
+
+    def _look(self) -> None:
+        if self.store.check([FAILURE]):
+            self._end(*json.loads(self.store.get(FAILURE).decode()))
+        if self.stop_requested():
+            self.store.set(STOP, "")
+        elif self.store.check([STOP]):
+            self.request_stop()
+        doing = self._doing
+        self.store.set(f"{DOING}{self.rank}", doing[0] if doing else "")
+        if doing is not None and time.monotonic() - doing[1] > self.limit:
+            self._end(*self.fail(f"{doing[0]} has waited {self.limit:g} s for {self._absent()}.", 1))
+
+    def _absent(self) -> str:
+        """The processes that do not take part in this one's exchange."""
+        keys = [f"{DOING}{rank}" for rank in range(self.size)]
+        busy = [str(rank) for rank, key in enumerate(keys) if not (self.store.check([key]) and self.store.get(key))]
+        return f"process {', '.join(busy)}" if busy else "an exchange of tensors between the processes"
+
+    def _end(self, message: str, code: int) -> None:
+        """End this process, whose main thread may be waiting in a library for a process that is gone."""
+        with self.writing:
+            if not self._over.is_set():
+                self.ended(message, code)
+                os._exit(code)
+
+
+@dataclass(frozen=True)
 class ConnectedWorld(World):
-    """Processes connected through torch.distributed (gloo, on the CPU); see `connect`."""
+    """Processes connected through torch.distributed; see `connect`.
+
+    Attributes:
+        control: the group, on the CPU, in which values are gathered.
+    """
+
+    control: Any = None
+    watch: Watch | None = None
 
     def gather(self, value: Value) -> list[Value]:
         from torch.distributed import all_gather_object
 
         values: list[Value] = [value] * self.size
-        all_gather_object(values, value)
+        all_gather_object(values, value, self.control)
         return values
+
+    def first_failure(self) -> str | None:
+        return self._watch.failure()
+
+    @contextmanager
+    def exchanging(self, what: str) -> Iterator[None]:
+        with self._watch.exchanging(what):
+            yield
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        with self._watch.writing:
+            yield
+
+    @property
+    def _watch(self) -> Watch:
+        assert self.watch is not None
+        return self.watch
 
 
 @contextmanager
-def connect(rank: int, size: int, meeting_point: str) -> Iterator[World]:
-    """A world of several processes while the block lasts.
+def connect(
+    place: World, meeting_point: str = "env://", *, limit: float = EXCHANGE_SECONDS
+) -> Iterator[ConnectedWorld]:
+    """A world of several processes while the block lasts. Tensors are exchanged by NCCL on GPUs and by gloo on CPUs.
 
     Args:
-        meeting_point: the same on all of them: `tcp://host:port`, or `file:///path` of a file that does not exist yet.
+        place: rank and size of this process.
+        meeting_point: the same on all of them: `env://` for what a launcher has set, or `file:///path` of a file that
+            does not exist yet.
+        limit: seconds that an exchange of tensors may take.
     """
     # Imported here so that the commands which never train stay free of torch.
-    from torch.distributed import destroy_process_group, init_process_group
+    import torch
+    from torch import distributed
+    from torch.distributed.distributed_c10d import _get_default_store
 
-    init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(place.local_rank)
+    distributed.init_process_group(
+        "nccl" if on_gpu else "gloo", meeting_point, timedelta(seconds=2 * limit), place.size, place.rank
+    )
+    control = distributed.new_group(backend="gloo", timeout=PATIENCE)
+    store: Any = _get_default_store()
+    watch = Watch(place.rank, place.size, store.clone(), limit)  # a connection of its own: the other may be waiting
+    watch.start()
     try:
-        yield ConnectedWorld(rank, size)
+        yield ConnectedWorld(place.rank, place.size, place.local_rank, place.local_size, control, watch)
+        distributed.barrier(control)  # the store lives in one of them
     finally:
-        destroy_process_group()
+        watch.close()
+    distributed.destroy_process_group()
 
 
-def launched_sizes(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables with which a launcher announces more than one process, and their values."""
-    given = {name: environment[name].strip() for name in LAUNCHED_SIZES if name in environment}
-    return {name: value for name, value in given.items() if value not in ("", "0", "1")}
+@dataclass(frozen=True)
+class Launcher:
+    """The environment variables with which a launcher tells a process its place."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+LAUNCHERS = (
+    Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
+    # Only srun sets the size of a step. In a batch script, which is no step, SLURM_PROCID is set too.
+    Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    Launcher(
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    ),
+    Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+MEETING = ("MASTER_ADDR", "MASTER_PORT")
+FIRST_PORT, PORTS = 20000, 20000
+
+
+def launched(environment: Mapping[str, str]) -> World | None:
+    """The place of this process among those that a launcher started; None if it was started by itself.
+
+    Raises:
+        UserError: a variable is missing or is no number.
+    """
+    for launcher in LAUNCHERS:
+        if environment.get(launcher.size, "").strip() not in ("", "0", "1"):
+            rank, size = _number(environment, launcher.rank), _number(environment, launcher.size)
+            if rank is None or size is None or rank >= size:
+                given = environment.get(launcher.rank, "not set")
+                raise UserError(
+                    f"{launcher.size} is {environment[launcher.size]}, as if a launcher had started several processes, "
+                    f"but {launcher.rank} is {given}. Let one launcher set both, or unset {launcher.size}."
+                )
+            # Kubernetes sets neither: it starts one process in each machine.
+            local = _number(environment, launcher.local_rank) or 0, _number(environment, launcher.local_size) or 1
+            return World(rank, size, *local)
+    return None
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    """A variable as a number; Slurm lists the tasks of all machines, such as 4(x2)."""
+    found = re.match(r"\d+", environment.get(name, "").strip())
+    return int(found[0]) if found else None
+
+
+def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
+    """Set what torch and accelerate need to know for `env://`; returns what only the user knows."""
+    here = place.local_size == place.size
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or ("127.0.0.1" if here else "")
+    found = {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
+    values = {name: environment.get(name) or value for name, value in found.items()}
+    environment.update({name: value for name, value in values.items() if value})
+    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    places = (place.rank, place.size, place.local_rank, place.local_size)
+    environment.update({name: str(value) for name, value in zip(own, places, strict=True)})
+    what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
+    return [
+        Problem(name, f"is not set. {place.size} processes on several machines need {what[name]}.")
+        for name, value in values.items()
+        if not value
+    ]
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list of hosts, such as `gpu[03-07,9],login`."""
+    found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
+    return "".join(part or "" for part in found.groups()) if found else ""

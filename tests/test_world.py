@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.world import World, launched_sizes
+from simpletuner.errors import UserError
+from simpletuner.world import World, first_host, launched, settle_meeting
 
 RANK = """
 import json, sys
-from simpletuner.world import connect
+from simpletuner.world import World, connect
 rank, folder = int(sys.argv[1]), sys.argv[2]
-with connect(rank, 2, f"file://{folder}/meeting") as world:
+with connect(World(rank, 2), f"file://{folder}/meeting") as world:
     world.barrier()
     print(json.dumps({
         "any": [world.any(rank == 1), world.any(False)],
@@ -53,8 +54,48 @@ def test_one_process_asks_nobody() -> None:
         World(1, 2).barrier()
 
 
-def test_what_launchers_say() -> None:
-    assert launched_sizes({"WORLD_SIZE": "1", "PMI_SIZE": "", "RANK": "3"}) == {}
-    assert launched_sizes({"WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "x"}) == {
-        "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "x",
-    }  # fmt: skip
+SLURM = {
+    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "20021",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({"WORLD_SIZE": "1", "PMI_SIZE": "", "RANK": "3"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, not started by srun
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, World(1, 2, 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, World(1, 2, 0, 1)),  # a Kubernetes job
+        (SLURM, World(5, 8, 1, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, World(1, 2, 0, 1)),
+    ],
+)
+def test_where_a_launcher_puts_a_process(environment: dict[str, str], place: World | None) -> None:
+    assert launched(environment) == place
+
+
+@pytest.mark.parametrize("rank", [None, "x", "2"])
+def test_a_launcher_that_names_no_rank(rank: str | None) -> None:
+    environment = {"WORLD_SIZE": "2"} | ({} if rank is None else {"RANK": rank})
+    with pytest.raises(UserError, match=f"RANK is {rank or 'not set'}"):
+        launched(environment)
+
+
+def test_where_processes_meet() -> None:
+    slurm = dict(SLURM)
+    assert settle_meeting(World(5, 8, 1, 4), slurm) == []
+    assert (slurm["MASTER_ADDR"], slurm["MASTER_PORT"], slurm["RANK"], slurm["LOCAL_WORLD_SIZE"]) == (
+        "gpu07", "20021", "5", "4",
+    )  # fmt: skip
+    alone: dict[str, str] = {}
+    assert settle_meeting(World(0, 2, 0, 2), alone) == []
+    assert (alone["MASTER_ADDR"], alone["WORLD_SIZE"]) == ("127.0.0.1", "2")
+    assert [each.where for each in settle_meeting(World(1, 2, 0, 1), {})] == ["MASTER_ADDR", "MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("a", "a"), ("a,b", "a"), ("gpu[03-07,9],b", "gpu03"), ("n[1,2].lab", "n1.lab"), ("", "")]
+)
+def test_the_first_of_slurms_hosts(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first

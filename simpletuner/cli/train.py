@@ -14,6 +14,7 @@ import typer
 
 from simpletuner.cli.server import PORT, open_page
 from simpletuner.errors import ConfigError, Problem, UserError
+from simpletuner.world import World, launched
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
@@ -65,29 +66,57 @@ def train(
         _show_plan(arguments, problems)
         return
     from simpletuner.budget.ready import ready_plan
-    from simpletuner.budget.show import log_plan
-    from simpletuner.reporting.log import setup_logging
+    from simpletuner.cli.processes import joined, plan_together, start_processes
 
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    serve_page = open_page(page_port or PORT) if page or page_port else None
-    plan, budget = ready_plan(arguments, problems)
+    place, port = launched(os.environ), (page_port or PORT) if page or page_port else None
+    if place is None:
+        plan, budget = ready_plan(arguments, problems)
+        if plan.config.launch.num_processes > 1:
+            start_processes(plan, ["train", *context.args, *([f"--page-port={port}"] if port else [])])
+        else:
+            _train(World(), plan, budget, port)
+        return
+    with joined(place) as world:
+        plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed), problems))
+        _train(world, plan, budget, port)
+
+
+def _train(world: World, plan: Plan, budget: Budget, port: int | None) -> None:
+    """Train in this process, and serve the page of the run on a port."""
+    from simpletuner.budget.show import log_plan
+    from simpletuner.reporting.log import setup_logging
+
+    serve_page = open_page(port) if port and world.is_main else None
     prepare_output(plan)
-    setup_logging()
+    setup_logging(Path("debug.log") if world.is_main else None)
     log_plan(plan, budget)
-    with _recorded_events(plan) as events, serve_page(plan.output_dir, events) if serve_page else nullcontext():
-        _run(plan, budget, events)
+    with (
+        _recorded_events(plan, world) as events,
+        serve_page(plan.output_dir, events) if serve_page else nullcontext(),
+    ):
+        _run(plan, budget, events, world)
 
 
 @contextmanager
-def _recorded_events(plan: Plan) -> Iterator[EventStream]:
-    """Hold the output folder's lock; what happens meanwhile is shown, logged there and sent to the webhooks."""
+def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
+    """Hold the output folder's lock; what happens meanwhile is shown, logged there and sent to the webhooks.
+
+    Only the main process does so; the events of the others are lost.
+    """
+    from simpletuner.cli.processes import shared_events
+    from simpletuner.reporting.events import EventStream
     from simpletuner.reporting.payloads import EventLog, Payloads
     from simpletuner.reporting.progress import shown_events
     from simpletuner.reporting.requests import signals_as_interrupt
     from simpletuner.run.lock import lock_output
 
+    if not world.is_main:
+        with signals_as_interrupt():
+            yield shared_events(EventStream(), world, plan.length.total_steps)
+        return
     with lock_output(plan.output_dir), signals_as_interrupt(), shown_events() as events, ExitStack() as stack:
         payloads = Payloads()
         events.subscribe(EventLog(plan.output_dir, payloads))
@@ -95,10 +124,10 @@ def _recorded_events(plan: Plan) -> Iterator[EventStream]:
             from simpletuner.reporting.webhooks import delivered
 
             stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
-        yield events
+        yield shared_events(events, world, plan.length.total_steps)
 
 
-def _run(plan: Plan, budget: Budget, events: EventStream) -> None:
+def _run(plan: Plan, budget: Budget, events: EventStream, world: World) -> None:
     """Say what begins, check what the plan could not, and run."""
     from simpletuner.budget.show import start_lines
     from simpletuner.models.registry import load_adapter
@@ -114,7 +143,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream) -> None:
         return
     # Whoever cannot upload the result learns it now, not after hours of training.
     project, begun = plan.config.tracking.tracker_project_name, plan.resume.step if plan.resume else 0
-    places = prepared_destinations(plan.config.publish, project, plan.output_dir, events)
+    places = prepared_destinations(plan.config.publish, project, plan.output_dir, events) if world.is_main else ()
     summary = "\n".join(start_lines(plan, budget))
     events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
     # torch is imported here, after every check that is quick without it.
@@ -122,7 +151,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream) -> None:
         from simpletuner.run.train import run_plan
 
         load_adapter(plan.spec)
-    run_plan(plan, budget, events, destinations=places)
+    run_plan(plan, budget, events, destinations=places, world=world)
 
 
 def prepare_output(plan: Plan) -> None:

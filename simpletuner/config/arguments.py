@@ -38,6 +38,10 @@ class Arguments:
         more = parse_arguments([], problems, extra)
         return Arguments([*self.settings, *more.settings], self.selectors)
 
+    def with_seed(self, seed: int | None) -> Arguments:
+        """These arguments with the seed that another process drew, if it is known."""
+        return self if seed is None else Arguments([*self.settings, ("seed", str(seed))], self.selectors)
+
     def layer(self) -> Layer:
         """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""
         values = [(key, None if value == "null" else value) for key, value in self.settings]

@@ -149,11 +149,18 @@ VARIABLES = (
         "Set `num_processes` and `num_machines` in the same way.",
         "1",
     ),
-    Variable(("WORLD_SIZE",), "Set by launchers of several processes; more than 1 is refused.", "1"),
+    Variable(
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        "Set by launchers (torchrun, accelerate; srun and mpirun have their own): this is one of several processes.",
+    ),
     Variable(("TRAINING_DYNAMO_BACKEND",), "Sets `dynamo_backend` in the same way."),
     Variable(("CC", "CXX"), "The C compiler that compiled blocks need.", "`cc`, `gcc`, `clang`, `g++`", "torch"),
     Variable(("TORCH_HOME", "XDG_CACHE_HOME"), "Where torch hub has weights of `crepa_encoder`.", "`~/.cache/torch`"),
-    Variable(("ACCELERATE_EXTRA_ARGS",), "Has no effect yet, and a warning says so.", ""),
+    Variable(
+        ("ACCELERATE_EXTRA_ARGS",),
+        "Options of `accelerate launch`, such as `--machine_rank 1 --main_process_ip 10.0.0.1`.",
+        "none",
+    ),
     Variable(("SIMPLETUNER_LOG_LEVEL",), "DEBUG, INFO, WARNING or ERROR on the terminal.", "INFO"),
     Variable(("OMP_NUM_THREADS",), "Compute threads on a CPU, if `torch_num_threads` is larger.", "all cores"),
     Variable(

@@ -320,8 +320,10 @@ class SpeedConfig(Group):
 class LaunchConfig(Group):
     """Launch and compile"""
 
-    num_processes: Integer = option(1, "Processes, one per device.", ge=1, planned="switch")
-    num_machines: Integer = option(1, "Machines.", ge=1, planned="switch")
+    num_processes: Integer = option(1, "Processes on all machines together, one per device.", ge=1)
+    num_machines: Integer = option(
+        1, "Machines; ACCELERATE_EXTRA_ARGS says which one this is and where the first one is.", ge=1
+    )
     dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = option(
         None,
         "torch.compile backend for the repeated blocks; no is off.",

@@ -49,7 +49,7 @@ from simpletuner.plan.checks import (
     check_weights,
 )
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
-from simpletuner.plan.environment import check_environment
+from simpletuner.plan.environment import as_launched, check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.reporting.events import RunningPhase
 from simpletuner.reporting.progress import shown_events
@@ -179,6 +179,7 @@ def read_settings(
     spec = find_family(layers, problems)
     config = resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers, problems)
     problems.extend(check_environment())
+    config = as_launched(config, problems)
     problems.extend(check_config(config))
     path = dataset_file(config.run.data_backend_config, located.folder, problems)
     placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}

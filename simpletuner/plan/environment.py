@@ -6,17 +6,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from simpletuner.config.load import RunConfig
 from simpletuner.config.option import parse_flag
 from simpletuner.errors import Problem, UserError
 from simpletuner.reporting.log import log_level
-from simpletuner.world import launched_sizes
+from simpletuner.world import launched
 
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
-WITHOUT_EFFECT = "ACCELERATE_EXTRA_ARGS"
 
 
 def check_environment() -> Iterator[Problem]:
-    """Variables with an invalid value or without effect."""
+    """Variables with an invalid value."""
     if _other_batch_size() is None:
         message = f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1."
         yield Problem(ALLOW_OTHER_BATCH_SIZE, message)
@@ -25,16 +25,22 @@ def check_environment() -> Iterator[Problem]:
     except UserError as error:
         where, _, message = str(error).partition(": ")
         yield Problem(where, message)
-    for name, size in launched_sizes(os.environ).items():
-        message = (
-            f"is {size}: this was started as several processes (torchrun, accelerate launch, mpirun), and training on "
-            "several processes is not available yet. They would repeat each other's work in one output_dir. Start "
-            "`simpletuner train` by itself, or unset the variable."
-        )
-        yield Problem(name, message)
-    if os.environ.get(WITHOUT_EFFECT):
-        message = "has no effect yet: one process trains on one device, without a launcher."
-        yield Problem(WITHOUT_EFFECT, message, fatal=False)
+
+
+def as_launched(config: RunConfig, problems: list[Problem]) -> RunConfig:
+    """The settings with the number of processes that a launcher has started, if one has."""
+    try:
+        place = launched(os.environ)
+    except UserError as error:
+        problems.append(Problem("", str(error)))
+        return config
+    if place is None:
+        return config
+    if config.is_explicit("num_processes") and config.launch.num_processes != place.size:
+        message = f"{config.launch.num_processes}, but the launcher started {place.size} processes; leave it out."
+        problems.append(Problem("num_processes", message))
+    counts = {"num_processes": place.size, "num_machines": -(-place.size // place.local_size)}
+    return config.with_values(counts, "the launcher")
 
 
 def allows_other_batch_size() -> bool:

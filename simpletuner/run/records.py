@@ -50,6 +50,7 @@ from simpletuner.reporting.previews import TrainingSample, thumbnail
 from simpletuner.reporting.report import REPORT_FILE, ReportData, Result, State, settings_of, write_report
 from simpletuner.reporting.trackers import build_trackers
 from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, PIPELINE_FOLDER, WEIGHT_ERROR, result_step
+from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -249,8 +250,26 @@ def _thumbnail(sample: Sample) -> str:
         return ""
 
 
-def keep_records(plan: Plan, events: EventStream, step: int) -> RunRecord:
-    """Subscribe the record, the trackers and the report of a session that resumes from a step.
+@dataclass(frozen=True)
+class Recorded:
+    """What the record has of the step that a session resumes from.
+
+    Attributes:
+        evaluated: whether it has its evaluation loss.
+        previews: its previews.
+    """
+
+    evaluated: bool
+    previews: list[MediaRecord]
+
+
+def keep_records(plan: Plan, events: EventStream, step: int, world: World) -> Recorded:
+    """Keep the records of a session that resumes from a step, in the main process."""
+    return world.broadcast(_subscribe(plan, events, step) if world.is_main else Recorded(False, []))
+
+
+def _subscribe(plan: Plan, events: EventStream, step: int) -> Recorded:
+    """Subscribe the record, the trackers and the report.
 
     Raises:
         UserError: the record cannot be written.
@@ -263,4 +282,4 @@ def keep_records(plan: Plan, events: EventStream, step: int) -> RunRecord:
         tracker.start(config.flat())
         events.subscribe(tracker)
     events.subscribe(RunReport(plan))
-    return record
+    return Recorded(record.evaluated, record.previews)

@@ -42,6 +42,7 @@ from simpletuner.training.loop import train
 from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import PREVIEW_FOLDERS
+from simpletuner.world import World
 
 # Seconds after which no live process is still writing a temporary file in a shared cache.
 ABANDONED = 3600.0
@@ -54,6 +55,7 @@ def run_plan(
     *,
     rehearsed: bool | None = None,
     destinations: Sequence[Destination] = (),
+    world: World = World(),
 ) -> None:
     """Run a plan, or resume it where an earlier session stopped, and publish the verified result.
 
@@ -61,33 +63,38 @@ def run_plan(
         budget: the plan's estimate of memory and time.
         rehearsed: whether to try the most memory-hungry moments first; None does so on a GPU.
         destinations: where the result is uploaded to; they are prepared.
+        world: the processes that train together.
 
     Raises:
         UserError: something the user can fix; checkpoints are kept.
         Interrupted: Ctrl-C; a checkpoint of the last step is on disk.
     """
-    with announced_end(events, plan.length.total_steps):
-        _run(plan, budget, events, rehearsed, destinations)
+    with announced_end(events, plan.length.total_steps, world):
+        _run(plan, budget, events, rehearsed, destinations, world)
 
 
 def _run(
-    plan: Plan, budget: Budget, events: EventStream, rehearsed: bool | None, destinations: Sequence[Destination]
-) -> None:
+    plan: Plan, budget: Budget, events: EventStream, rehearsed: bool | None, destinations: Sequence[Destination],
+    world: World,
+) -> None:  # fmt: skip
     prepare_machine(plan)
     accelerator = make_accelerator()
     device, config = accelerator.device, plan.config
     adapter = build_adapter(plan)
-    plan.output_dir.mkdir(parents=True, exist_ok=True)
-    sweep_strays(plan)
+    if world.is_main:
+        plan.output_dir.mkdir(parents=True, exist_ok=True)
+        sweep_strays(plan)
+    world.barrier()
     epoch = plan.resume.manifest.epoch if plan.resume else 1
     caches = prepare_caches(plan, adapter, device, events, epoch=epoch, listing=budget.listing)
     plan = caches.plan
 
     # Measured before the transformer is loaded: it needs memory, too.
-    rates = device_rates(plan.output_dir, device, DTYPES[transformer_dtype(config.precision)])
+    dtype = DTYPES[transformer_dtype(config.precision)]
+    rates = device_rates(plan.output_dir, device, dtype) if world.is_main else None
     with events.phase("Loading the transformer", stage="init_load_base_model"):
         techniques = [technique.build() for technique in plan.techniques]
-        assembly = assemble(config, training_spec(plan), adapter, techniques, accelerator)
+        assembly = assemble(config, training_spec(plan), adapter, techniques, accelerator, world)
     ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
     dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
     reader = BatchReader(caches.catalogue, dropout, plan.seed, caches.restore, caches.encode, features)
@@ -97,9 +104,9 @@ def _run(
         events.say(f"Continuing from {plan.resume.path.name}")
 
     with closing(loader):
-        record = keep_records(plan, events, state.global_step)
+        record = keep_records(plan, events, state.global_step, world)
         uploads = build_uploads(plan, destinations, events)
-        session = Session(plan, caches.catalogue, reader, loader, ema, record, events, rates, budget, uploads)
+        session = Session(plan, caches.catalogue, reader, loader, ema, record, events, rates, budget, uploads, world)
         validation = build_validation(session, state)
         callbacks = build_callbacks(session, validation)
         if rehearsed or (rehearsed is None and device.type == "cuda"):
@@ -111,19 +118,20 @@ def _run(
             train(assembly, loader, state, callbacks, events.stop)
         note = weight_note(plan, state)
         result = publish_result(plan, assembly, ema, note, lambda: reader(loader.sampler.batches(loader.epoch)[0]))
-        uploads.finish(state.global_step, state.epoch)
+        if world.is_main:
+            uploads.finish(state.global_step, state.epoch)
         lines = "\n".join(end_lines(plan, result, uploads))
         events.publish(StateChanged("finished", state.global_step, total_steps, lines))
 
 
 @contextmanager
-def announced_end(events: EventStream, total_steps: int) -> Iterator[None]:
+def announced_end(events: EventStream, total_steps: int, world: World) -> Iterator[None]:
     """Publish if the run fails or is interrupted, so that all records are closed and say so."""
     try:
         yield
     except BaseException as error:
         how: RunState = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        message = str(error) or type(error).__name__
+        message = world.first_failure() or str(error) or type(error).__name__
         events.publish(StateChanged(how, events.step, total_steps, message))
         raise
 

@@ -30,7 +30,7 @@ from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.upload import Destination, Hub
 from simpletuner.run.model_card import describe_run
 from simpletuner.run.publish import weight_note
-from simpletuner.run.records import RunRecord
+from simpletuner.run.records import Recorded
 from simpletuner.run.uploads import Uploads
 from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema, EmaUpdater
@@ -40,6 +40,7 @@ from simpletuner.training.state import TrainState
 from simpletuner.validation.adapters import fetched_runs
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.runner import Subject, ValidationRunner
+from simpletuner.world import World
 
 
 def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> list[Subject]:
@@ -84,6 +85,7 @@ class Session:
         rates: measured speed of the device, if it was measured.
         budget: the estimate of memory and time from before the run.
         uploads: what uploads checkpoints.
+        world: the processes that train together.
     """
 
     plan: Plan
@@ -91,11 +93,12 @@ class Session:
     reader: BatchReader
     loader: BatchLoader
     ema: Ema | None
-    record: RunRecord
+    record: Recorded
     events: EventStream
     rates: DeviceRates | None
     budget: Budget
     uploads: Uploads
+    world: World
 
 
 def build_callbacks(session: Session, validation: ValidationRunner) -> list[Callback]:
@@ -108,7 +111,8 @@ def build_callbacks(session: Session, validation: ValidationRunner) -> list[Call
         {"save": checkpoints.save, "preview": validation.render},
         session.plan.config.checkpoints.disk_low_threshold or 0.0,
     )
-    return [*averaging, evaluation, recorder, requests, checkpoints, validation, session.uploads]
+    uploads: list[Callback] = [session.uploads] if session.world.is_main else []
+    return [*averaging, evaluation, recorder, requests, checkpoints, validation, *uploads]
 
 
 def build_validation(session: Session, state: TrainState) -> ValidationRunner:

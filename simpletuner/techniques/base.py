@@ -1,16 +1,16 @@
 """The interface of techniques, which change the mathematics of a step.
 
 A micro-step calls every technique in turn: `before_forward`, the forward pass, `extra_losses`, `weigh`, the backward
-pass, all of it while it is `acting`; then `extra_pass`. At its neutral setting a technique equals plain training. What
-the plan needs to know about it is in its `spec.TechniqueSpec`, which is free of torch. Code that only observes is a
-callback (`training.loop`).
+pass, all of it while it is `acting`; then `extra_passes`. At its neutral setting a technique equals plain training.
+What the plan needs to know about it is in its `spec.TechniqueSpec`, which is free of torch. Code that only observes is
+a callback (`training.loop`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +20,12 @@ from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter, LatentEncoder
 from simpletuner.techniques.hidden_states import HiddenStates
+from simpletuner.world import World
 
 # The model's current velocity prediction. Techniques do not act on such a forward pass.
 Predict = Callable[[NoisyBatch], Tensor]
+# A forward pass of its own, with gradients, through the function it gets; returns losses by their logged names.
+ExtraPass = Callable[[Predict], Mapping[str, Tensor]]
 
 
 class Technique:
@@ -77,13 +80,12 @@ class Technique:
         """Scalars to add to the loss, by the names under which they are logged."""
         return {}
 
-    def extra_pass(self, noisy: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
-        """Further losses by their logged names, each of its own forward pass; `forward` runs the model with gradients.
+    def extra_passes(self, noisy: NoisyBatch) -> Sequence[ExtraPass]:
+        """Further passes of this micro-batch, the same number in all processes.
 
-        By then the micro-batch's own graph is gone, and no technique is `acting`. All processes must run the same
-        number of passes.
+        They run after the micro-batch's own backward pass, when its graph is gone and no technique is `acting`.
         """
-        return {}
+        return ()
 
     def metrics(self) -> Mapping[str, Tensor]:
         """Scalars of the last micro-step to log besides the losses, without gradients."""
@@ -109,6 +111,7 @@ class Site:
         disabled: context in which the model is as it was before training.
         hidden: hidden states of visual blocks in the forward pass of each micro-step.
         load_latent_encoder: loads the VAE onto the device, in the dtype of the run.
+        world: the processes that train together.
     """
 
     adapter: FamilyAdapter
@@ -120,6 +123,7 @@ class Site:
     disabled: Callable[[], AbstractContextManager[None]]
     hidden: HiddenStates
     load_latent_encoder: Callable[[], LatentEncoder]
+    world: World = field(default_factory=World)
 
     def kept_tokens(self, block: int) -> Tensor | None:
         """The tokens in the hidden states of a visual block, int64 `B K`; None if all are."""

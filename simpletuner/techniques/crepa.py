@@ -240,6 +240,9 @@ class Crepa(Technique):
     def _record(self, found: Alignment) -> None:
         """Update the average, and note what is logged."""
         score, decay = found.mean(found.score.detach()), self.config.crepa_similarity_ema_decay
+        world = self._site.world
+        if world.size > 1 and self.config.crepa_similarity_threshold is not None:  # all must decide alike
+            score = score.new_tensor(world.mean([score.item()])[0])
         self._average = score if self._average is None else decay * self._average + (1 - decay) * score
         self._log |= {
             "crepa_alignment_score": score,

@@ -8,14 +8,15 @@ of generated pictures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.techniques.base import Predict, Site, Technique
+from simpletuner.techniques.base import ExtraPass, Predict, Site, Technique
 
 
 class Preservation(Technique):
@@ -27,13 +28,15 @@ class Preservation(Technique):
     def attach(self, site: Site) -> None:
         self._disabled = site.disabled
 
-    def extra_pass(self, noisy: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
-        """`preservation_loss`, the mean over all latent positions but a given first frame."""
+    def extra_passes(self, noisy: NoisyBatch) -> Sequence[ExtraPass]:
         others = noisy.batch.other_embeds
         if others is None or not noisy.is_drawn(self.probability, "preservation"):
-            return {}
-        other = replace(noisy, batch=replace(noisy.batch, embeds=others))
+            return ()
+        return (partial(self._change, replace(noisy, batch=replace(noisy.batch, embeds=others))),)
+
+    def _change(self, other: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
+        """`preservation_loss`, the mean over all latent positions but a given first frame."""
         with torch.no_grad(), self._disabled():
             base = forward(other)
-        change = (forward(other) - base)[:, :, noisy.given_frames :]
+        change = (forward(other) - base)[:, :, other.given_frames :]
         return {"preservation_loss": self.weight * change.square().mean()}

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import learning_rate, trained_precision
@@ -44,6 +46,7 @@ from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer, scaled_learning_rate
 from simpletuner.training.state import Assembly, StepSettings
 from simpletuner.training.trained import Trained
+from simpletuner.world import World
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,11 @@ def make_accelerator() -> Accelerator:
     That would wrap the transformer in autocast, which rounds what must stay float32 (positions, modulation). Here the
     dtypes of the loaded weights decide.
     """
-    return Accelerator(mixed_precision="no")
+    # Each process has the same buffers; sending them would make every forward pass wait for the others.
+    exchange = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    # Without a GPU accelerate joins several processes only if it is told that they use CPUs.
+    on_cpus = distributed.is_initialized() and not torch.cuda.is_available()
+    return Accelerator(mixed_precision="no", cpu=on_cpus, kwargs_handlers=[exchange])
 
 
 def assemble(
@@ -80,6 +87,7 @@ def assemble(
     adapter: FamilyAdapter,
     techniques: Sequence[Technique],
     accelerator: Accelerator,
+    world: World = World(),
 ) -> Assembly:
     """Load the transformer and make it trainable."""
     device = accelerator.device
@@ -98,7 +106,7 @@ def assemble(
     _compile_blocks(layout, fast, config, device)
     hidden = HiddenStates(layout)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(config.precision, config.caching)])
-    site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, load_vae)
+    site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, load_vae, world)
     modules = _attach(techniques, site, spec.seed)
     parameters = trained.parameters()
     streamed = _place(transformer, layout, config.offload, device)
@@ -106,7 +114,7 @@ def assemble(
     optimizer = build_optimizer(
         slower, config.optimizer, config.precision.mixed_precision, spec.learning_rate, modules, faster
     )
-    prepared = accelerator.prepare(transformer, device_placement=[False])  # placed already, streamed blocks on the CPU
+    prepared = _replicate(transformer, accelerator)
     streamer = _stream(transformer, streamed, config, device)
     return Assembly(
         adapter=adapter,
@@ -123,6 +131,7 @@ def assemble(
         modules=_prepare_modules(techniques, modules, accelerator),
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
+        world=world,
     )
 
 
@@ -150,6 +159,16 @@ def _attach(techniques: Sequence[Technique], site: Site, seed: int) -> dict[str,
         if module is not None:
             modules[technique.name] = module.to(site.device)
     return modules
+
+
+def _replicate(transformer: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Wrap the transformer for the exchange of gradients between processes; what is frozen stays out of it."""
+    frozen = [name for name, each in transformer.named_parameters() if not each.requires_grad]
+    frozen += [name for name, _ in transformer.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
+    # Placed already, streamed blocks on the CPU.
+    prepared: nn.Module = accelerator.prepare(transformer, device_placement=[False])
+    return prepared
 
 
 def _prepare_modules(

@@ -193,7 +193,8 @@ class CheckpointWriter:
             return
         path = self.output_dir / f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
         started, note = time.monotonic(), self.note(state)
-        save_checkpoint(path, assembly, state, self.loader, self.ema, self.identity, self.settings, note)
+        with assembly.world.undisturbed():
+            save_checkpoint(path, assembly, state, self.loader, self.ema, self.identity, self.settings, note)
         self.saved_step = state.global_step
         limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
         removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use)

@@ -47,7 +47,7 @@ def train(
     """
     assembly.transformer.train()
     _tell(callbacks, lambda callback: callback.on_train_start(assembly, state))
-    while state.global_step < assembly.settings.total_steps and not stop.requested:
+    while state.global_step < assembly.settings.total_steps and not assembly.world.any(stop.requested):
         position = loader.state_dict()
         try:
             report = optimizer_step(assembly, loader, state.global_step)
@@ -58,7 +58,7 @@ def train(
         _tell(callbacks, lambda callback: callback.on_step_end(assembly, state, report))  # noqa: B023 - called at once
         state.epochs_done = report.epochs_done
     _tell(callbacks, lambda callback: callback.on_train_end(assembly, state))
-    if stop.requested:
+    if assembly.world.any(stop.requested):  # also waits for what the others still write
         raise Interrupted(f"Stopped at step {state.global_step}; start again to continue from there.")
 
 

@@ -104,10 +104,12 @@ class RequestHandler:
     ends_with_epoch: bool = field(default=False, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        take_requests(self.output_dir)  # discard those made to an earlier session
+        if assembly.world.is_main:
+            take_requests(self.output_dir)  # discard those made to an earlier session
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        for request in take_requests(self.output_dir):
+        world = assembly.world
+        for request in world.broadcast(take_requests(self.output_dir) if world.is_main else []):
             if request == "stop":
                 self._stop(assembly, state, "as a file requests.")
             elif request == "stop_at_epoch_end":

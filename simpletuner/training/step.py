@@ -8,10 +8,13 @@ steps (previews, a restart, another technique) can change it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
+from statistics import fmean
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,8 @@ from simpletuner.training.meter import StepMeter, tokens_of
 from simpletuner.training.optimizers import RATE_RATIO, learning_rate_at
 from simpletuner.training.state import Assembly
 from simpletuner.world import World
+
+Item = TypeVar("Item")
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, float]:
@@ -101,6 +106,53 @@ class _Losses:
         """Samples of each micro-batch."""
         return [len(names) for names in self.names]
 
+    def on_host(self) -> HostLosses:
+        """The same as numbers, read from the device at once."""
+        columns = {"total": self.total, "diffusion": self.diffusion, **self.extra}
+        flat = torch.cat([*map(torch.stack, columns.values()), *self.per_sample, *self.timesteps]).tolist()
+        numbers = iter(flat)
+        read = {name: list(islice(numbers, len(values))) for name, values in columns.items()}
+        samples, timesteps = ([list(islice(numbers, count)) for count in self.counts] for _ in range(2))
+        return HostLosses(read.pop("total"), read.pop("diffusion"), samples, timesteps, read, self.names)
+
+
+@dataclass(frozen=True)
+class HostLosses:
+    """What `_Losses` holds, as numbers: one item per micro-step."""
+
+    total: list[float]
+    diffusion: list[float]
+    per_sample: list[list[float]]
+    timesteps: list[list[float]]
+    extra: dict[str, list[float]]
+    names: list[list[str]]
+
+    @classmethod
+    def merged(cls, parts: Sequence[HostLosses]) -> HostLosses:
+        """The losses of all processes as those of one, with samples in the order of the global batch.
+
+        Raises:
+            NonFiniteError: naming the files of the micro-batches of one process.
+        """
+        files = [names for part in parts for names in part.names]
+        stop_if_losses_not_finite([loss for part in parts for loss in part.total], files)
+        return cls(
+            total=_averaged(part.total for part in parts),
+            diffusion=_averaged(part.diffusion for part in parts),
+            per_sample=[_joined(micro) for micro in zip(*(part.per_sample for part in parts), strict=True)],
+            timesteps=[_joined(micro) for micro in zip(*(part.timesteps for part in parts), strict=True)],
+            extra={name: _averaged(part.extra[name] for part in parts) for name in parts[0].extra},
+            names=[_joined(micro) for micro in zip(*(part.names for part in parts), strict=True)],
+        )
+
+
+def _joined(lists: Iterable[list[Item]]) -> list[Item]:
+    return [item for each in lists for item in each]
+
+
+def _averaged(columns: Iterable[list[float]]) -> list[float]:
+    return [fmean(column) for column in zip(*columns, strict=True)]
+
 
 def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) -> StepReport:
     """Train on `accumulation` micro-batches and update the weights once. All their samples have the same weight.
@@ -123,18 +175,17 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         with meter.waiting_for_data():
             batch = next(loader).to(accelerator.device, non_blocking=True)
         meter.count(batch)
-        last = micro_step == settings.accumulation - 1  # only then do processes exchange their gradients
-        with nullcontext() if last else accelerator.no_sync(assembly.transformer):
+        with assembly.world.exchanging(f"Step {global_step + 1}"):
             run_micro_step(assembly, batch, global_step, micro_step, losses)
 
-    stop_if_losses_not_finite(torch.stack(losses.total).tolist(), losses.names)
+    everyone = HostLosses.merged(assembly.world.gather(losses.on_host()))
     assembly.scaler.unscale_(assembly.optimizer)
     every = assembly.parameters | assembly.module_parameters
     equalise_samples(every.values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
     gradient = clip_gradients(assembly.parameters.values(), settings.optimizer)
     own = clip_gradients(assembly.module_parameters.values(), settings.optimizer)
-    stop_if_gradients_not_finite((*gradient.values(), *own.values()), every, assembly.scaler, losses.names)
+    stop_if_gradients_not_finite((*gradient.values(), *own.values()), every, assembly.scaler, everyone.names)
     assembly.scaler.step(assembly.optimizer)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
@@ -142,8 +193,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         step=global_step + 1,
         epoch=loader.epoch,
         epochs_done=loader.epochs_done,
-        metrics={**_means(losses), **gradient, "learning_rate": learning_rate, "epoch": loader.epoch},
-        samples=list(zip(torch.cat(losses.timesteps).tolist(), torch.cat(losses.per_sample).tolist(), strict=True)),
+        metrics={**_means(everyone), **gradient, "learning_rate": learning_rate, "epoch": loader.epoch},
+        samples=list(zip(_joined(everyone.timesteps), _joined(everyone.per_sample), strict=True)),
         seconds=meter.seconds,  # last: reading the losses has waited for the device
         data_seconds=meter.data_seconds,
         weights_seconds=meter.read_weights_seconds(),
@@ -177,17 +228,30 @@ def rehearse_micro_step(assembly: Assembly, batch: Batch) -> None:
 
 def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: _Losses) -> None:
     """Forward and backward of one micro-batch, then of the passes that techniques add, one graph at a time."""
+    last = micro_step == assembly.settings.accumulation - 1  # only then do processes exchange their gradients
     with ExitStack() as acting:
         for technique in assembly.techniques:
             acting.enter_context(technique.acting(batch))
         noisy = noisy_batch(assembly, batch, global_step, micro_step)
-        _backward(assembly, micro_loss(assembly, noisy, losses), losses)
-    forward = partial(predict, assembly)
-    for technique in assembly.techniques:
-        for name, loss in technique.extra_pass(noisy, forward).items():
+        extras = [run for technique in assembly.techniques for run in technique.extra_passes(noisy)]
+        with exchange_only(assembly, transformer=last and not extras, modules=last):
+            _backward(assembly, micro_loss(assembly, noisy, losses), losses)
+    for index, run in enumerate(extras):
+        with exchange_only(assembly, transformer=last and index == len(extras) - 1, modules=False):
+            added = run(partial(predict, assembly))
+            _backward(assembly, torch.stack(list(added.values())).sum(), losses)
+        for name, loss in added.items():
             losses.extra.setdefault(name, []).append(loss.detach())
             losses.total[-1] = losses.total[-1] + loss.detach()
-            _backward(assembly, loss, losses)
+
+
+@contextmanager
+def exchange_only(assembly: Assembly, *, transformer: bool, modules: bool) -> Iterator[None]:
+    """Let processes exchange the accumulated gradients in the backward pass of this context, or only accumulate."""
+    with ExitStack() as stack:
+        for module in [assembly.transformer] * (not transformer) + [*assembly.modules.values()] * (not modules):
+            stack.enter_context(assembly.accelerator.no_sync(module))
+        yield
 
 
 def _backward(assembly: Assembly, loss: Tensor, losses: _Losses) -> None:
@@ -271,13 +335,13 @@ def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) 
     return Place(assembly.settings.seed, global_step, micro_step, world.slots(count), world.size * count)
 
 
-def _means(losses: _Losses) -> dict[str, float]:
-    counts = torch.tensor(losses.counts, dtype=torch.float32)
-    shares = (counts / counts.mean()).to(losses.total[0].device)  # all 1 if the batches are of one size
+def _means(losses: HostLosses) -> dict[str, float]:
+    counts = torch.tensor([len(names) for names in losses.names], dtype=torch.float32)
+    shares = counts / counts.mean()  # all 1 if the batches are of one size
     means = {
-        "train_loss": torch.cat(losses.per_sample).mean().item(),
-        "optimization_loss": (torch.stack(losses.total) * shares).mean().item(),
+        "train_loss": torch.tensor(_joined(losses.per_sample)).mean().item(),
+        "optimization_loss": (torch.tensor(losses.total) * shares).mean().item(),
     }
     if losses.extra:
-        means["diffusion_loss"] = (torch.stack(losses.diffusion) * shares).mean().item()
-    return means | {name: torch.stack(values).mean().item() for name, values in losses.extra.items()}
+        means["diffusion_loss"] = (torch.tensor(losses.diffusion) * shares).mean().item()
+    return means | {name: torch.tensor(values).mean().item() for name, values in losses.extra.items()}

@@ -174,7 +174,7 @@ def stub(probability: float = 1.0) -> Preservation:
 def test_batches_are_drawn_from_their_place_in_the_run(batch: Batch) -> None:
     def losses(place: Place, batch: Batch = batch) -> bool:
         noisy = replace(fixed_noise(batch), place=place)
-        return bool(stub(0.3).extra_pass(noisy, lambda noisy: noisy.noisy_latents))
+        return bool(stub(0.3).extra_passes(noisy))
 
     places = [Place(7, number, 0, range(2), 4) for number in range(400)]
     drawn = [losses(place) for place in places]
@@ -184,7 +184,7 @@ def test_batches_are_drawn_from_their_place_in_the_run(batch: Batch) -> None:
     assert drawn != [losses(replace(place, micro_step=1)) for place in places]
     assert not any(losses(place, replace(batch, other_embeds=None)) for place in places[:20])
     with pytest.raises(ValueError, match="place in the run"):
-        stub().extra_pass(fixed_noise(batch), lambda noisy: noisy.noisy_latents)
+        [run(lambda noisy: noisy.noisy_latents) for run in stub().extra_passes(fixed_noise(batch))]
 
 
 def test_a_given_first_frame_does_not_count() -> None:
@@ -196,9 +196,9 @@ def test_a_given_first_frame_does_not_count() -> None:
         first = torch.arange(3) == 0
         return (10.0 * first + 2.0 * ~first).view(1, 1, 3, 1, 1).expand_as(latents) * torch.is_grad_enabled()
 
-    assert stub().extra_pass(clip, forward)["preservation_loss"] == 4.0
+    assert stub().extra_passes(clip)[0](forward)["preservation_loss"] == 4.0
     picture = replace(clip, batch=replace(clip.batch, condition=None))
-    assert stub().extra_pass(picture, forward)["preservation_loss"] == 36.0
+    assert stub().extra_passes(picture)[0](forward)["preservation_loss"] == 36.0
 
 
 @pytest.mark.parametrize(

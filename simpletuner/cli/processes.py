@@ -1,0 +1,271 @@
+"""Training on several processes: they are started, plan, fail and stop together.
+
+    simpletuner train ─► accelerate launch ─► simpletuner train (one per device)
+
+torchrun, accelerate and srun may also start the processes directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, shorten
+from simpletuner.redaction import redact
+from simpletuner.reporting.events import EventStream, RunState, StateChanged
+from simpletuner.world import ConnectedWorld, World, connect, settle_meeting
+
+if TYPE_CHECKING:
+    from simpletuner.budget.budget import Budget
+    from simpletuner.plan.build import Plan
+
+EXTRA = "ACCELERATE_EXTRA_ARGS"
+# Seconds that a failed process stays, so that the first one can say why before the launcher ends it.
+LINGER = 3.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def start_processes(plan: Plan, command: list[str]) -> None:
+    """Run a command of `simpletuner` in `num_processes` processes; returns when all of them have finished.
+
+    Raises:
+        typer.Exit: one of them failed, and the first has said why.
+        UserError: ACCELERATE_EXTRA_ARGS are wrong, or accelerate refuses them.
+    """
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    arguments = launch_arguments(plan, command)
+    # Its own messages repeat what the processes say.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")  # the others are passed on, see below
+    try:
+        with signals_passed_on():
+            launch_command(arguments)
+    except ChildFailedError as failed:
+        codes = [failure.exitcode for failure in failed.failures.values()]
+        raise typer.Exit(next((code for code in codes if code > 0), 1)) from None
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"accelerate launch: {error}") from None
+
+
+def launch_arguments(plan: Plan, command: list[str]) -> Any:
+    """The arguments of `accelerate launch`, as it parses them itself.
+
+    Raises:
+        UserError: ACCELERATE_EXTRA_ARGS has unknown options, or lacks those of several machines.
+    """
+    from accelerate.commands.launch import launch_command_parser
+
+    launch, extra = plan.config.launch, os.environ.get(EXTRA, "")
+    here = launch.num_processes // launch.num_machines
+    words = [
+        *("--multi_gpu", "--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--monitor_interval", "0.2"),
+        *("--num_cpu_threads_per_process", os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // here))),
+    ]
+    try:
+        words += shlex.split(extra)
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # argparse prints its usage
+            arguments = launch_command_parser().parse_args([*words, "-m", "simpletuner", *command])
+    except (ValueError, SystemExit):
+        raise UserError(
+            f"{EXTRA}: {extra!r} is not what `accelerate launch` takes; see accelerate launch --help."
+        ) from None
+    if launch.num_machines > 1:
+        needed = {"--machine_rank": arguments.machine_rank, "--main_process_ip": arguments.main_process_ip}
+        missing = [name for name, value in needed.items() if value is None]
+        if missing:
+            example = "--machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500"
+            raise UserError(
+                f"{EXTRA}: num_machines is {launch.num_machines}, so it must have {' and '.join(missing)}, "
+                f"such as {example!r}; only machine_rank differs between the machines."
+            )
+    elif arguments.main_process_port is None:
+        arguments.main_process_port = 0  # any free one: another run may use the default
+    return arguments
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    from simpletuner.budget.device import usable_cores
+
+    return usable_cores()
+
+
+@contextmanager
+def signals_passed_on() -> Iterator[None]:
+    """Pass Ctrl-C and SIGTERM on to the processes, which stop as one process does: in sessions of their own, they do
+    not get them from the terminal."""
+    import psutil
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                child.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def joined(place: World | None) -> Iterator[World]:
+    """This process's world; what ends one process ends all of them, and the first says why.
+
+    Args:
+        place: as a launcher has set it; None for a process that was started by itself.
+    """
+    if place is None:
+        yield World()
+        return
+    missing = settle_meeting(place, os.environ)
+    if missing:
+        raise ConfigError(missing)
+    with quiet_output(place), connect(place) as world:
+        watch = world.watch
+        assert watch is not None
+        if world.is_main:
+            watch.ended = complain
+        try:
+            yield world
+        except BaseException as error:
+            raise together(world, error) from error
+
+
+@contextmanager
+def quiet_output(place: World) -> Iterator[None]:
+    """Only the first process has a terminal."""
+    if place.is_main:
+        yield
+        return
+    nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good: errors at exit are silent, too
+    sys.stdout = sys.stderr = nowhere
+    yield
+
+
+def together(world: ConnectedWorld, error: BaseException) -> BaseException:
+    """Announce a failure; returns the one that came first, as this process should raise it."""
+    watch = world.watch
+    assert watch is not None
+    code = exit_code(error)
+    if code == Interrupted.exit_code and not world.is_main:
+        time.sleep(LINGER)  # all were asked to stop, and the first process has more to finish
+    watch.close()
+    where = "" if world.is_main else f"Process {world.rank} on {socket.gethostname()}: "
+    first, first_code = watch.fail(where + (str(error) or type(error).__name__), code)
+    if not world.is_main:
+        time.sleep(LINGER)
+        return typer.Exit(first_code)
+    return error if first == (str(error) or type(error).__name__) else RemoteError(first, first_code)
+
+
+def shared_events(events: EventStream, world: World, total_steps: int) -> EventStream:
+    """The stream of this process: a stop that one process is asked for stops all, and a failure ends the records."""
+    if isinstance(world, ConnectedWorld) and world.watch is not None:
+        watch, stop = world.watch, events.stop
+
+        def ended(message: str, code: int) -> None:
+            state: RunState = "interrupted" if code == Interrupted.exit_code else "failed"
+            events.publish(StateChanged(state, events.step, total_steps, message))
+            complain(message, code)
+
+        watch.stop_requested, watch.request_stop = lambda: stop.requested, partial(setattr, stop, "requested", True)
+        watch.ended = ended if world.is_main else watch.ended
+    return events
+
+
+def exit_code(error: BaseException) -> int:
+    """The code with which an error ends a process."""
+    if isinstance(error, SimpleTunerError | typer.Exit):
+        return error.exit_code
+    return Interrupted.exit_code if isinstance(error, KeyboardInterrupt) else 1
+
+
+class RemoteError(SimpleTunerError):
+    """Another process has ended the run."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def complain(message: str, code: int) -> None:
+    """Say why all processes end."""
+    print(redact(f"error: {message}" if code == UserError.exit_code else message), file=sys.stderr, flush=True)
+
+
+def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Budget]]) -> tuple[Plan, Budget]:
+    """The plan of all processes, made by each: first by the main one, which also draws the seed, then by one on each
+    further machine, which may download, then by the rest.
+
+    Args:
+        make: makes it with a seed; None draws one.
+
+    Raises:
+        ConfigError: this process cannot make it, or it differs from the main one's.
+    """
+    mine = 0 if world.is_main else 1 if world.is_leader else 2
+    made, seed = None, None
+    for turn in range(3):
+        if turn == mine:
+            made = make(seed)
+        seed = world.broadcast(made[0].seed if made else None)
+    assert made is not None
+    problems = differences(world.gather((socket.gethostname(), describe(made[0]))))
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def describe(plan: Plan) -> dict[str, str]:
+    """What must be the same in all processes, by what a person would look at."""
+    from simpletuner.plan.resume import identify
+    from simpletuner.reporting.environment import package_versions
+
+    config = plan.config
+    identity = identify(
+        config, plan.spec, plan.flavour, plan.source, plan.lora_targets,
+        seed=plan.seed, trained=plan.trained, versions=package_versions(),
+    )  # fmt: skip
+    step = "the beginning" if plan.resume is None else plan.resume.path.name
+    return {
+        **{key: repr(value) for key, value in config.flat().items()},
+        **{f"version of {name}": version for name, version in identity.versions.items()},
+        **{f"content of {role}": digest[:12] for role, digest in identity.weights.items()},
+        "data_backend_config": f"a list of samples with the digest {identity.datasets[:12]}",
+        "seed": str(plan.seed),
+        "resume_from_checkpoint": f"{config.run.resume_from_checkpoint!r}, which is {step}",
+    }
+
+
+def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:
+    """What differs from the first process, and in which one."""
+    _, first = described[0]
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for rank, (host, other) in enumerate(described):
+        for key in first.keys() | other.keys():
+            values = first.get(key, "absent"), other.get(key, "absent")
+            if values[0] != values[1]:
+                found.setdefault((key, *values), []).append(f"{rank} on {host}")
+    return [
+        Problem(key, f"is {here} in the first process, but {there} in process {shorten(where, 4)}.")
+        for (key, here, there), where in sorted(found.items())
+    ]
