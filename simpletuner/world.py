@@ -26,6 +26,7 @@ PATIENCE = timedelta(days=30)
 # The longest that a step may take to exchange tensors, in seconds.
 EXCHANGE_SECONDS = 1800.0
 POLL_SECONDS = 0.5
+LOST = "A process has ended without a word: it was killed, or the system ran out of memory."
 FAILURE, STOP, DOING = "failure", "stop", "doing"
 
 
@@ -84,8 +85,8 @@ class World:
         """Wait until every process has reached this point."""
         self.gather(None)
 
-    def first_failure(self) -> str | None:
-        """Why the first process failed that did; None if none has."""
+    def first_failure(self, error: BaseException) -> str | None:
+        """Why another process failed, which then caused this error in this one; None if none has."""
         return None
 
     @contextmanager
@@ -151,7 +152,7 @@ class Watch:
             while not self._over.wait(POLL_SECONDS):
                 self._look()
         except (DistError, RuntimeError):  # the store is gone, and with it the process that held it
-            self._end("the first process has ended without saying why", 1)
+            self._end(LOST, 1)
 
     def _look(self) -> None:
         if self.store.check([FAILURE]):
@@ -197,8 +198,11 @@ class ConnectedWorld(World):
         all_gather_object(values, value, self.control)
         return values
 
-    def first_failure(self) -> str | None:
-        return self._watch.failure()
+    def first_failure(self, error: BaseException) -> str | None:
+        from torch.distributed import DistError
+
+        lost = isinstance(error, DistError) or "gloo" in str(error)  # which raises a plain RuntimeError
+        return self._watch.failure() or (LOST if lost else None)
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:

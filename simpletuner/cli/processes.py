@@ -27,7 +27,7 @@ import typer
 from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, shorten
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-from simpletuner.world import ConnectedWorld, World, connect, settle_meeting
+from simpletuner.world import LOST, ConnectedWorld, World, connect, settle_meeting
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
@@ -52,12 +52,13 @@ def start_processes(plan: Plan, command: list[str]) -> None:
     arguments = launch_arguments(plan, command)
     # Its own messages repeat what the processes say.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")  # the others are passed on, see below
     try:
         with signals_passed_on():
             launch_command(arguments)
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
+        if 0 in failed.failures and failed.failures[0].exitcode < 0:  # a signal ended it before it could say anything
+            raise RemoteError(LOST, 1) from None
         raise typer.Exit(next((code for code in codes if code > 0), 1)) from None
     except (ValueError, RuntimeError) as error:
         raise UserError(f"accelerate launch: {error}") from None
@@ -97,6 +98,7 @@ def launch_arguments(plan: Plan, command: list[str]) -> Any:
             )
     elif arguments.main_process_port is None:
         arguments.main_process_port = 0  # any free one: another run may use the default
+    arguments.signals_to_handle = "SIGQUIT"  # torchrun leaves the others to `signals_passed_on`
     return arguments
 
 
@@ -165,16 +167,16 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
     """Announce a failure; returns the one that came first, as this process should raise it."""
     watch = world.watch
     assert watch is not None
-    code = exit_code(error)
+    code, message = exit_code(error), world.first_failure(error) or str(error) or type(error).__name__
     if code == Interrupted.exit_code and not world.is_main:
         time.sleep(LINGER)  # all were asked to stop, and the first process has more to finish
     watch.close()
     where = "" if world.is_main else f"Process {world.rank} on {socket.gethostname()}: "
-    first, first_code = watch.fail(where + (str(error) or type(error).__name__), code)
+    first, first_code = watch.fail(where + message, code)
     if not world.is_main:
         time.sleep(LINGER)
         return typer.Exit(first_code)
-    return error if first == (str(error) or type(error).__name__) else RemoteError(first, first_code)
+    return error if first == str(error) else RemoteError(first, first_code)
 
 
 def shared_events(events: EventStream, world: World, total_steps: int) -> EventStream:

@@ -65,17 +65,37 @@ def check_resume(
         if old != new:
             message = f"{checkpoint.path} was trained with {what} {old}, not {new}; choose another output_dir."
             problems.append(Problem(key, message))
-    size = config.schedule.train_batch_size
-    if identity.train_batch_size != size:
-        allowed = config.run.i_know_what_i_am_doing or allows_other_batch_size()
-        message = f"{checkpoint.path} was trained with train_batch_size {identity.train_batch_size}, not {size}."
-        hint = "" if allowed else " i_know_what_i_am_doing allows it; the data order then starts over."
-        problems.append(Problem(key, message + hint, fatal=not allowed))
+    problems.extend(_check_batch(config, checkpoint))
     problems.extend(_check_base(config, checkpoint))
     problems.extend(_check_weights(source, checkpoint))
     if identity.model_type == config.model.model_type:
         problems.extend(_check_settings(mathematics(config, spec, targets), checkpoint))
     return checkpoint
+
+
+def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Another number of processes continues exactly if their batches hold as many samples together."""
+    identity, processes, size = (
+        checkpoint.manifest.identity,
+        config.launch.num_processes,
+        config.schedule.train_batch_size,
+    )
+    before, now = identity.train_batch_size * identity.num_processes, size * processes
+    if before == now:
+        return
+    allowed = config.run.i_know_what_i_am_doing or allows_other_batch_size()
+    one, other = f"train_batch_size {identity.train_batch_size}", str(size)
+    if identity.num_processes != processes:
+        one, other = f"{one} in {_processes(identity.num_processes)}", f"{size} in {_processes(processes)}"
+    message = f"{checkpoint.path} was trained with {one}, not {other}."
+    if before % processes == 0:
+        message += f" train_batch_size {before // processes} continues it."
+    hint = "" if allowed else " i_know_what_i_am_doing allows the change; the data order then starts over."
+    yield Problem("resume_from_checkpoint", message + hint, fatal=not allowed)
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"
 
 
 def identify(
@@ -88,12 +108,13 @@ def identify(
         model_flavour=flavour.name,
         model_type=config.model.model_type,
         train_batch_size=config.schedule.train_batch_size,
+        num_processes=config.launch.num_processes,
         seed=seed,
         datasets=fingerprint(trained),
         versions=versions,
         weights=weight_identities(source),
         settings=mathematics(config, spec, targets) | dataset_mathematics(trained),
-        order=sample_order(trained, seed),
+        order=sample_order(trained, seed, config.launch.num_processes),
         origins={key: origin for key, origin in config.origins.items() if origin != "default"},
     )
 
@@ -145,13 +166,14 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
     return own | {f"{each.id}.conditioning_data": each.masks and each.masks.conditioning_type for each in trained}
 
 
-def sample_order(trained: Sequence[Dataset], seed: int) -> dict[str, Any]:
+def sample_order(trained: Sequence[Dataset], seed: int, processes: int) -> dict[str, Any]:
     """Besides the samples themselves, what decides which of them share a batch and how they are cropped."""
     order: dict[str, Any] = {"seed": seed}
     for dataset in trained:
         sizes = Counter(f"{'x'.join(map(str, each.geometry.size))}@{each.frames}" for each in dataset.samples)
         order[f"{dataset.id}.resolution"] = [f"{count} of {size}" for size, count in sorted(sizes.items())]
         config = dataset.config
+        order[f"{dataset.id}.train_batch_size"] = f"{dataset.batch_size * processes} over all processes"
         order[f"{dataset.id}.slider_strength"] = config.slider_strength or 0
         order[f"{dataset.id}.crop"] = [config.crop, config.crop_aspect, config.crop_style] if config.crop else False
     return order
@@ -212,7 +234,7 @@ def has_same_data(
     if resume is None:
         return True
     problems.extend(_check_settings(dataset_mathematics(trained), resume))
-    changed = list(_check_order(sample_order(trained, seed), resume))
+    changed = list(_check_order(sample_order(trained, seed, config.launch.num_processes), resume))
     problems.extend(changed)
     if changed:
         return False
@@ -221,4 +243,4 @@ def has_same_data(
             message = f"the datasets are not those that {resume.path.name} was trained on; its epoch starts over."
             problems.append(Problem("data_backend_config", message, fatal=False))
         return False
-    return resume.manifest.identity.train_batch_size == config.schedule.train_batch_size
+    return not any(_check_batch(config, resume))

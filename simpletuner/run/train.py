@@ -131,7 +131,7 @@ def announced_end(events: EventStream, total_steps: int, world: World) -> Iterat
         yield
     except BaseException as error:
         how: RunState = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        message = world.first_failure() or str(error) or type(error).__name__
+        message = world.first_failure(error) or str(error) or type(error).__name__
         events.publish(StateChanged(how, events.step, total_steps, message))
         raise
 

@@ -44,6 +44,7 @@ class Identity:
         settings: keys that change the mathematics, with their effective values.
         order: keys that decide which samples share a batch, with their effective values.
         origins: what set each key that is not at its default, by key.
+        num_processes: each with batches of `train_batch_size`.
     """
 
     model_family: str
@@ -57,6 +58,7 @@ class Identity:
     settings: dict[str, Any] = field(default_factory=dict)
     order: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    num_processes: int = 1
 
 
 @dataclass(frozen=True)
