@@ -115,7 +115,7 @@ def assemble(
         slower, config.optimizer, config.precision.mixed_precision, spec.learning_rate, modules, faster
     )
     prepared = _replicate(transformer, accelerator)
-    streamer = _stream(transformer, streamed, config, device)
+    streamer = _stream(transformer, streamed, config, device, world)
     return Assembly(
         adapter=adapter,
         accelerator=accelerator,
@@ -141,7 +141,7 @@ def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.d
     _quantise(transformer, config.precision, adapter.spec, device)
     _use_fast_blocks(transformer, config, adapter, device)
     streamed = _place(transformer, adapter.block_layout(transformer), config.offload, device)
-    _stream(transformer, streamed, config, device)
+    _stream(transformer, streamed, config, device, World())
     return transformer
 
 
@@ -263,12 +263,12 @@ def _place(transformer: nn.Module, layout: BlockLayout, config: OffloadConfig, d
 
 
 def _stream(
-    transformer: nn.Module, streamed: Sequence[nn.Module], config: RunConfig, device: torch.device
+    transformer: nn.Module, streamed: Sequence[nn.Module], config: RunConfig, device: torch.device, world: World
 ) -> Streamer | None:
     if not config.offload.enable_group_offload:
         return None
     keeps_saved = not config.precision.checkpoints_all
-    return attach_offload(transformer, streamed, config.offload, device, keeps_saved=keeps_saved)
+    return attach_offload(transformer, streamed, config.offload, device, keeps_saved=keeps_saved, world=world)
 
 
 def _step_settings(config: RunConfig, spec: TrainingSpec) -> StepSettings:

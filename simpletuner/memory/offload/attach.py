@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,18 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import SLOTS, OffloadConfig
 from simpletuner.errors import UserError
-from simpletuner.memory.offload.image import WeightImage, frozen_tensors, on_disk, page_lock, set_aside
+from simpletuner.memory.offload.image import (
+    Settle,
+    WeightImage,
+    frozen_tensors,
+    on_disk,
+    page_lock,
+    set_aside,
+    shared_by_machine,
+)
 from simpletuner.memory.offload.lane import choose_lane
 from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
+from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +56,7 @@ def attach_offload(
     *,
     keeps_saved: bool,
     slots: int = SLOTS,
+    world: World = World(),
 ) -> Streamer | None:
     """Let the frozen weights of a transformer stream; call it last, after all other changes to the transformer.
 
@@ -53,6 +64,7 @@ def attach_offload(
         blocks: the blocks that stream, in the order of the forward pass; see `streamed_blocks`.
         keeps_saved: some blocks run without activation checkpointing, so autograd saves their weights.
         slots: groups on the device at a time.
+        world: the processes that train together; those of a machine share one copy of the weights in host memory.
 
     Returns:
         the streamer, or None if nothing streams.
@@ -64,7 +76,7 @@ def attach_offload(
     if wanted > len(blocks):
         message = "group_offload_blocks_per_group: %d is more than the %d blocks that stream; they come as one group."
         logger.warning(message, wanted, len(blocks))
-    streamer = stream(blocks, device, config, slots)
+    streamer = stream(blocks, device, config, slots, world)
     if keeps_saved:
         _remember_places(transformer, streamer)
     where = "in host memory" if config.group_offload_to_disk_path is None else "on disk"
@@ -87,7 +99,13 @@ def offload_layers(model: nn.Module, config: OffloadConfig, device: torch.device
     return [stream(list(stack), device, config) for stack in stacks]
 
 
-def stream(blocks: Sequence[nn.Module], device: torch.device, config: OffloadConfig, slots: int = SLOTS) -> Streamer:
+def stream(
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    config: OffloadConfig,
+    slots: int = SLOTS,
+    world: World = World(),
+) -> Streamer:
     """Pack blocks into images, and stream them in each forward pass.
 
     Raises:
@@ -95,7 +113,7 @@ def stream(blocks: Sequence[nn.Module], device: torch.device, config: OffloadCon
     """
     size = config.group_offload_blocks_per_group
     groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
-    images = [WeightImage(group, _settle(config, device)) for group in groups]
+    images = [WeightImage(group, _settle(config, device, world)) for group in groups]
     if config.group_offload_use_stream and device.type != "cuda":
         _warn_once("group_offload_use_stream has no effect: the compute device is no CUDA device.")
     to_disk = config.group_offload_to_disk_path is not None
@@ -151,25 +169,26 @@ def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
     return [found for child in module.children() for found in _outermost_lists(child)]
 
 
-def _settle(config: OffloadConfig, device: torch.device) -> Callable[[WeightImage, Tensor], Tensor]:
+def _settle(config: OffloadConfig, device: torch.device, world: World) -> Settle:
     """How images are stored: on disk, or in host memory, page-locked for a GPU."""
     path = config.group_offload_to_disk_path
     if path is None:
-        return _lock if device.type == "cuda" else _keep
+        return partial(_keep, world=world, locked=device.type == "cuda")
     folder = Path(path).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"group_offload_to_disk_path: {str(folder)!r} cannot be made: {error.strerror}.") from None
+    if world.local_size > 1:
+        return lambda image, flat: shared_by_machine(flat, world, folder)
     return lambda image, flat: on_disk(flat, folder)
 
 
-def _keep(image: WeightImage, flat: Tensor) -> Tensor:
-    return flat
-
-
-def _lock(image: WeightImage, flat: Tensor) -> Tensor:
-    page_lock(flat, image)
+def _keep(image: WeightImage, flat: Tensor, *, world: World, locked: bool) -> Tensor:
+    if world.local_size > 1:
+        flat = shared_by_machine(flat, world, None)
+    if locked:
+        page_lock(flat, image)
     return flat
 
 

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from simpletuner.atomic import writing_to
+from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE
+PROCESSES = Path("/proc")
 
 
 def whole_pages(nbytes: int) -> Tensor:
@@ -77,6 +80,40 @@ def on_disk(flat: Tensor, folder: Path) -> Tensor:
         file.write(flat.numpy().data)
         file.flush()
         return torch.from_file(file.name, shared=False, size=flat.numel(), dtype=torch.uint8)
+
+
+def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor:
+    """One buffer for all processes of a machine, which hold the same weights: that of its first process.
+
+    Every process must call this for the same buffers in the same order. The file behind the buffer is gone as soon as
+    all have mapped it.
+
+    Args:
+        folder: on a disk; None for memory, which unlike /dev/shm needs no room of its own in containers.
+
+    Raises:
+        DiskFullError: no space left in the folder.
+    """
+    with ExitStack() as stack:
+        name = ""
+        if world.is_leader:
+            file = stack.enter_context(_shared_file(folder))
+            with writing_to(folder or PROCESSES):
+                file.write(flat.numpy().data)
+                file.flush()
+            name = f"{PROCESSES}/{os.getpid()}/fd/{file.fileno()}"
+        found = torch.from_file(
+            world.gather(name)[world.rank - world.local_rank], shared=True, size=flat.numel(), dtype=torch.uint8
+        )
+        world.barrier()
+    return found
+
+
+def _shared_file(folder: Path | None) -> IO[bytes]:
+    """An unlinked file, on a disk or in memory, which other processes open through that of this process."""
+    if folder is None:
+        return os.fdopen(os.memfd_create("simpletuner-offload"), "w+b")
+    return tempfile.TemporaryFile(dir=folder, prefix="simpletuner-offload-")
 
 
 ALIGNMENT = 256  # bytes; that of CUDA's allocator, for kernels that depend on it
