@@ -135,8 +135,7 @@ class Watch:
         return str(first), int(code)
 
     def failure(self) -> str | None:
-        """Why the first process failed that did; this one no longer looks for it by itself."""
-        self.close()
+        """Why the first process failed that did."""
         return str(json.loads(self.store.get(FAILURE))[0]) if self.store.check([FAILURE]) else None
 
     @contextmanager

@@ -27,14 +27,14 @@ import typer
 from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, shorten
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-from simpletuner.world import LOST, ConnectedWorld, World, connect, settle_meeting
+from simpletuner.world import LOST, POLL_SECONDS, ConnectedWorld, World, connect, settle_meeting
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
     from simpletuner.plan.build import Plan
 
 EXTRA = "ACCELERATE_EXTRA_ARGS"
-# Seconds that a failed process stays, so that the first one can say why before the launcher ends it.
+# Seconds that a failed process stays, so that the first one can say why before a launcher ends it.
 LINGER = 3.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -167,14 +167,16 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
     """Announce a failure; returns the one that came first, as this process should raise it."""
     watch = world.watch
     assert watch is not None
-    code, message = exit_code(error), world.first_failure(error) or str(error) or type(error).__name__
+    code = exit_code(error)
     if code == Interrupted.exit_code and not world.is_main:
-        time.sleep(LINGER)  # all were asked to stop, and the first process has more to finish
+        time.sleep(LINGER)  # all were asked to stop; the first process has more to finish, and its end ends this one
     watch.close()
+    message = world.first_failure(error) or str(error) or type(error).__name__
     where = "" if world.is_main else f"Process {world.rank} on {socket.gethostname()}: "
     first, first_code = watch.fail(where + message, code)
+    # Until the others have noticed: the first process may hold their store, and prints what another one announces.
+    time.sleep(2 * POLL_SECONDS if world.is_main else LINGER)
     if not world.is_main:
-        time.sleep(LINGER)
         return typer.Exit(first_code)
     return error if first == str(error) else RemoteError(first, first_code)
 

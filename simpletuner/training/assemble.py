@@ -128,7 +128,8 @@ def assemble(
         settings=_step_settings(config, spec),
         hidden=hidden,
         techniques=list(techniques),
-        modules=_prepare_modules(techniques, modules, accelerator),
+        modules=modules,
+        wrapped_modules=_wrap_modules(techniques, modules, accelerator),
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
         world=world,
@@ -171,15 +172,15 @@ def _replicate(transformer: nn.Module, accelerator: Accelerator) -> nn.Module:
     return prepared
 
 
-def _prepare_modules(
+def _wrap_modules(
     techniques: Sequence[Technique], modules: Mapping[str, nn.Module], accelerator: Accelerator
-) -> dict[str, nn.Module]:
+) -> list[nn.Module]:
     """Wrap the techniques' modules for gradient synchronisation, and have the techniques call the wrapped ones."""
-    prepared = {name: accelerator.prepare(module, device_placement=[False]) for name, module in modules.items()}
+    wrapped = {name: accelerator.prepare(module, device_placement=[False]) for name, module in modules.items()}
     for technique in techniques:
-        if technique.name in prepared:
-            technique.adopt(prepared[technique.name])
-    return prepared
+        if technique.name in wrapped:
+            technique.adopt(wrapped[technique.name])
+    return [*wrapped.values()]
 
 
 def peak_learning_rate(config: RunConfig, processes: int = 1) -> float:

@@ -89,6 +89,7 @@ class Assembly:
         parameters: its weights by name, in the optimizer's order.
         hidden: hidden states for techniques.
         modules: modules of techniques by the technique's name.
+        wrapped_modules: the same as they are called, wrapped for the exchange of gradients.
         scaler: keeps small float16 gradients from underflowing; disabled in other precisions.
         streamer: copies weights to the device during a step; None if all of them stay there.
         sample_flops: FLOPs of a sample; None if they are not counted.
@@ -107,6 +108,7 @@ class Assembly:
     hidden: HiddenStates
     techniques: list[Technique] = field(default_factory=list)
     modules: dict[str, nn.Module] = field(default_factory=dict)
+    wrapped_modules: list[nn.Module] = field(default_factory=list)
     streamer: WeightStreamer | None = None
     sample_flops: SampleFlops | None = None
     world: World = field(default_factory=World)

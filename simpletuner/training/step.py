@@ -249,7 +249,7 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
 def exchange_only(assembly: Assembly, *, transformer: bool, modules: bool) -> Iterator[None]:
     """Let processes exchange the accumulated gradients in the backward pass of this context, or only accumulate."""
     with ExitStack() as stack:
-        for module in [assembly.transformer] * (not transformer) + [*assembly.modules.values()] * (not modules):
+        for module in [assembly.transformer] * (not transformer) + assembly.wrapped_modules * (not modules):
             stack.enter_context(assembly.accelerator.no_sync(module))
         yield
 

@@ -1,0 +1,62 @@
+"""Several processes of one run, as a launcher starts them, but in no time: they are forked with everything imported."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from simpletuner.cli.app import main
+from tests.workspace import Workspace
+
+PATIENCE = 120  # seconds for a run of a few steps on a busy machine
+
+
+def start(workspaces: Sequence[Workspace], *arguments: str, each: Sequence[Sequence[str]] = ()) -> list[BaseProcess]:
+    """`simpletuner <arguments>` in one process per workspace, all of which may be the same.
+
+    What a process prints is in `rank<N>.txt` of its workspace.
+
+    Args:
+        each: further arguments of each process.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = range(len(workspaces))
+    extras = each or [()] * len(workspaces)
+    return [workspaces[rank].fork(_run, rank, len(workspaces), port, [*arguments, *extras[rank]]) for rank in places]
+
+
+def finish(processes: Sequence[BaseProcess]) -> list[int | None]:
+    """Wait for processes; returns their exit codes."""
+    for process in processes:
+        process.join(PATIENCE)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def train(workspace: Workspace, size: int, *settings: str) -> list[int | None]:
+    """`simpletuner train <settings>` in some processes; returns their exit codes."""
+    return finish(start([workspace] * size, "train", *settings))
+
+
+def printed(workspace: Workspace, rank: int = 0) -> str:
+    """What a process printed."""
+    return workspace.path(f"rank{rank}.txt").read_text()
+
+
+def _run(rank: int, size: int, port: int, arguments: list[str]) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    os.environ.update(
+        {name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    output = Path(f"rank{rank}.txt").open("w")  # noqa: SIM115 - until the process ends
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.exit(main(arguments))

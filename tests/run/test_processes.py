@@ -1,0 +1,220 @@
+"""Runs of several processes: the mathematics of one, one record, one end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.closeness import ROTATION, distance
+from tests.processes import finish, printed, start, train
+from tests.run.test_resume import assert_equal, training_state
+from tests.workspace import Workspace
+
+LOSS = 1e-6  # relative; what sums in another order may change
+RESULT = "output/pytorch_lora_weights.safetensors"
+# Steps that are proportional to the gradient: Adam would divide rounding by rounding where a gradient is nearly 0.
+PLAIN: dict[str, Any] = {
+    "max_train_steps": 3,
+    "optimizer": "torch-sgd",
+    "learning_rate": 0.1,
+    "lr_scheduler": "constant",
+}
+SANA: dict[str, Any] = {
+    "model_family": "sanavideo", "model_flavour": "2b-480p", "flow_schedule_shift": None, "train_batch_size": None,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "norm, accumulation, average": {
+        "grad_clip_method": "norm", "max_grad_norm": 1e-3, "gradient_accumulation_steps": 2, "use_ema": True,
+    },
+    "value, caption dropout": {"max_grad_norm": 1e-4, "caption_dropout_probability": 0.3},
+    "layersync": {"layersync_enabled": True, "layersync_student_block": 0, "layersync_teacher_block": 1},
+    "full": {"model_type": "full", "learning_rate": 1e-3},
+}  # fmt: skip
+# Kandinsky rounds rotated queries to bf16, so a last bit in a batch of another size may become a larger difference.
+KANDINSKY: dict[str, dict[str, Any]] = {
+    "tread": {"tread_config": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 0}]}},
+    "preservation": {"preservation_weight": 1.0, "preservation_probability": 0.5, "preservation_prompt": "a picture"},
+    "projector": {
+        "crepa_enabled": True, "irepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": 0,
+        "crepa_teacher_block_index": 1, "crepa_similarity_threshold": 0.9,
+    },
+}  # fmt: skip
+
+
+def runs(folder: Path, checkpoint: Path, sizes: tuple[int, ...], **settings: Any) -> list[Workspace]:
+    """The same run in different numbers of processes, with four samples in each micro-step."""
+    found = []
+    for size in sizes:
+        workspace = Workspace.create(
+            folder / str(size), checkpoint, **{**PLAIN, **settings, "train_batch_size": 4 // size}
+        )
+        assert (train(workspace, size) if size > 1 else [workspace.train()]) == [0] * size, printed(workspace)
+        found.append(workspace)
+    return found
+
+
+def assert_same_losses(one: Workspace, other: Workspace, tolerance: float) -> None:
+    pairs = list(zip(one.metrics(), other.metrics(), strict=True))
+    assert len(pairs) > 1
+    for left, right in pairs:
+        assert left.keys() == right.keys()
+        assert left["timesteps"] == right["timesteps"]
+        for name in ("train_loss", "optimization_loss"):
+            assert left[name] == pytest.approx(right[name], rel=tolerance), (name, left["step"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_global_batches_train_the_same(tmp_path: Path, sana_checkpoint: Path, kind: str) -> None:
+    one, *others = runs(tmp_path, sana_checkpoint, (1, 2, 4), **SANA, **KINDS[kind])
+    for other in others:
+        assert_same_losses(one, other, LOSS)
+        for path in (each.relative_to(one.folder) for each in one.folder.glob("output/checkpoint-3/**/*.safetensors")):
+            assert distance(load_file(other.path(str(path))), load_file(one.path(str(path)))) < LOSS, path
+
+
+@pytest.mark.parametrize("technique", KANDINSKY)
+def test_techniques_do_in_two_processes_what_they_do_in_one(
+    tmp_path: Path, t2i_checkpoint: Path, technique: str
+) -> None:
+    one, two = runs(tmp_path, t2i_checkpoint, (1, 2), **KANDINSKY[technique])
+    assert_same_losses(one, two, ROTATION / 16)
+    assert distance(load_file(two.path(RESULT)), load_file(one.path(RESULT))) < ROTATION
+    for path in one.folder.glob("output/checkpoint-3/training_state/*.module.safetensors"):
+        assert distance(load_file(two.path(str(path.relative_to(one.folder)))), load_file(path)) < ROTATION
+
+
+def test_a_run_continues_on_another_number_of_processes(tmp_path: Path, sana_checkpoint: Path) -> None:
+    settings = {**SANA, "max_train_steps": 6, "checkpoint_step_interval": 2, "use_ema": True}
+    (straight,) = runs(tmp_path / "straight", sana_checkpoint, (2,), **settings)
+    moved, stopped = (
+        runs(tmp_path / name, sana_checkpoint, (2,), **{**settings, "max_train_steps": 2})[0] for name in ("a", "b")
+    )
+    assert stopped.path("output/checkpoint-2").is_dir()
+    assert train(stopped, 2, "max_train_steps=6") == [0, 0]
+    assert stopped.metrics() == straight.metrics()
+    state, expected = (training_state(each.folder, 6) for each in (stopped, straight))
+    assert_equal(state | {"random": None}, expected | {"random": None})
+
+    assert "train_batch_size 4 continues it" in refused(moved, "max_train_steps=4")
+    assert moved.train("max_train_steps=4", "train_batch_size=4") == 0
+    assert train(moved, 4, "max_train_steps=6", "train_batch_size=1") == [0] * 4, printed(moved)
+    assert_same_losses(straight, moved, LOSS)
+    assert distance(load_file(moved.path(RESULT)), load_file(straight.path(RESULT))) < LOSS
+
+
+def refused(workspace: Workspace, *settings: str) -> str:
+    done = workspace.spawn("plan", *settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, told = done.communicate(timeout=60)
+    assert done.returncode == 2
+    return told
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, t2i_checkpoint: Path) -> Workspace:
+    return Workspace.create(tmp_path / "run", t2i_checkpoint, **{**PLAIN, "train_batch_size": 1})
+
+
+def test_streamed_weights_are_one_copy_for_all_processes(tmp_path: Path, workspace: Workspace) -> None:
+    settings = ("gradient_checkpointing=true", "seed=3")
+    assert train(workspace, 2, *settings) == [0, 0], printed(workspace)
+    resident = load_file(workspace.path(RESULT))
+    for name, where in {"memory": (), "disk": (f"group_offload_to_disk_path={tmp_path}/disk",)}.items():
+        streamed = (*settings, "enable_group_offload=true", f"output_dir={name}", *where)
+        assert train(workspace, 2, *streamed) == [0, 0], printed(workspace)
+        assert_equal(load_file(workspace.path(RESULT.replace("output", name))), resident)
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_processes_that_disagree(tmp_path: Path, t2i_checkpoint: Path, workspace: Workspace) -> None:
+    other = Workspace.create(tmp_path / "other", t2i_checkpoint, pictures=7, **{**PLAIN, "train_batch_size": 1})
+    codes = finish(start([workspace, other], "train", each=[[], ["learning_rate=0.2"]]))
+    assert codes == [2, 2]
+    told = printed(workspace)
+    assert "learning_rate: is 0.1 in the first process, but 0.2 in process 1" in told
+    assert "data_backend_config: is a list of samples" in told
+    assert "Traceback" not in told
+    assert printed(other, 1) == ""
+    assert not workspace.path("output/checkpoint-3").exists()
+
+
+def test_a_mistake_is_told_once(workspace: Workspace) -> None:
+    assert train(workspace, 2, "lora_rank=x", "lerning_rate=1") == [2, 2]
+    told = printed(workspace)
+    assert told.count("error: ") == 2, told
+    assert "2 problems to fix; nothing was started." in told
+    assert printed(workspace, 1) == ""
+
+
+def test_a_process_of_which_only_one_cannot_train(tmp_path: Path, t2i_checkpoint: Path, workspace: Workspace) -> None:
+    other = Workspace.create(tmp_path / "other", t2i_checkpoint, **PLAIN)
+    other.path("config/multidatabackend.json").unlink()
+    started = time.monotonic()
+    assert finish(start([workspace, other], "train")) == [2, 2]
+    assert time.monotonic() - started < 30
+    assert "Process 1 on " in printed(workspace)
+    assert "multidatabackend.json" in printed(workspace)
+
+
+def wait_for_step(workspace: Workspace, count: int, output: Path) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        record = workspace.path("output/training_metrics.jsonl")
+        if record.exists() and len(record.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(output.read_text())
+
+
+def test_a_process_that_is_killed_ends_all(workspace: Workspace) -> None:
+    processes = start([workspace] * 2, "train", "max_train_steps=5000")
+    wait_for_step(workspace, 2, workspace.path("rank0.txt"))
+    processes[1].kill()
+    started = time.monotonic()
+    assert finish(processes) == [1, -signal.SIGKILL]
+    assert time.monotonic() - started < 30
+    assert printed(workspace).rstrip().endswith("it was killed, or the system ran out of memory.")
+    assert "Traceback" not in printed(workspace)
+    last = json.loads(workspace.path("output/events.jsonl").read_text().splitlines()[-1])
+    assert "killed" in last["message"]
+    assert not workspace.path("output/run.lock").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_of_one_process_stops_all_after_a_step(workspace: Workspace, rank: int) -> None:
+    processes = start([workspace] * 2, "train", "max_train_steps=5000")
+    wait_for_step(workspace, 2, workspace.path("rank0.txt"))
+    os.kill(processes[rank].pid or 0, signal.SIGINT)
+    assert finish(processes) == [130, 130]
+    step = len(workspace.metrics())
+    assert (
+        workspace.path(f"output/checkpoint-{step}-rolling").is_dir()
+        or workspace.path(f"output/checkpoint-{step}").is_dir()
+    )
+    assert f"Stopped at step {step}" in printed(workspace)
+
+
+@pytest.mark.slow
+def test_one_command_starts_all_processes(workspace: Workspace) -> None:
+    """`simpletuner train` with num_processes: one terminal, one record, one exit code, one Ctrl-C."""
+    log = workspace.path("log.txt")
+    with log.open("w") as output:
+        command = ("train", "num_processes=2", "max_train_steps=5000")
+        launcher = workspace.spawn(*command, stdout=output, stderr=subprocess.STDOUT)
+        wait_for_step(workspace, 2, log)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 130
+    told = log.read_text()
+    step = len(workspace.metrics())
+    assert told.count("Loading the transformer") == 1, told
+    assert told.count(f"Stopped at step {step}") == 1, told
+    assert "Traceback" not in told
+    assert workspace.train("num_processes=2", f"max_train_steps={step + 1}") == 0
+    assert len(workspace.metrics()) == step + 1
