@@ -76,7 +76,6 @@ class CacheFiller:
         listing: the entries of the epoch that was filled last.
         world: the processes that fill the caches together.
         share: the part of the entries that is encoded here.
-        encoded: how many entries were missing in it.
     """
 
     plan: Plan
@@ -86,7 +85,6 @@ class CacheFiller:
     listing: Listing
     world: World = field(default_factory=World)
     share: Share = field(default_factory=Share)
-    encoded: int = field(default=0, init=False)
     _vae: LatentEncoder | None = field(default=None, init=False)  # stays loaded once training encodes
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -199,7 +197,6 @@ class CacheFiller:
         """Encode `count` entries here and others elsewhere; returns what the work of all processes returned."""
         found: dict[Any, str] = {}
         total = sum(world.gather(count))
-        self.encoded += count
         if total:
             share_work(
                 world,
@@ -295,10 +292,8 @@ def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
         return
     listing = filler.listing
     whole: list[AnyEntry] = [*listing.texts, *listing.ahead, *listing.features]
-    events.say(
-        f"Share {share.index + 1} of {share.count} is complete: {len(share.of(whole))} of {len(whole)} entries, "
-        f"{filler.encoded} of them encoded now."
-    )
+    part = f"{len(share.of(whole))} of {len(whole)} entries"
+    events.say(f"Share {share.index + 1} of {share.count} is complete: {part}.")
 
 
 def prepare_caches(
