@@ -96,8 +96,16 @@ def work(rank: int, size: int) -> None:
     """The work of one process, in the current folder."""
     torch.set_num_threads(1)
     meeting = f"file://{Path('meeting').absolute()}"
-    with connect(World(rank, size), meeting) if size > 1 else nullcontext(World()) as world:
-        Path(f"rank-{rank}.json").write_text(json.dumps(everything(Process(world))))
+    with connect(World(rank, size, rank, size), meeting) if size > 1 else nullcontext(World()) as world:
+        result = {"downloads": not world.leader_first(find_or_download), **everything(Process(world))}
+        Path(f"rank-{rank}.json").write_text(json.dumps(result))
+
+
+def find_or_download() -> bool:
+    """Whether a file was there already."""
+    found = Path("downloaded").exists()
+    Path("downloaded").touch()
+    return found
 
 
 def everything(process: Process) -> dict[str, Any]:
@@ -179,6 +187,7 @@ def test_two_processes_share_the_work_of_one(tmp_path: Path, t2i_checkpoint: Pat
     one, two = (make_workspace(tmp_path / name, t2i_checkpoint) for name in ("one", "two"))
     alone, first, second = run((one, 0, 1), (two, 0, 2), (two, 1, 2))
 
+    assert (alone["downloads"], first["downloads"], second["downloads"]) == (True, True, False)
     assert first["written"]
     assert second["written"]
     assert sorted(first["written"] + second["written"]) == sorted(alone["written"]), "nothing is encoded twice"
