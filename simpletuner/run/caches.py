@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,9 +60,8 @@ logger = logging.getLogger(__name__)
 
 AnyEncoder = TypeVar("AnyEncoder", TextEncoder, Captioner)
 
-# What encoding had to say: captions that were cut, or files that could not be decoded and why.
-Remarks = Mapping[Any, str]
-Encode = Callable[[ProgressBar], Remarks]
+# Encodes a share, and returns what is to be said: captions that were cut, or files that could not be decoded and why.
+Encode = Callable[[ProgressBar], Mapping[Any, str]]
 
 # Seconds until a machine sees the files that another one has written to a network disk.
 APPEARANCE = 120.0
@@ -156,7 +156,7 @@ class CacheFiller:
             world: the processes that encode others meanwhile.
         """
 
-        def work(bar: ProgressBar) -> Remarks:
+        def work(bar: ProgressBar) -> Mapping[Any, str]:
             return dict.fromkeys(fill_texts(entries, self._load_text_encoder, self.plan.config.caching, bar), "")
 
         for note in self._encode(len(entries), world, "captions", "captions", "init_text_embed_cache", work):
@@ -164,36 +164,21 @@ class CacheFiller:
 
     def encode_latents(self, entries: list[LatentEntry], world: World = World()) -> dict[tuple[str, str], str]:
         """Encode pictures and clips into their cache; returns those that no process could decode, with the reason."""
-
-        def work(bar: ProgressBar) -> Remarks:
-            return fill_latents(entries, self._load_latent_encoder, self.plan.config.caching, bar)
-
+        work = partial(fill_latents, entries, self._load_latent_encoder, self.plan.config.caching)
         noun = self.plan.spec.media_noun
         return self._encode(len(entries), world, noun, noun, "init_vae_cache", work)
 
     def encode_features(self, entries: list[FeatureEntry], world: World = World()) -> None:
         """Encode the features that techniques need, from cached latents."""
 
-        def work(bar: ProgressBar) -> Remarks:
-            fill_features(
-                entries,
-                lambda each: each.kind.load(self.adapter, self._load_latent_encoder, self.device),
-                self._latents,
-                bar,
-            )
+        def work(bar: ProgressBar) -> Mapping[Any, str]:
+            device, vae = self.device, self._load_latent_encoder
+            fill_features(entries, lambda each: each.kind.load(self.adapter, vae, device), self._latents, bar)
             return {}
 
         self._encode(len(entries), world, "features", self.plan.spec.media_noun, "init_feature_cache", work)
 
-    def _encode(
-        self,
-        count: int,
-        world: World,
-        what: str,
-        unit: str,
-        stage: str,
-        work: Callable[[ProgressBar], Mapping[Any, str]],
-    ) -> dict[Any, str]:
+    def _encode(self, count: int, world: World, what: str, unit: str, stage: str, work: Encode) -> dict[Any, str]:
         """Encode `count` entries here and others elsewhere; returns what the work of all processes returned."""
         found: dict[Any, str] = {}
         total = sum(world.gather(count))
