@@ -69,6 +69,22 @@ class World:
             raise RuntimeError("these processes are not connected; see `connect`")
         return [value]
 
+    def counters(self) -> Callable[[str, int], int]:
+        """What adds to named numbers of all processes and returns their sums, without waiting for anybody.
+
+        All processes make theirs in the same order, each time with new numbers.
+        """
+        raise RuntimeError("only connected processes count together; see `connect`")
+
+    def leader_first(self, work: Callable[[], Value]) -> Value:
+        """Do work that leaves files behind, such as downloads: in one process of each machine, then in the others."""
+        if not self.is_leader:
+            self.barrier()
+        value = work()
+        if self.is_leader:
+            self.barrier()
+        return value
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
         return any(self.gather(flag))
@@ -202,6 +218,13 @@ class ConnectedWorld(World):
 
         lost = isinstance(error, DistError) or "gloo" in str(error)  # which raises a plain RuntimeError
         return self._watch.failure() or (LOST if lost else None)
+
+    def counters(self) -> Callable[[str, int], int]:
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+        store = PrefixStore("counters", _get_default_store())
+        number = store.add(f"of process {self.rank}", 1)
+        return PrefixStore(str(number), store).add
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:

@@ -118,7 +118,27 @@ class TextEntry:
 
 
 AnyEntry = LatentEntry | TextEntry | FeatureEntry
-CacheEntry = TypeVar("CacheEntry", LatentEntry, TextEntry, FeatureEntry)
+CacheEntry = TypeVar("CacheEntry", bound=AnyEntry)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of `count` parts of all entries, which as many processes or machines encode.
+
+    Whether it holds an entry depends on nothing else: not on what is cached already, and not on the other entries.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def holds(self, entry: AnyEntry) -> bool:
+        """Whether the entry belongs to it. Features belong to the share of the latents they are computed from."""
+        key = entry.latents.key if isinstance(entry, FeatureEntry) else entry.key
+        return int(key.digest(), 16) % self.count == self.index
+
+    def of(self, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
+        """Those that belong to it."""
+        return [entry for entry in entries if self.holds(entry)]
 
 
 @dataclass(frozen=True)
@@ -242,12 +262,12 @@ class Catalogue:
         """All latents that training in an epoch reads: of the samples and of their conditions."""
         samples = (sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples)
         found = (entry for sample in samples for entry in (self.latent(sample), self.condition(sample)))
-        return _distinct(entry for entry in found if entry is not None)
+        return distinct(entry for entry in found if entry is not None)
 
     def features_of(self, datasets: Iterable[Dataset], epoch: int, kinds: Iterable[FeatureKind]) -> list[FeatureEntry]:
         """All features that training in an epoch reads."""
         samples = [sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples]
-        return _distinct(
+        return distinct(
             self.feature(kind, each) for kind in kinds for each in samples if each.dataset_id not in kind.unneeded
         )
 
@@ -258,7 +278,7 @@ class Catalogue:
             with_empty: include the empty caption, which caption dropout substitutes; once per source picture if the
                 prompt contains one.
         """
-        return _distinct(
+        return distinct(
             self.text(sample.dataset_id, caption, sample.partner, sample.full_name)
             for dataset in datasets
             for sample in dataset.at_epoch(epoch).samples
@@ -273,9 +293,12 @@ class Catalogue:
             yield ""
 
 
-def _distinct(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
+def distinct(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     """Entries without duplicates: samples may share a picture or a caption."""
-    return list({(entry.key, entry.folder): entry for entry in entries}.values())
+    found: dict[object, CacheEntry] = {}
+    for entry in entries:
+        found.setdefault((entry.key, entry.folder), entry)
+    return list(found.values())
 
 
 def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +16,26 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Fill, verify, explain and clean the caches of a configuration.", no_args_is_help=True)
 
 
+def parse_share(text: str) -> tuple[int, int]:
+    """Number and count of a share: `2/3` is the second of three."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    number, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= count:
+        raise typer.BadParameter(f"--shard {text!r} is no share; 1/3 is the first of three, 3/3 the last.")
+    return number, count
+
+
 @app.command(context_settings=PASS_THROUGH)
-def fill(context: typer.Context) -> None:
+def fill(
+    context: typer.Context,
+    shard: Annotated[
+        str, typer.Option(metavar="I/N", help="Encode share I of N, for N machines that use the same disk.")
+    ] = "1/1",
+) -> None:
     """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""
+    number, count = parse_share(shard)
     plan = _plan(context.args)
+    from simpletuner.caching.catalogue import Share
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
@@ -26,7 +43,7 @@ def fill(context: typer.Context) -> None:
     with shown_events() as events:
         from simpletuner.run.caches import fill_caches
 
-        fill_caches(plan, events)
+        fill_caches(plan, events, Share(number - 1, count))
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -15,6 +15,7 @@ from simpletuner.caching.catalogue import (
     LatentEntry,
     Storage,
     TextEntry,
+    distinct,
     missing,
 )
 from simpletuner.caching.keys import EncoderIdentity, checkpoint_identity
@@ -145,14 +146,11 @@ class Listing:
 
 
 def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
-    """The entries that the run reads in an epoch; a text shared by training and evaluation is listed once."""
+    """The entries that the run reads in an epoch; a text that several of them need is listed once."""
     dropout = plan.config.text.caption_dropout_probability > 0
     watched = evaluated(plan)
     texts = catalogue.texts_of(plan.trained, epoch, with_empty=dropout)
-    known = {(entry.key, entry.folder) for entry in texts}
-    others = catalogue.texts_of(watched, 1, with_empty=False)
-    texts += [entry for entry in others if (entry.key, entry.folder) not in known]
-    texts += prompt_entries(plan, catalogue)
+    texts = distinct([*texts, *catalogue.texts_of(watched, 1, with_empty=False), *prompt_entries(plan, catalogue)])
     latents = catalogue.latents_of(plan.trained, epoch) + catalogue.latents_of(watched, 1)
     features = catalogue.features_of(plan.trained, epoch, feature_kinds(plan))
     return Listing(plan, epoch, catalogue, texts, latents, features)

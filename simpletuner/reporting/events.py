@@ -210,9 +210,20 @@ Subscriber = Callable[[Event], None]
 
 @dataclass
 class StopRequest:
-    """Whether the run was asked to stop after the current step."""
+    """Whether the run was asked to stop after the current step.
+
+    Attributes:
+        ask: looks for a request made elsewhere.
+    """
 
     requested: bool = False
+    ask: Callable[[], bool] = lambda: False
+
+    def is_due(self) -> bool:
+        """Whether a stop was requested, here or elsewhere."""
+        if not self.requested and self.ask():
+            self.requested = True  # never unset: a signal may set it at any moment
+        return self.requested
 
     def check(self) -> None:
         """Called where work can be cut short.
@@ -220,7 +231,7 @@ class StopRequest:
         Raises:
             Interrupted: a stop was requested.
         """
-        if self.requested:
+        if self.is_due():
             raise Interrupted("A stop was requested.")
 
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 from simpletuner.reporting.events import EventStream, StateChanged
 
 FOLDER = "requests"
 Request = Literal["stop", "stop_at_epoch_end", "save", "preview"]
+REQUESTS: tuple[Request, ...] = get_args(Request)
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 STOPPING = "Stopping after this step. Ctrl-C again stops at once and loses everything since the last checkpoint."
 
@@ -38,14 +39,16 @@ def make_request(output_dir: Path, request: Request) -> None:
 
 def take_requests(output_dir: Path) -> list[Request]:
     """The requests since the last call; their files are removed. Other files stay."""
-    found = []
-    for name in get_args(Request):
-        try:
-            (output_dir / FOLDER / name).unlink()
-        except OSError:  # usually there is none
-            continue
-        found.append(cast(Request, name))
-    return found
+    return [request for request in REQUESTS if take_request(output_dir, request)]
+
+
+def take_request(output_dir: Path, request: Request) -> bool:
+    """Whether something was requested since the last call; its file is removed."""
+    try:
+        (output_dir / FOLDER / request).unlink()
+    except OSError:  # usually there is none
+        return False
+    return True
 
 
 @contextmanager

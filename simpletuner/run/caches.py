@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from simpletuner.caching.catalogue import AnyEntry, Catalogue, FeatureEntry, LatentEntry, TextEntry, missing
+from simpletuner.caching.catalogue import AnyEntry, Catalogue, FeatureEntry, LatentEntry, Share, TextEntry, missing
 from simpletuner.caching.entry import DamagedEntryError
 from simpletuner.caching.fill import (
     ChangedFileError,
@@ -28,8 +30,9 @@ from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.data.checks import check_amount
 from simpletuner.data.context import DataContext
-from simpletuner.data.dataset import without_damaged
+from simpletuner.data.dataset import Dataset, without_damaged
 from simpletuner.data.quarantine import files_to_move, quarantine
+from simpletuner.data.remote.store import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.offload.attach import offload_layers
@@ -49,11 +52,19 @@ from simpletuner.plan.build import Plan, make_sampler, plan_length
 from simpletuner.plan.checks import check_block_numbers, check_weights
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
+from simpletuner.reporting.sharing import share_work
 from simpletuner.training.assemble import make_accelerator
+from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
 
 AnyEncoder = TypeVar("AnyEncoder", TextEncoder, Captioner)
+
+# Encodes a share, and returns what is to be said: captions that were cut, or files that could not be decoded and why.
+Encode = Callable[[ProgressBar], Mapping[Any, str]]
+
+# Seconds until a machine sees the files that another one has written to a network disk.
+APPEARANCE = 120.0
 
 
 @dataclass
@@ -63,6 +74,8 @@ class CacheFiller:
     Attributes:
         plan: without files that turned out to be damaged.
         listing: the entries of the epoch that was filled last.
+        world: the processes that fill the caches together.
+        share: the part of the entries that is encoded here.
     """
 
     plan: Plan
@@ -70,6 +83,8 @@ class CacheFiller:
     device: torch.device
     events: EventStream
     listing: Listing
+    world: World = field(default_factory=World)
+    share: Share = field(default_factory=Share)
     _vae: LatentEncoder | None = field(default=None, init=False)  # stays loaded once training encodes
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -83,21 +98,30 @@ class CacheFiller:
         Raises:
             UserError: too few samples are left, or an entry could not be encoded.
         """
-        self.remove_damaged(self.listing.latents)
+        self.remove_damaged(self.share.of(self.listing.latents))
         try:  # one encoder after the other, so that only one is in memory
-            self.encode_texts(missing(self.listing.texts))
-            failures = self.encode_latents(missing(self.listing.ahead))
+            self.encode_texts(self.share.of(missing(self.listing.texts)), self.world)
+            failures = self.encode_latents(self.share.of(missing(self.listing.ahead)), self.world)
         except ChangedFileError as error:
             self._forget(error.sample)
             raise
         if failures:
-            self.plan = without_failures(self.plan, failures)
+            self.plan = without_failures(self.plan, failures, self.world)
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
-        self.encode_features(missing(self.listing.features))
-        listing = self.listing
-        holes: list[AnyEntry] = [*missing(listing.texts), *missing(listing.ahead), *missing(listing.features)]
-        if holes:
-            raise UserError(f"{len(holes)} cache entries are still missing, the first is {holes[0].key.digest()}.")
+        self.encode_features(self.share.of(missing(self.listing.features)), self.world)
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        """Make sure that nothing is missing: of all entries, or of a share that is encoded alone."""
+        listing, together = self.listing, self.world.size > 1
+        holes: list[AnyEntry] = [*listing.texts, *listing.ahead, *listing.features]
+        end = time.monotonic() + (APPEARANCE if together else 0)
+        while holes := [each for each in missing(holes) if together or self.share.holds(each)]:
+            if time.monotonic() >= end:
+                advice = " All machines must use the same folders." if together else ""
+                first = holes[0].key.digest()
+                raise UserError(f"{len(holes)} cache entries are still missing, the first is {first}.{advice}")
+            time.sleep(1)
 
     def _forget(self, changed: Sample) -> None:
         """Make the next start read a file again, even if its size and time are unchanged."""
@@ -124,41 +148,50 @@ class CacheFiller:
                     logger.warning("%s: %s It is encoded again.", entry.sample.full_name, error)
                     store.remove(key)
 
-    def encode_texts(self, entries: list[TextEntry]) -> None:
-        """Encode captions into their cache."""
-        if not entries:
-            return
-        with self.events.phase(
-            "Encoding captions", len(entries), "captions", CACHING, stage="init_text_embed_cache"
-        ) as phase:
-            notes = fill_texts(entries, self._load_text_encoder, self.plan.config.caching, phase)
-        for note in dict.fromkeys(notes):
+    def encode_texts(self, entries: list[TextEntry], world: World = World()) -> None:
+        """Encode captions into their cache.
+
+        Args:
+            entries: those that are encoded here.
+            world: the processes that encode others meanwhile.
+        """
+
+        def work(bar: ProgressBar) -> Mapping[Any, str]:
+            return dict.fromkeys(fill_texts(entries, self._load_text_encoder, self.plan.config.caching, bar), "")
+
+        for note in self._encode(len(entries), world, "captions", "captions", "init_text_embed_cache", work):
             logger.warning(note)
-        self._release()
 
-    def encode_latents(self, entries: list[LatentEntry]) -> dict[tuple[str, str], str]:
-        """Encode pictures and clips into their cache; returns those that could not be decoded, with the reason."""
-        if not entries:
-            return {}
+    def encode_latents(self, entries: list[LatentEntry], world: World = World()) -> dict[tuple[str, str], str]:
+        """Encode pictures and clips into their cache; returns those that no process could decode, with the reason."""
+        work = partial(fill_latents, entries, self._load_latent_encoder, self.plan.config.caching)
         noun = self.plan.spec.media_noun
-        with self.events.phase(f"Encoding {noun}", len(entries), noun, CACHING, stage="init_vae_cache") as phase:
-            failures = fill_latents(entries, self._load_latent_encoder, self.plan.config.caching, phase)
-        self._release()
-        return failures
+        return self._encode(len(entries), world, noun, noun, "init_vae_cache", work)
 
-    def encode_features(self, entries: list[FeatureEntry]) -> None:
+    def encode_features(self, entries: list[FeatureEntry], world: World = World()) -> None:
         """Encode the features that techniques need, from cached latents."""
-        if not entries:
-            return
-        noun = self.plan.spec.media_noun
-        with self.events.phase("Encoding features", len(entries), noun, CACHING, stage="init_feature_cache") as phase:
-            fill_features(
-                entries,
-                lambda each: each.kind.load(self.adapter, self._load_latent_encoder, self.device),
-                self._latents,
-                phase,
+
+        def work(bar: ProgressBar) -> Mapping[Any, str]:
+            device, vae = self.device, self._load_latent_encoder
+            fill_features(entries, lambda each: each.kind.load(self.adapter, vae, device), self._latents, bar)
+            return {}
+
+        self._encode(len(entries), world, "features", self.plan.spec.media_noun, "init_feature_cache", work)
+
+    def _encode(self, count: int, world: World, what: str, unit: str, stage: str, work: Encode) -> dict[Any, str]:
+        """Encode `count` entries here and others elsewhere; returns what the work of all processes returned."""
+        found: dict[Any, str] = {}
+        total = sum(world.gather(count))
+        if total:
+            share_work(
+                world,
+                self.events,
+                lambda events: events.phase(f"Encoding {what}", total, unit, CACHING, stage=stage),
+                lambda bar, keep: [keep(place, note) for place, note in work(bar).items()],
+                found.__setitem__,
             )
-        self._release()
+            self._release()
+        return found
 
     def _latents(self, entry: LatentEntry) -> Tensor:
         if entry.storage == "never":
@@ -236,10 +269,16 @@ def build_adapter(plan: Plan) -> FamilyAdapter:
     return load_adapter(plan.spec)(CheckpointSetup.of(plan.config, plan.flavour, plan.source, use_size))
 
 
-def fill_caches(plan: Plan, events: EventStream) -> None:
-    """Download the model and fill the caches of a plan."""
-    prepare_caches(plan, build_adapter(plan), make_accelerator().device, events, epoch=1)
-    events.say("The caches are complete.")
+def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
+    """Download the model and fill the caches of a plan, or a share of them."""
+    filler = prepare_caches(plan, build_adapter(plan), make_accelerator().device, events, epoch=1, share=share)
+    if share.count == 1:
+        events.say("The caches are complete.")
+        return
+    listing = filler.listing
+    whole: list[AnyEntry] = [*listing.texts, *listing.ahead, *listing.features]
+    part = f"{len(share.of(whole))} of {len(whole)} entries"
+    events.say(f"Share {share.index + 1} of {share.count} is complete: {part}.")
 
 
 def prepare_caches(
@@ -250,21 +289,33 @@ def prepare_caches(
     *,
     epoch: int,
     listing: Listing | None = None,
+    world: World = World(),
+    share: Share | None = None,
 ) -> CacheFiller:
     """Download the model and fill the caches for an epoch; the returned plan lacks damaged files.
 
     Args:
         listing: from the plan's estimate; reused if it holds for this plan and epoch.
+        world: the processes that do this together.
+        share: what to encode; None for everything, divided among these processes.
     """
-    quarantine_rejected(plan)
-    fetch(plan, events)
+    share = share or Share(world.rank, world.size)
+    if share.index == 0:
+        quarantine_rejected(plan)
+    world.leader_first(lambda: fetch(plan, events))
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
-    filler = CacheFiller(plan, adapter, device, events, listing)
+    filler = CacheFiller(plan, adapter, device, events, listing, world, share)
     filler.fill()
-    for dataset in filler.plan.datasets:
-        dataset.save_index()
+    if world.is_main:
+        save_indexes(filler.plan.datasets)
     return filler
+
+
+def save_indexes(datasets: Sequence[Dataset]) -> None:
+    """Write what was learned about the files, for the next start."""
+    for dataset in datasets:
+        dataset.save_index()
 
 
 def fetch(plan: Plan, events: EventStream) -> None:
@@ -315,8 +366,8 @@ def quarantine_rejected(plan: Plan) -> None:
             quarantine(Path(dataset.config.instance_data_dir).expanduser(), files, plan.output_dir)
 
 
-def without_failures(plan: Plan, failures: dict[tuple[str, str], str]) -> Plan:
-    """The plan without files that could not be decoded.
+def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: World) -> Plan:
+    """The plan without files that could not be decoded; the main process records them.
 
     Raises:
         UserError: a dataset is now too small.
@@ -324,13 +375,14 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str]) -> Plan:
     for (dataset_id, name), reason in failures.items():
         logger.warning("%s/%s is left out: %s", dataset_id, name, reason)
     datasets = without_damaged(plan.datasets, failures)
-    for dataset in datasets:
-        dataset.save_index()
+    if world.is_main:
+        save_indexes(datasets)
     problems: list[Problem] = []
     context = DataContext.of(plan.config, plan.spec, plan.flavour.task)
     reduced = replace(plan, datasets=[check_amount(dataset, context, problems) for dataset in datasets])
     if any(problem.fatal for problem in problems):
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
-    quarantine_rejected(reduced)
+    if world.is_main:
+        quarantine_rejected(reduced)
     sampler = make_sampler(reduced.trained, plan.config, plan.seed)
     return replace(reduced, length=plan_length(plan.config, sampler))

@@ -86,7 +86,7 @@ def _run(
         sweep_strays(plan)
     world.barrier()
     epoch = plan.resume.manifest.epoch if plan.resume else 1
-    caches = prepare_caches(plan, adapter, device, events, epoch=epoch, listing=budget.listing)
+    caches = prepare_caches(plan, adapter, device, events, epoch=epoch, listing=budget.listing, world=world)
     plan = caches.plan
 
     # Measured before the transformer is loaded: it needs memory, too.

@@ -122,6 +122,7 @@ def build_validation(session: Session, state: TrainState) -> ValidationRunner:
         state: with which the session starts.
     """
     plan = session.plan
+    fetch = partial(fetched_runs, plan.config, plan.spec.name, plan.source)
     validation = ValidationRunner(
         config=plan.config,
         subjects=build_subjects(plan, session.catalogue, session.reader),
@@ -131,7 +132,7 @@ def build_validation(session: Session, state: TrainState) -> ValidationRunner:
         ema=session.ema,
         events=session.events,
         frame_rate=plan.frame_rate,
-        adapters=fetched_runs(plan.config, plan.spec.name, plan.source) if plan.prompts else [],
+        adapters=session.world.leader_first(fetch) if plan.prompts else [],
         recorded=session.record.previews,
     )
     before = replace(state, epochs_done=epochs_before(session.loader, plan.config.schedule))

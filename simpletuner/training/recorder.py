@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepDone
-from simpletuner.reporting.requests import Request, take_requests
+from simpletuner.reporting.requests import Request, take_request, take_requests
 from simpletuner.reporting.slowness import SlowSteps
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
@@ -106,6 +106,7 @@ class RequestHandler:
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         if assembly.world.is_main:
             take_requests(self.output_dir)  # discard those made to an earlier session
+            self.events.stop.ask = lambda: self._is_asked_to_stop(assembly, state)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         world = assembly.world
@@ -123,6 +124,12 @@ class RequestHandler:
         if free < self.least_free:
             threshold = f"disk_low_threshold is {self.least_free:g} GB."
             self._stop(assembly, state, f"{str(self.output_dir)!r} has {free:.1f} GB free and {threshold}")
+
+    def _is_asked_to_stop(self, assembly: Assembly, state: TrainState) -> bool:
+        """Looked at between steps and, while previews are rendered, between their sampling steps."""
+        if asked := take_request(self.output_dir, "stop"):
+            self._stop(assembly, state, "as a file requests.")
+        return asked
 
     def _stop(self, assembly: Assembly, state: TrainState, reason: str) -> None:
         self.events.stop.requested = True

@@ -94,6 +94,7 @@ class Assembly:
         streamer: copies weights to the device during a step; None if all of them stay there.
         sample_flops: FLOPs of a sample; None if they are not counted.
         world: the processes that train together.
+        is_sharded: whether each process holds a part of every weight only, so that they compute everything together.
         passes: forward passes of this session's steps.
     """
 
@@ -112,6 +113,7 @@ class Assembly:
     streamer: WeightStreamer | None = None
     sample_flops: SampleFlops | None = None
     world: World = field(default_factory=World)
+    is_sharded: bool = False
     passes: int = 0
 
     @property

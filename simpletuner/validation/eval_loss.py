@@ -7,26 +7,30 @@ random states are restored.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from simpletuner.config.schema import EvaluationConfig
+from simpletuner.data.remote.store import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.diffusion.seeds import generator_for
-from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream, RunningPhase
+from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream
+from simpletuner.reporting.sharing import Keep, share_work
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport
-from simpletuner.validation.runner import quiet, weights_to_use
+from simpletuner.validation.runner import Placed, own_share, quiet, weights_to_use
 
 POOLED = "pooled"
 
@@ -65,7 +69,7 @@ class EvaluationLoss:
         """If due, the last step was evaluated in `on_step_end`."""
 
     def _evaluate_if_due(self, assembly: Assembly, state: TrainState) -> None:
-        if self.is_due(state.global_step) and assembly.world.is_main:
+        if self.is_due(state.global_step):
             self.events.publish(Evaluated(state.global_step, self.evaluate(assembly, state.global_step)))
 
     def is_due(self, step: int) -> bool:
@@ -78,28 +82,54 @@ class EvaluationLoss:
         )
 
     def evaluate(self, assembly: Assembly, step: int) -> dict[str, float]:
-        """The mean loss of each dataset by its metric's name, with the weights that `ema_validation` selects."""
-        weights = weights_to_use(self.ema, self.ema_validation)
-        total = len(weights) * self.config.eval_timesteps * sum(map(len, self.datasets.values()))
-        losses: dict[str, float] = {}
-        title = f"Evaluating at step {step}"
-        with self.events.phase(title, total, "timesteps", EVALUATION) as phase, quiet(assembly):
-            for use_ema in weights:
-                suffix = "/ema" if use_ema and len(weights) > 1 else ""
-                with self.ema.applied() if use_ema and self.ema else nullcontext():
-                    means = {name: self._mean(assembly, samples, phase) for name, samples in self.datasets.items()}
-                losses |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in means.items()}
-                if self.config.eval_dataset_pooling:
-                    losses[f"{EVALUATED}{POOLED}{suffix}"] = fmean(means.values())
-        return losses
+        """The mean loss of each dataset by its metric's name, with the weights that `ema_validation` selects.
 
-    def _mean(self, assembly: Assembly, samples: Sequence[Sample], phase: RunningPhase) -> float:
-        losses = []
-        for sample in samples:
-            for loss in self._losses(assembly, sample):
-                losses.append(loss)
-                phase.advance(1, sample.name)
-        return torch.cat(losses).mean().item()
+        The processes measure a part of the samples each; the means are those of one process, bit for bit.
+        """
+        weights = weights_to_use(self.ema, self.ema_validation)
+        samples = [(use_ema, sample) for use_ema in weights for each in self.datasets.values() for sample in each]
+        found: dict[int, Tensor] = {}
+        share_work(
+            assembly.world,
+            self.events,
+            lambda events: events.phase(
+                f"Evaluating at step {step}", len(samples) * self.config.eval_timesteps, "timesteps", EVALUATION
+            ),
+            partial(self._measure, assembly, own_share(assembly, samples)),
+            found.__setitem__,
+            in_lockstep=assembly.is_sharded,
+        )
+        return self._means([found[place].to(assembly.accelerator.device) for place in range(len(samples))])
+
+    def _measure(
+        self,
+        assembly: Assembly,
+        samples: Placed[tuple[bool, Sample]],
+        bar: ProgressBar,
+        keep: Keep[Tensor],
+    ) -> None:
+        """Pass on the losses of samples, with the moving average or without."""
+        with quiet(assembly):
+            for use_ema, group in itertools.groupby(samples, key=lambda each: each[1][0]):
+                with self.ema.applied() if use_ema and self.ema else nullcontext():
+                    for place, (_, sample) in group:
+                        losses = []
+                        for loss in self._losses(assembly, sample):
+                            losses.append(loss)
+                            bar.advance(1, sample.name)
+                        keep(place, torch.cat(losses).cpu())
+
+    def _means(self, losses: Sequence[Tensor]) -> dict[str, float]:
+        """The means by their metric's name, of the losses of all samples in order."""
+        means: dict[str, float] = {}
+        weights, remaining = weights_to_use(self.ema, self.ema_validation), iter(losses)
+        for use_ema in weights:
+            suffix = "/ema" if use_ema and len(weights) > 1 else ""
+            found = {name: _mean(itertools.islice(remaining, len(each))) for name, each in self.datasets.items()}
+            means |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in found.items()}
+            if self.config.eval_dataset_pooling:
+                means[f"{EVALUATED}{POOLED}{suffix}"] = fmean(found.values())
+        return means
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
         """The loss of a sample at each noise level, each of shape `1`."""
@@ -114,6 +144,10 @@ class EvaluationLoss:
         """The number of complete intervals of `epochs` epochs by the end of a step."""
         # The tolerance keeps rounding from moving the end of an interval to the next step.
         return math.floor(step / (self.steps_per_epoch * epochs) + 1e-9)
+
+
+def _mean(losses: Iterable[Tensor]) -> float:
+    return torch.cat(list(losses)).mean().item()
 
 
 def even_sigmas(count: int) -> list[float]:

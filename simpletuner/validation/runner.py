@@ -13,8 +13,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL.Image import Image
@@ -25,14 +26,16 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.option import Size
 from simpletuner.config.schema import OffloadConfig
+from simpletuner.data.remote.store import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
-from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, RunningPhase
+from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered
 from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.sharing import Keep, share_work
 from simpletuner.training.applied import Loras, applied_loras
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_result_not_finite
@@ -42,6 +45,8 @@ from simpletuner.validation.adapters import AdapterRun
 from simpletuner.validation.clip_writer import write_mp4
 from simpletuner.validation.prompts import ValidationPrompt
 from simpletuner.validation.sketch import ColourMap, GrowingPreview, discard_unfinished
+
+Item = TypeVar("Item")
 
 REHEARSED_STEPS = 2  # the fewest that every sampler accepts
 IMAGE_FOLDER, BENCHMARK_FOLDER = "validation_images", "benchmarks/base_model"
@@ -262,28 +267,48 @@ class ValidationRunner:
             Interrupted: a stop was requested; previews rendered so far are recorded.
             NonFiniteError: a weight is NaN or infinite.
         """
-        step = state.global_step
+        step, world = state.global_step, assembly.world
         there = {replace(record, path="") for record in self.recorded}
         shots = [shot for shot in self._shots(step, benchmark) if shot.record(step) not in there]
-        if not shots or self._rendered_at == step or not assembly.world.is_main:
+        if not shots or self._rendered_at == step:
             return
-        discard_unfinished(self.output_dir)
+        if world.is_main:
+            discard_unfinished(self.output_dir)
         title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
         stage = "final_validation" if step >= assembly.settings.total_steps else "validation"
         stage = "benchmark_base_model" if benchmark else stage
         try:
-            with self.events.phase(title, len(shots), unit, PREVIEWS, stage=stage) as phase, quiet(assembly):
-                stop_if_result_not_finite(assembly, self.ema)
-                # Grouped, because each change to the average and back copies all weights.
-                for (use_ema, loras), group in itertools.groupby(shots, key=lambda shot: (shot.ema, shot.loras)):
-                    averaged = self.ema.applied() if use_ema and self.ema else nullcontext()
-                    with averaged, self._applied(assembly, loras):
-                        for shot in group:
-                            self.events.publish(MediaRendered(self._render(assembly, shot, step, benchmark, phase)))
-                            phase.advance(1, shot.name)
+            share_work(
+                world,
+                self.events,
+                lambda events: events.phase(title, len(shots), unit, PREVIEWS, stage=stage),
+                partial(self._render_all, assembly, step, benchmark, own_share(assembly, shots)),
+                lambda place, record: self.events.publish(MediaRendered(record)),
+                in_lockstep=assembly.is_sharded,
+            )
             self._rendered_at = step
         finally:
             self.renderer.release()
+
+    def _render_all(
+        self,
+        assembly: Assembly,
+        step: int,
+        benchmark: bool,
+        shots: Placed[Shot],
+        bar: ProgressBar,
+        keep: Keep[MediaRecord],
+    ) -> None:
+        """Render shots and pass on their records."""
+        with quiet(assembly):
+            stop_if_result_not_finite(assembly, self.ema)
+            # Grouped, because each change to the average and back copies all weights.
+            for (use_ema, loras), group in itertools.groupby(shots, key=lambda each: (each[1].ema, each[1].loras)):
+                averaged = self.ema.applied() if use_ema and self.ema else nullcontext()
+                with averaged, self._applied(assembly, loras):
+                    for place, shot in group:
+                        keep(place, self._render(assembly, shot, step, benchmark, bar))
+                        bar.advance(1, shot.name)
 
     def rehearse(self, assembly: Assembly) -> None:
         """Render the first subject at the largest size in `REHEARSED_STEPS`, and discard the result."""
@@ -306,15 +331,16 @@ class ValidationRunner:
         dtype = DTYPES[trained_precision(self.config.optimizer, self.config.precision)]
         return applied_loras(transformer, loras, dtype, assembly.accelerator.device)
 
-    def _render(self, assembly: Assembly, shot: Shot, step: int, benchmark: bool, phase: RunningPhase) -> MediaRecord:
+    def _render(self, assembly: Assembly, shot: Shot, step: int, benchmark: bool, bar: ProgressBar) -> MediaRecord:
         """Sample one preview and write it."""
         request = self.renderer.request(shot.subject, (shot.width, shot.height), shot.seed)
-        request = replace(request, between_steps=lambda: phase.advance(0, shot.name))
-        if self.config.validation.validation_preview:
+        request = replace(request, between_steps=lambda: bar.advance(0, shot.name))
+        if self.config.validation.validation_preview and assembly.world.is_main:
             request = replace(request, watch=self._growing(assembly, shot, step, request))
         frames = self._pipeline(assembly).render(request)
         path = self._path(shot, step, frames, benchmark)
-        self.renderer.write(frames, path)
+        if assembly.world.is_main or not assembly.is_sharded:
+            self.renderer.write(frames, path)
         record = shot.record(step, path.relative_to(self.output_dir).as_posix())
         return replace(record, width=frames[0].width, height=frames[0].height)
 
@@ -351,6 +377,16 @@ def weights_to_use(ema: Ema | None, ema_validation: str) -> list[bool]:
     if ema is None:
         return [False]
     return {"none": [False], "ema_only": [True], "comparison": [False, True]}[ema_validation]
+
+
+# Pieces of work with their places among those of all processes.
+Placed = Sequence[tuple[int, Item]]
+
+
+def own_share(assembly: Assembly, items: Sequence[Item]) -> Placed[Item]:
+    """What this process does of some work with the model: all of it if the processes compute everything together."""
+    placed = list(enumerate(items))
+    return placed if assembly.is_sharded else assembly.world.share(placed)
 
 
 @contextmanager

@@ -44,6 +44,37 @@ def test_encoders_are_never_loaded_together(workspace: Workspace, monkeypatch: p
     assert len(loaded) == 1
 
 
+def entries(workspace: Workspace) -> dict[str, bytes]:
+    paths = workspace.folder.rglob("*.zst")
+    return {path.relative_to(workspace.folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_shares_of_several_machines_make_up_the_whole(
+    tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = (Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("whole", "parts"))
+    assert whole.run("cache", "fill") == 0
+    expected = entries(whole)
+    assert parts.run("cache", "fill", "--shard", "2/2", "train_batch_size=1") == 0
+    second = entries(parts)
+    assert 0 < len(second) < len(expected)
+    for phases in (2, 0):  # the second time, nothing is left to do
+        capsys.readouterr()
+        assert parts.run("cache", "fill", "--shard=1/2") == 0
+        output = capsys.readouterr().out
+        assert f"Share 1 of 2 is complete: {len(expected) - len(second)} of {len(expected)} entries." in output
+        assert output.count("Encoding") == phases
+        assert entries(parts) == expected
+
+
+@pytest.mark.parametrize("share", ["0/2", "3/2", "1/0", "x", "1/2/3", "-1/2"])
+def test_a_share_that_is_none(workspace: Workspace, capsys: pytest.CaptureFixture[str], share: str) -> None:
+    assert workspace.run("cache", "fill", f"--shard={share}") == 2
+    assert capsys.readouterr().err == (
+        f"error: --shard {share!r} is no share; 1/3 is the first of three, 3/3 the last.\n"
+    )
+
+
 def test_captions_of_about_one_length_share_a_batch(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     encode, batches = Kandinsky5TextEncoder.encode, list[list[int]]()
 

@@ -130,6 +130,15 @@ def test_previews_stop_between_two_sampling_steps_and_are_made_up_for(workspace:
     ]
 
 
+def test_a_file_stops_previews_between_two_sampling_steps(workspace: Workspace) -> None:
+    workspace.write_config(**PREVIEWED, validation_num_inference_steps=500)
+    trigger = Trigger(in_phase(PREVIEWS), lambda: make_request(workspace.path("output"), "stop"))
+    with pytest.raises(Interrupted, match="Stopped at step 2"):
+        train(workspace, trigger)
+    assert trigger.states == ["running", "stopping", "interrupted"]
+    assert sum(map(in_phase(PREVIEWS), trigger.events)) == 1, "of 500 sampling steps"
+
+
 @pytest.mark.parametrize("family", ["kandinsky5-video", "sanavideo"])
 def test_previews_of_clips_stop_between_two_sampling_steps(tmp_path: Path, sana_checkpoint: Path, family: str) -> None:
     settings = {**PREVIEWED, "validation_num_inference_steps": 60, "disable_benchmark": False}

@@ -60,7 +60,7 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, device=CPU)
     assembly: Any = SimpleNamespace(
         accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load), transformer=nn.Identity(),
-        sampling_weights=nullcontext, world=World(), parameters={}, module_parameters={},
+        sampling_weights=nullcontext, world=World(), is_sharded=False, parameters={}, module_parameters={},
         settings=SimpleNamespace(total_steps=9),
     )  # fmt: skip
     for step in range(2):

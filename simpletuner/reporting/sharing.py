@@ -1,0 +1,103 @@
+"""Work between the steps that the processes divide among themselves: filling caches, evaluation, previews.
+
+Nobody waits in a collective, which would time out before the others are done with their part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Any, TypeVar
+
+from simpletuner.data.remote.store import ProgressBar
+from simpletuner.errors import Interrupted
+from simpletuner.reporting.events import EventStream, RunningPhase, StopRequest
+from simpletuner.world import World
+
+Value = TypeVar("Value")
+Start = Callable[[EventStream], AbstractContextManager[RunningPhase]]
+# Takes a result and its place among those of all processes; places can be sorted.
+Keep = Callable[[Any, Value], object]
+Work = Callable[[ProgressBar, Keep[Value]], object]
+POLL_SECONDS = 0.1
+
+
+@dataclass
+class SharedPhase:
+    """A phase that shows what all processes have done.
+
+    Attributes:
+        count: see `World.counters`.
+    """
+
+    phase: RunningPhase
+    count: Callable[[str, int], int]
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """`count` more units are done here."""
+        self.phase.advance(self.count("done", count) - self.phase.done, note)
+
+    def wait(self, size: int) -> None:
+        """Show what the others do until all have finished; a request to stop reaches them as it reached this one."""
+        finished = self.count("finished", 1)
+        while finished < size:
+            time.sleep(POLL_SECONDS)
+            finished = self.count("finished", 0)
+            with suppress(Interrupted):
+                self.advance(0)
+
+
+def share_work(
+    world: World, events: EventStream, start: Start, work: Work[Value], keep: Keep[Value], *, in_lockstep: bool = False
+) -> None:
+    """Do this process's part of some work, and wait for the others'; the main process shows the whole as a phase.
+
+    Args:
+        start: starts the phase; its total is that of all processes.
+        work: does this process's part, and passes on each result.
+        keep: gets the results of all processes, on each of them in order; those of a process alone at once.
+        in_lockstep: the processes do all of the work together, step by step, instead of a part each.
+
+    Raises:
+        Interrupted: a process was asked to stop. Raised on all of them, when the results so far are kept.
+    """
+    if world.size == 1:
+        with start(events) as phase:
+            work(phase, keep)
+        return
+    stream = EventStream(events.publish)
+    if in_lockstep:
+        stream.stop = StopRequest(ask=partial(_agree, world, events.stop))
+        with start(stream) as phase:
+            work(phase, keep)
+        return
+    with start(stream) as phase:  # on all of them, whatever one is asked for at this moment
+        stream.stop = events.stop
+        _divide(world, SharedPhase(phase, world.counters()), events, work, keep)
+
+
+def _agree(world: World, own: StopRequest) -> bool:
+    """Whether a process was asked to stop; they ask each other at the same moment."""
+    stopping = world.any(own.is_due())
+    if stopping:
+        own.requested = True
+    return stopping
+
+
+def _divide(world: World, phase: SharedPhase, events: EventStream, work: Work[Value], keep: Keep[Value]) -> None:
+    results: list[tuple[Any, Value]] = []
+    finished = False
+    with suppress(Interrupted):
+        work(phase, lambda place, value: results.append((place, value)))
+        finished = True
+    phase.wait(world.size)
+    shares = world.gather((finished, results))
+    for place, value in sorted((each for _, found in shares for each in found), key=itemgetter(0)):
+        keep(place, value)
+    if not all(finished for finished, _ in shares):
+        events.stop.requested = True
+        events.stop.check()

@@ -1,0 +1,214 @@
+"""Two processes divide the work between the steps, and the result is that of one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from PIL import Image
+
+from simpletuner.budget.ready import ready_plan
+from simpletuner.caching import fill
+from simpletuner.caching.read import BatchReader, CacheStore
+from simpletuner.cli.processes import shared_events
+from simpletuner.cli.train import parse_settings
+from simpletuner.data.files import MediaError
+from simpletuner.errors import Interrupted
+from simpletuner.plan.entries import evaluated
+from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, Event, EventStream, MediaRendered, PhaseAdvanced
+from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches
+from simpletuner.run.train import training_spec
+from simpletuner.run.watchers import build_subjects
+from simpletuner.training.assemble import assemble, make_accelerator
+from simpletuner.training.ema import Ema
+from simpletuner.training.state import Assembly, TrainState
+from simpletuner.validation.eval_loss import EvaluationLoss
+from simpletuner.validation.runner import Renderer, ValidationRunner
+from simpletuner.world import World, connect
+from tests.validation.test_eval_loss import EVAL
+from tests.workspace import DATASETS, Workspace
+
+CPU = torch.device("cpu")
+SETTINGS: dict[str, Any] = {
+    "validation_disable": False, "validation_disable_unconditional": False, "validation_preview": True,
+    "use_ema": True, "ema_validation": "comparison", "eval_steps_interval": 1, "eval_timesteps": 2,
+    "vae_batch_size": 1,
+}  # fmt: skip
+RANDOM_CROPS = {"crop": True, "crop_style": "random", "crop_aspect": "square"}
+
+
+def make_workspace(folder: Path, checkpoint: Path) -> Workspace:
+    workspace = Workspace.create(folder, checkpoint, **SETTINGS)
+    workspace.add_pictures("datasets/held out", 3, seed=1)
+    workspace.write_datasets([{**DATASETS[0], **RANDOM_CROPS}, EVAL, DATASETS[1]])
+    return workspace
+
+
+class Process:
+    """What one of the processes did."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.seen = world, list[Event]()
+        self.written: list[str] = []
+        self.act: Callable[[Event], object] = lambda event: None
+        events = EventStream(self.seen.append, lambda event: self.act(event))
+        self.events = shared_events(events, world, total_steps=10)
+
+    def fill(self) -> CacheFiller:
+        plan, _ = ready_plan(*parse_settings([]))
+        filler = prepare_caches(plan, build_adapter(plan), CPU, self.events, epoch=1, world=self.world)
+        filler.follow(2)
+        return filler
+
+    def phases(self) -> list[tuple[str, int | None, int]]:
+        """Title, total and what was done of each phase that fills caches."""
+        advanced = [each for each in self.seen if isinstance(each, PhaseAdvanced) and each.phase.kind == CACHING]
+        return list({each.phase: (each.phase.title, each.phase.total, each.done) for each in advanced}.values())
+
+    def media(self) -> list[str]:
+        return [each.media.path for each in self.seen if isinstance(each, MediaRendered)]
+
+    def stops_at(self, kind: str, act: Callable[[], object]) -> None:
+        """Ask for a stop when a phase first advances in process 1, and record whether this process was interrupted."""
+
+        def stop(event: Event) -> None:
+            if self.world.rank == 1 and isinstance(event, PhaseAdvanced) and event.phase.kind == kind:
+                self.events.stop.requested = True
+
+        self.act = stop
+        with pytest.raises(Interrupted):
+            act()
+        assert self.events.stop.requested, "all of them know"
+        self.world.barrier()
+        self.events.stop.requested, self.act = False, lambda event: None
+
+
+def work(rank: int, size: int) -> None:
+    """The work of one process, in the current folder."""
+    torch.set_num_threads(1)
+    meeting = f"file://{Path('meeting').absolute()}"
+    with connect(World(rank, size, rank, size), meeting) if size > 1 else nullcontext(World()) as world:
+        result = {"downloads": not world.leader_first(find_or_download), **everything(Process(world))}
+        Path(f"rank-{rank}.json").write_text(json.dumps(result))
+
+
+def find_or_download() -> bool:
+    """Whether a file was there already."""
+    found = Path("downloaded").exists()
+    Path("downloaded").touch()
+    return found
+
+
+def everything(process: Process) -> dict[str, Any]:
+    decode, damaged = fill.media.decode, Path("datasets/pictures/p3.png").read_bytes()
+    write, draw = CacheStore.write, Renderer.write
+    pictures: list[str] = []
+
+    def decode_some(source: Any) -> Image.Image:
+        if source == damaged:
+            raise MediaError("its pixels are damaged")
+        return decode(source)
+
+    def note(self: CacheStore, key: str, *arguments: Any) -> None:
+        process.written.append(f"{self.folder}/{key}")
+        write(self, key, *arguments)
+
+    def note_picture(self: Renderer, frames: Any, path: Path) -> None:
+        pictures.append(path.name)
+        draw(self, frames, path)
+
+    with patch.object(fill.media, "decode", decode_some), patch.object(CacheStore, "write", note):
+        filler = process.fill()
+    assembly, validation, evaluation = build(process, filler)
+    result: dict[str, Any] = {"written": process.written, "phases": process.phases()}
+    result["samples"] = [sample.name for sample in filler.plan.datasets[0].samples]
+    result["losses"] = evaluation.evaluate(assembly, 1)
+    with patch.object(Renderer, "write", note_picture):
+        validation.render(assembly, TrainState(1))
+        result |= {"media": process.media(), "pictures": [*pictures]}
+        if process.world.size > 1:
+            pictures.clear()
+            together = replace(assembly, is_sharded=True)
+            assert evaluation.evaluate(together, 1) == result["losses"]
+            validation.render(together, TrainState(2))
+            result["in lockstep"] = [*pictures]
+            for each in (assembly, together):
+                process.seen.clear()
+                process.stops_at(EVALUATION, partial(evaluation.evaluate, each, 3))
+                process.stops_at(PREVIEWS, partial(validation.render, each, TrainState(3)))
+                assert all(Path("output", path).exists() for path in process.media())
+                assert process.world.gather(len(process.media()))[0] < 4
+    return result
+
+
+def build(process: Process, filler: CacheFiller) -> tuple[Assembly, ValidationRunner, EvaluationLoss]:
+    plan, config = filler.plan, filler.plan.config
+    assembly = assemble(config, training_spec(plan), filler.adapter, [], make_accelerator(), process.world)
+    ema = Ema(assembly.parameters, config.ema, CPU)
+    with torch.no_grad():
+        for name, parameter in assembly.parameters.items():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    reader = BatchReader(filler.catalogue, 0.0, plan.seed, filler.restore, filler.encode)
+    subjects = build_subjects(plan, filler.catalogue, reader)
+    validation = ValidationRunner(config, subjects, plan.sizes, plan.output_dir, plan.seed, ema, process.events)
+    samples = {each.id: each.samples for each in evaluated(plan)}
+    evaluation = EvaluationLoss(
+        config.evaluation, samples, reader.read_sample, plan.seed, 4.0, ema, "comparison", process.events
+    )
+    return assembly, validation, evaluation
+
+
+def run(*ranks: tuple[Workspace, int, int]) -> list[dict[str, Any]]:
+    """What the processes, given as (folder, rank, size), did at the same time."""
+    started = [workspace.fork(work, rank, size) for workspace, rank, size in ranks]
+    for process in started:
+        process.join(timeout=120)
+    assert [process.exitcode for process in started] == [0] * len(ranks)
+    return [json.loads(workspace.path(f"rank-{rank}.json").read_text()) for workspace, rank, _ in ranks]
+
+
+def content(workspace: Workspace, *folders: str) -> dict[str, str]:
+    paths = [path for folder in folders for path in workspace.path(folder).rglob("*.*")]
+    files = [path for path in paths if path.suffix in (".zst", ".png") and path.parent.name != "in_progress"]
+    return {str(path.relative_to(workspace.folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_two_processes_share_the_work_of_one(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    one, two = (make_workspace(tmp_path / name, t2i_checkpoint) for name in ("one", "two"))
+    alone, first, second = run((one, 0, 1), (two, 0, 2), (two, 1, 2))
+
+    assert (alone["downloads"], first["downloads"], second["downloads"]) == (True, True, False)
+    assert first["written"]
+    assert second["written"]
+    assert sorted(first["written"] + second["written"]) == sorted(alone["written"]), "nothing is encoded twice"
+    assert len(set(alone["written"])) == len(alone["written"])
+    assert content(two, "cache", "output/cache") == content(one, "cache", "output/cache")
+    assert first["samples"] == second["samples"] == alone["samples"]
+    assert "p3.png" not in alone["samples"]
+    assert first["phases"] == alone["phases"]
+
+    assert first["losses"] == second["losses"] == alone["losses"]
+    assert len(alone["losses"]) == 2
+
+    assert first["media"] == alone["media"]
+    assert len(alone["media"]) == 4
+    assert second["media"] == first["media"], "all know what there is"
+    assert first["pictures"] == alone["pictures"][::2]
+    assert second["pictures"] == alone["pictures"][1::2]
+    assert len(first["in lockstep"]) == 4
+    assert not second["in lockstep"]
+    expected = content(one, "output/validation_images")
+    found = content(two, "output/validation_images")
+    assert expected.items() <= found.items()
+    for path, digest in expected.items():
+        assert found[path.replace("step_1_", "step_2_")] == digest, "rendered by both, written by one"
