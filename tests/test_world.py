@@ -45,6 +45,30 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     assert outputs[1] == common + '"slots": [3, 4, 5], "main": false}\n'
 
 
+HANGS = """
+import sys, time
+from simpletuner.world import World, connect
+rank, folder = int(sys.argv[1]), sys.argv[2]
+with connect(World(rank, 2), f"file://{folder}/meeting", limit=1.0) as world:
+    world.watch.ended = lambda message, code: print(message, code, flush=True)
+    world.barrier()
+    if rank == 1:
+        time.sleep(60)
+    with world.exchanging("Step 3"):
+        time.sleep(60)
+"""
+
+
+def test_an_exchange_that_a_process_does_not_take_part_in_ends_the_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGS]
+    started = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    outputs = [each.communicate(timeout=60)[0] for each in started]
+    assert [each.returncode for each in started] == [1, 1]
+    assert outputs == ["Step 3 has waited 1 s for process 1. 1\n"] * 2
+
+
 def test_one_process_asks_nobody() -> None:
     world = World()
     assert (world.is_main, world.any(True), world.any(False), world.mean([1.5, 2.0])) == (True, True, False, [1.5, 2.0])
