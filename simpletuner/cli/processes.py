@@ -8,6 +8,7 @@ torchrun, accelerate and srun may also start the processes directly.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import shlex
@@ -32,6 +33,8 @@ from simpletuner.world import LOST, POLL_SECONDS, ConnectedWorld, World, connect
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
     from simpletuner.plan.build import Plan
+
+logger = logging.getLogger(__name__)
 
 EXTRA = "ACCELERATE_EXTRA_ARGS"
 # Seconds that a failed process stays, so that the first one can say why before a launcher ends it.
@@ -171,14 +174,18 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
     if code == Interrupted.exit_code and not world.is_main:
         time.sleep(LINGER)  # all were asked to stop; the first process has more to finish, and its end ends this one
     watch.close()
-    message = world.first_failure(error) or str(error) or type(error).__name__
-    where = "" if world.is_main else f"Process {world.rank} on {socket.gethostname()}: "
-    first, first_code = watch.fail(where + message, code)
+    known, own = world.first_failure(error), str(error) or type(error).__name__
+    if not world.is_main:
+        if known is None and not isinstance(error, SimpleTunerError):
+            logger.error("Process %d failed.", world.rank, exc_info=error)
+            own = f"{type(error).__name__}: {own} (the traceback is in debug.log)"
+        own = f"Process {world.rank} on {socket.gethostname()}: {own}"
+    first, first_code = watch.fail(known or own, code)
     # Until the others have noticed: the first process may hold their store, and prints what another one announces.
     time.sleep(2 * POLL_SECONDS if world.is_main else LINGER)
     if not world.is_main:
         return typer.Exit(first_code)
-    return error if first == str(error) else RemoteError(first, first_code)
+    return error if known is None and first == own else RemoteError(first, first_code)
 
 
 def shared_events(events: EventStream, world: World, total_steps: int) -> EventStream:
@@ -255,9 +262,19 @@ def describe(plan: Plan) -> dict[str, str]:
         **{f"version of {name}": version for name, version in identity.versions.items()},
         **{f"content of {role}": digest[:12] for role, digest in identity.weights.items()},
         "data_backend_config": f"a list of samples with the digest {identity.datasets[:12]}",
+        "content of simpletuner": source_digest(),
         "seed": str(plan.seed),
         "resume_from_checkpoint": f"{config.run.resume_from_checkpoint!r}, which is {step}",
     }
+
+
+def source_digest() -> str:
+    """Identifies this program's source: two checkouts of one version may differ."""
+    folder = Path(__file__).parents[1]
+    content = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return content.hexdigest()[:12]
 
 
 def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:

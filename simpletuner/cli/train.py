@@ -91,8 +91,9 @@ def _train(world: World, plan: Plan, budget: Budget, port: int | None) -> None:
 
     serve_page = open_page(port) if port and world.is_main else None
     prepare_output(plan)
-    setup_logging(Path("debug.log") if world.is_main else None)
-    log_plan(plan, budget)
+    setup_logging()
+    if world.is_main:
+        log_plan(plan, budget)
     with (
         _recorded_events(plan, world) as events,
         serve_page(plan.output_dir, events) if serve_page else nullcontext(),
