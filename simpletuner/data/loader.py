@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +121,7 @@ def read_ahead(planned: Sequence[PlannedBatch], make: ReadBatch, ahead: int) -> 
     def work() -> None:
         try:
             for each in planned:
-                if not put(make(each)):
+                if stopped.is_set() or not put(make(each)):
                     return
             put(None)
         except BaseException as error:  # noqa: BLE001 - passed to the loop's thread, which raises it
@@ -135,4 +136,6 @@ def read_ahead(planned: Sequence[PlannedBatch], make: ReadBatch, ahead: int) -> 
             yield item
     finally:
         stopped.set()
+        with suppress(queue.Empty):
+            ready.get_nowait()  # the worker may be waiting for room
         worker.join()

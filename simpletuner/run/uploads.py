@@ -125,7 +125,7 @@ class Uploads:
         """Wait for all uploads and scripts."""
         try:
             while self._jobs.unfinished_tasks:  # `Queue.join` would not let Ctrl-C through
-                time.sleep(0.02)
+                time.sleep(0.002)
         except KeyboardInterrupt:
             self.events.say(f"An upload was interrupted; to upload the rest: {repeat_command(self.output_dir)}")
             raise
