@@ -60,7 +60,7 @@ def start_processes(plan: Plan, command: list[str]) -> None:
             launch_command(arguments)
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
-        if 0 in failed.failures and failed.failures[0].exitcode < 0:  # a signal ended it before it could say anything
+        if 0 in failed.failures and failed.failures[0].exitcode == -signal.SIGKILL:  # so it could not say anything
             raise RemoteError(LOST, 1) from None
         raise typer.Exit(next((code for code in codes if code > 0), 1)) from None
     except (ValueError, RuntimeError) as error:
@@ -170,6 +170,7 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
     """Announce a failure; returns the one that came first, as this process should raise it."""
     watch = world.watch
     assert watch is not None
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it once the first of them has gone
     code = exit_code(error)
     if code == Interrupted.exit_code and not world.is_main:
         time.sleep(LINGER)  # all were asked to stop; the first process has more to finish, and its end ends this one

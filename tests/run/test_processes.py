@@ -218,5 +218,3 @@ def test_one_command_starts_all_processes(workspace: Workspace) -> None:
     assert "Traceback" not in told
     assert workspace.train("num_processes=2", f"max_train_steps={step + 1}") == 0
     assert len(workspace.metrics()) == step + 1
-
-
