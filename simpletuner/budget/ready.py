@@ -17,7 +17,7 @@ from simpletuner.config.load import raise_if_fatal
 from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
-from simpletuner.world import launched_sizes
+from simpletuner.world import launched
 
 FEATURE_SHARE = 0.2  # of the free space, at most, for features with `crepa_cache auto`
 
@@ -37,7 +37,7 @@ def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
 def check_devices(processes: int) -> Iterator[Problem]:
     """Each process needs a device of its own. A launcher may have shown each process only its own already."""
     devices = count_gpus()
-    if 0 < devices < processes and not launched_sizes(os.environ):
+    if 0 < devices < processes and launched(os.environ) is None:
         message = f"{processes} processes on this machine, which has {_count(devices)}; each needs one of its own."
         yield Problem("num_processes", message)
 
