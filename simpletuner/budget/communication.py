@@ -22,9 +22,9 @@ class Sent:
     """Bytes that each process sends in an optimizer step.
 
     Attributes:
-        reduced: to sum gradients on all processes (DDP).
+        reduced: to sum gradients on all processes (DDP), also those of adapters and techniques beside FSDP2.
         gathered: to gather weights (FSDP2).
-        scattered: to sum gradients where their share belongs (FSDP2).
+        scattered: to sum each gradient where it belongs (FSDP2, full fine-tunes).
     """
 
     reduced: float = 0.0
@@ -37,7 +37,7 @@ class Sent:
 
 
 def sent_bytes(cost: TransformerCost, setup: TrainingSetup, added: TechniqueCost, micro_steps: int) -> Sent:
-    """What each process sends: with DDP once in an optimizer step, with FSDP2 in each micro-step.
+    """What each process sends: DDP does so once in an optimizer step, FSDP2 in each micro-step.
 
     Args:
         added: what techniques add to a micro-step.
@@ -45,15 +45,18 @@ def sent_bytes(cost: TransformerCost, setup: TrainingSetup, added: TechniqueCost
     if not setup.trains:
         return Sent()
     share = (setup.processes - 1) / setup.processes
-    blocks, rest = sum(cost.block_bytes(setup.dtype, quantised=0.0)), cost.rest_bytes(setup.dtype)
-    adapters = 0.0 if setup.is_full else trained_numbers(cost, setup) * setup.trained_bytes
-    gradients = (blocks + rest if setup.is_full else adapters) + added.parameters * BYTES["fp32"]
+    weights = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
+    gradients = weights if setup.is_full else trained_numbers(cost, setup) * setup.trained_bytes
+    beside = added.parameters * BYTES["fp32"]  # of techniques
     if not setup.sharded:
-        return Sent(reduced=2 * share * gradients)
-    # What is outside the blocks stays gathered until the backward pass.
-    again = blocks + adapters if setup.reshards else 0.0
-    gathered = (blocks + adapters + rest) * (1 + added.passes + added.forwards) + again * (1 + added.passes)
-    return Sent(gathered=share * gathered * micro_steps, scattered=share * gradients * micro_steps)
+        return Sent(reduced=2 * share * (gradients + beside))
+    backward = 1 + added.passes
+    times = backward + added.forwards + (backward if setup.reshards else 0.0)
+    return Sent(
+        reduced=2 * share * (beside if setup.is_full else gradients + beside),
+        gathered=share * weights * times * micro_steps,
+        scattered=share * weights * backward * micro_steps if setup.is_full else 0.0,
+    )
 
 
 def link_rate(device: Device, machines: int) -> float:

@@ -47,7 +47,8 @@ class TrainingSetup:
         techniques: techniques in use, which may have their own weights and compute.
         trains: whether anything is trained; a model without adapters is trained as a whole.
         processes: how many train together, each on its device.
-        sharded: they share weights, gradients, optimizer state and average among them (FSDP2).
+        sharded: they share the weights among them (FSDP2), and of trained ones gradients, optimizer state and average;
+            adapters are whole in each.
         reshards: a block's gathered weights are given up after its forward pass.
     """
 
@@ -73,9 +74,9 @@ class TrainingSetup:
     reshards: bool = True
 
     @property
-    def shares(self) -> int:
-        """Into how many parts weights are divided."""
-        return self.processes if self.sharded else 1
+    def trained_shares(self) -> int:
+        """Among how many processes trained weights are divided."""
+        return self.processes if self.sharded and self.is_full else 1
 
     @property
     def is_full(self) -> bool:
@@ -124,7 +125,7 @@ def trained_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     """Bytes of trained weights, gradients, optimizer state, and a moving average on the device."""
     average = AVERAGE if setup.averaged == "device" else 0.0
     # Temporary copies during the update are left out: a few tensors of a full model, small ones of a LoRA.
-    return trained_numbers(cost, setup) * (2 * setup.trained_bytes + setup.state_bytes + average) / setup.shares
+    return trained_numbers(cost, setup) * (2 * setup.trained_bytes + setup.state_bytes + average) / setup.trained_shares
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class AverageMemory:
 
 def average_memory(cost: TransformerCost, setup: TrainingSetup, place: Literal["device", "host"]) -> AverageMemory:
     """Memory of the average at `place`; 0 if it is kept elsewhere."""
-    count = trained_numbers(cost, setup) / setup.shares if setup.averaged == place else 0.0
+    count = trained_numbers(cost, setup) / setup.trained_shares if setup.averaged == place else 0.0
     return AverageMemory(AVERAGE * count, AVERAGE * count, setup.trained_bytes * count)
 
 
@@ -161,7 +162,7 @@ def frozen_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
     rest = cost.rest_bytes(setup.dtype)
     if setup.sharded:
-        return (rest + sum(blocks)) / setup.shares + gathered_bytes(cost, setup)
+        return (rest + sum(blocks)) / setup.processes + gathered_bytes(cost, setup)
     if not setup.streamed:
         return rest + sum(blocks)
     largest = max(blocks)
@@ -169,10 +170,7 @@ def frozen_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
 
 
 def gathered_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
-    """Bytes of whole weights and gradients that FSDP2 has on a device: what is outside the blocks, and some of them.
-
-    Adapters are left out: those of two blocks are small.
-    """
+    """Bytes of whole weights and gradients that FSDP2 has on a device: what is outside the blocks, and some of them."""
     if not setup.sharded:
         return 0.0
     blocks, rest = cost.block_bytes(setup.dtype, quantised=0.0), cost.rest_bytes(setup.dtype)

@@ -50,14 +50,14 @@ def check_sharding(config: RunConfig) -> Iterator[Problem]:
         (
             config.model.model_type == "lora" and lora != "standard",
             f"lora_type {lora}",
-            "its files are computed from whole factors, and each process has a share of them. DDP (fsdp_enable false) "
-            "trains it on several devices.",
+            "one process checks its result by predictions, which FSDP2 needs all of them for. Use DDP, without "
+            "fsdp_enable.",
         ),
         (
-            not OPTIMIZERS[optimizer].element_wise,
+            config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise,
             f"optimizer {optimizer!r}",
             "it does not update every number by itself, and each process has a share of every weight. Use an AdamW "
-            "such as adamw_bf16, or DDP (fsdp_enable false).",
+            "such as adamw_bf16, or DDP, without fsdp_enable.",
         ),
     ):
         if is_set:

@@ -16,7 +16,7 @@ EXCLUDED: list[tuple[dict[str, Any], str]] = [
     ({"enable_model_cpu_offload": True}, "enable_model_cpu_offload"),
     ({"lora_type": "lokr"}, "lora_type lokr"),
     *(
-        ({"optimizer": name}, f"optimizer '{name}'")
+        ({"optimizer": name, "model_type": "full"}, f"optimizer '{name}'")
         for name in ("prodigy", "muon", "soap", "optimi-stableadamw", "ao-adamw8bit", "bnb-adamw8bit", "bnb-adamw")
     ),
 ]
@@ -41,6 +41,7 @@ def told(**settings: Any) -> tuple[list[str], list[str]]:
         SHARDED,
         {**SHARDED, "model_type": "full", "optimizer": "adamw"},
         {**SHARDED, "fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_cpu_ram_efficient_loading": True},
+        {**SHARDED, "optimizer": "muon"},  # every process has the whole LoRA
         {"num_processes": 4, "enable_group_offload": True, "base_model_precision": "int8-quanto"},
     ],
 )
