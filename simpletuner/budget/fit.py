@@ -193,16 +193,21 @@ def choose(budget: Budget) -> Budget:
     reports what is lacking.
     """
     budget = _with_encoders(budget)
-    may_share = _may_be_sharded(budget.config)
-    fastest, leanest = _search(budget)
+    chosen = _over_processes(budget) if _may_be_sharded(budget.config) else None
+    if chosen is not None:
+        return chosen
+    fastest, leanest = _search(budget, in_8_bits=True)
+    return fastest or leanest
+
+
+def _over_processes(budget: Budget) -> Budget | None:
+    """The fastest settings in which DDP fits, else those of FSDP2; None if a LoRA fits in neither way."""
+    fastest, _ = _search(budget, in_8_bits=False)
     if fastest is not None:
-        return _with_reason_for_ddp(fastest) if may_share else fastest
-    if may_share:
-        reason = f"each process keeps a share of the weights, to fit {_room(budget.device)}"
-        fastest, smallest = _search(_with(budget, Change({"fsdp_enable": True}), reason))
-        if fastest is not None or budget.config.model.model_type == "full":
-            return fastest or smallest
-    return leanest
+        return _with_reason_for_ddp(fastest)
+    reason = f"each process keeps a share of the weights, to fit {_room(budget.device)}"
+    fastest, leanest = _search(_with(budget, Change({"fsdp_enable": True}), reason), in_8_bits=False)
+    return fastest or (leanest if budget.config.model.model_type == "full" else None)
 
 
 def _with_reason_for_ddp(chosen: Budget) -> Budget:
@@ -218,10 +223,14 @@ def _may_be_sharded(config: RunConfig) -> bool:
     return may_shard(config) and not config.launch.fsdp_enable and not config.is_explicit("fsdp_enable")
 
 
-def _search(budget: Budget) -> tuple[Budget | None, Budget]:
-    """The fastest settings that fit, if any, and the leanest ones."""
+def _search(budget: Budget, *, in_8_bits: bool) -> tuple[Budget | None, Budget]:
+    """The fastest settings that fit, if any, and the leanest ones.
+
+    Args:
+        in_8_bits: an int8 base model may be the leanest.
+    """
     ladders = [list(ladder) for ladder in _ladders(budget)]
-    leanest = _in_8_bits(budget, ladders[-1][-1])
+    leanest = _in_8_bits(budget, ladders[-1][-1]) if in_8_bits else ladders[-1][-1]
     budget = _with_tiles(budget, leanest)
     beyond = _beyond(budget, leanest)
     fitting = [candidate for ladder in ladders if (candidate := _first_that_fits(ladder, budget, beyond)) is not None]

@@ -87,6 +87,9 @@ def test_a_lora_goes_by_ddp_as_long_as_it_fits() -> None:
     streamed = choose(budget(gpu(8), num_processes=4))
     assert streamed.config.offload.enable_group_offload
     assert "DDP: " in streamed.decisions[0]
+    lean = choose(budget(gpu(3.5), num_processes=4))
+    assert lean.config.precision.base_model_precision == "int8-quanto", "where FSDP2 does not fit either"
+    assert not lean.config.launch.fsdp_enable
 
 
 @pytest.mark.parametrize(("size", "settings"), [(20, FULL), (8, {"enable_group_offload": False})])
