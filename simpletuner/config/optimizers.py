@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.option import (
@@ -74,17 +74,9 @@ def _torch(
 
 
 def _optimi(
-    name: str,
-    settings: Mapping[str, OptimizerValue],
-    *,
-    is_adam: bool = True,
-    moments: int = 2,
-    element_wise: bool = True,
+    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = True, moments: int = 2
 ) -> OptimizerSpec:
-    factory = f"optimi:{name}"
-    return OptimizerSpec(
-        factory, settings, is_adam=is_adam, keeps_bf16=True, moments=moments, element_wise=element_wise
-    )
+    return OptimizerSpec(f"optimi:{name}", settings, is_adam=is_adam, keeps_bf16=True, moments=moments)
 
 
 def _bitsandbytes(
@@ -126,7 +118,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "torch-sgd": _torch("SGD", SGD, moments=0),
     "optimi-adamw": _optimi("AdamW", OPTIMI),
     # It limits an update by the mean square over the whole weight.
-    "optimi-stableadamw": _optimi("StableAdamW", OPTIMI, element_wise=False),
+    "optimi-stableadamw": replace(_optimi("StableAdamW", OPTIMI), element_wise=False),
     "optimi-lion": _optimi("Lion", LION, is_adam=False, moments=1),
     "optimi-radam": _optimi("RAdam", OPTIMI | {"decouple_wd": False}),
     # Its slow weights are averaged without Kahan summation and replace the fast ones, so bf16 would lose updates.
