@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from simpletuner.budget.communication import Sent, link_rate, sent_bytes
 from simpletuner.budget.device import Device
 from simpletuner.budget.duration import StepCost, forward_seconds, step_cost
 from simpletuner.budget.estimate import (
@@ -22,6 +23,7 @@ from simpletuner.budget.estimate import (
     saving_bytes,
     step_memory,
     streamed_bytes,
+    technique_cost,
     trained_bytes,
 )
 from simpletuner.budget.parts import Parts, encoder_bytes, parts_of
@@ -33,9 +35,11 @@ from simpletuner.data.sample import Sample
 from simpletuner.models.cost import BYTES, VaeLoad
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, feature_kinds, latent_storage, list_entries, make_catalogue
+from simpletuner.techniques.spec import TechniqueCost
 
 # Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers.
 HOST_BASE = 1.2e9
+LOADING = "loading the transformer"
 TEXT_ACTIVATIONS = 0.03  # activations of one prompt, relative to the text encoders' weights
 # Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
 STREAMED_TEXT = 0.3
@@ -46,8 +50,12 @@ class PhasePeak:
     """Peak memory of a phase, in bytes.
 
     Attributes:
-        passing: the part of `device` that passes through host memory on its way to a GPU.
+        device: of one process.
+        host: of all processes of a machine.
+        passing: the part of `device` that passes through host memory on its way to a GPU, of all processes.
         trains: whether the phase is training.
+        common: the part of `host` that there is once on a machine.
+        processes: on each machine.
     """
 
     name: str
@@ -55,6 +63,21 @@ class PhasePeak:
     host: float
     passing: float = 0.0
     trains: bool = False
+    common: float = 0.0
+    processes: int = 1
+
+    def times(self, processes: int, readers: int) -> PhasePeak:
+        """The peak of several processes from that of one, of which `readers` load weights through host memory."""
+        host = self.common + processes * (self.host - self.common)
+        return replace(self, host=host, passing=readers * self.passing, processes=processes)
+
+    def on_host(self, device: Device) -> float:
+        """Bytes of the host's memory, with weights on their way to a GPU."""
+        return self.host + (self.passing if device.is_gpu else 0.0)
+
+    def needed(self, device: Device) -> float:
+        """Bytes of the device's memory, which without a GPU is the machine's."""
+        return self.device if device.is_gpu else self.device * self.processes + self.host
 
 
 @dataclass(frozen=True)
@@ -88,9 +111,17 @@ class Budget:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of an optimizer step, averaged over buckets by their share."""
+        """Seconds of an optimizer step, averaged over buckets by their share; processes communicate meanwhile."""
         micro = sum(each.step.seconds * each.bucket.share for each in self.buckets)
-        return micro * self.config.schedule.gradient_accumulation_steps
+        computing = micro * self.config.schedule.gradient_accumulation_steps
+        return max(computing, self.sent.total / link_rate(self.device, self.config.launch.num_machines))
+
+    @property
+    def sent(self) -> Sent:
+        """What each process sends in an optimizer step."""
+        load = self.parts.load(self.buckets[0].bucket) if self.buckets else None
+        added = technique_cost(self.parts.transformer, self.setup, load) if load else TechniqueCost()
+        return sent_bytes(self.parts.transformer, self.setup, added, self.config.schedule.gradient_accumulation_steps)
 
     @property
     def preview_seconds(self) -> float:
@@ -143,6 +174,14 @@ def estimate(config: RunConfig, parts: Parts, workload: Workload, device: Device
 
 def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: TrainingSetup) -> Iterator[PhasePeak]:
     """Peaks of all phases, in order."""
+    launch = config.launch
+    one_reads = launch.is_sharded and launch.fsdp_cpu_ram_efficient_loading
+    for phase in _phases_of_one(config, parts, workload, setup):
+        yield phase.times(launch.local_processes, 1 if one_reads and phase.name == LOADING else launch.local_processes)
+
+
+def _phases_of_one(config: RunConfig, parts: Parts, workload: Workload, setup: TrainingSetup) -> Iterator[PhasePeak]:
+    """The same for one process."""
     vae, text = encoder_bytes(parts, config)
     cost = parts.transformer
     if workload.encodes_text:
@@ -160,10 +199,11 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
         teaching = max(_teacher_bytes(config, parts, bucket, vae)[1] for bucket in workload.buckets)
         yield PhasePeak("encoding features", teaching, HOST_BASE)
     whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
-    yield PhasePeak("loading the transformer", frozen_bytes(cost, setup), HOST_BASE, whole)
+    yield PhasePeak(LOADING, frozen_bytes(cost, setup), HOST_BASE, whole)
     on_disk = config.offload.group_offload_to_disk_path is not None
     there, here = average_memory(cost, setup, "device"), average_memory(cost, setup, "host")
-    waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup)) + here.kept
+    streamed = 0.0 if on_disk else streamed_bytes(cost, setup)  # the processes of a machine share them
+    waiting = HOST_BASE + streamed + here.kept
     trained, frozen = trained_bytes(cost, setup), frozen_bytes(cost, setup)
     live = not all(kind.is_cached for technique in parts.techniques for kind in technique.features)
     for bucket in workload.buckets:
@@ -172,13 +212,15 @@ def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: Trai
         step = step_memory(cost, setup, load).total + resident
         device = max(step, frozen + trained + teaching, frozen + trained + resident + there.updating)
         host = waiting + max(inputs_on_host_bytes(cost, setup, load), here.updating)
-        yield PhasePeak(f"training at {bucket.label}", device + beside, host, trains=True)
+        yield PhasePeak(f"training at {bucket.label}", device + beside, host, trains=True, common=streamed)
     if workload.previews:
         rendering = _preview_peak(config, parts, workload, setup, vae)
         rendering += parts.lora_bytes
-        yield PhasePeak("rendering previews", trained + rendering + there.waiting + beside, waiting + here.waiting)
-    host = waiting + saving_bytes(cost, setup) + here.waiting
-    yield PhasePeak("saving", frozen + trained + there.waiting if there.waiting else 0.0, host)
+        device = trained + rendering + there.waiting + beside
+        yield PhasePeak("rendering previews", device, waiting + here.waiting, common=streamed)
+    written = saving_bytes(cost, setup)  # by one process
+    device = frozen + trained + there.waiting if there.waiting else 0.0
+    yield PhasePeak("saving", device, waiting + written + here.waiting, common=streamed + written)
 
 
 def _encoding_bytes(config: RunConfig, parts: Parts, loads: Sequence[VaeLoad]) -> float:
@@ -224,13 +266,13 @@ def shortage(phase: PhasePeak, device: Device, *, headroom: float = 0.0) -> str 
     """
     room = device.usable
     if not device.is_gpu:
-        needed = phase.device + phase.host
+        needed = phase.needed(device)
         if room is not None and needed > room * (1 - headroom):
             return f"{phase.name} needs {gigabytes(needed)}, this machine has {gigabytes(room)} and no GPU"
         return None
     if room is not None and phase.device > room * (1 - headroom):
         return f"{phase.name} needs {gigabytes(phase.device)} on the device, where {gigabytes(room)} can be used"
-    host, wanted = device.host_memory, phase.host + phase.passing
+    host, wanted = device.host_memory, phase.on_host(device)
     if host is not None and wanted > host:
         return f"{phase.name} needs {gigabytes(wanted)} of host memory, this machine has {gigabytes(host)}"
     return None

@@ -232,6 +232,19 @@ def query_gpu() -> tuple[str, float] | None:
         return None  # plan as without a GPU; if the driver is broken, torch reports it later
 
 
+def count_gpus() -> int:
+    """How many NVIDIA GPUs this process sees; 0 if there are none or the driver does not answer."""
+    program, visible = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if program is None:
+        return 0
+    if visible is not None:
+        return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
+    try:
+        return sum(WHOLE.match(line) is not None for line in ask_driver(program, "-L"))
+    except (OSError, subprocess.SubprocessError):
+        return 0
+
+
 def ask_driver(program: str, *words: str) -> list[str]:
     """Run nvidia-smi; returns the lines that it prints.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from simpletuner.budget.budget import BucketCost, Budget
 from simpletuner.budget.disk import find_writings
 from simpletuner.budget.rounds import remaining_seconds, remaining_steps
+from simpletuner.budget.ways import Way, find_ways, way_of
 from simpletuner.config.schema import all_options
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
@@ -58,6 +60,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
         "memory": [{"phase": each.name, "device": each.device, "host": each.host} for each in budget.phases],
         "buckets": [_bucket(budget, each) for each in budget.buckets],
         "seconds": _seconds(plan, budget),
+        "processes": _processes(budget),
         "disk": [
             {"what": each.what, "folder": str(each.folder), "bytes": each.total} for each in find_writings(plan, budget)
         ],
@@ -96,6 +99,32 @@ def _bucket(budget: Budget, each: BucketCost) -> dict[str, Any]:
         "flops": each.step.executed.total,
         "memory": each.memory.total,
         "seconds": each.step.seconds,
+    }
+
+
+def _processes(budget: Budget) -> dict[str, Any]:
+    """How many train together and what each sends in a step; for several, how the ways to do so compare."""
+    launch = budget.config.launch
+    return {
+        "count": launch.num_processes,
+        "machines": launch.num_machines,
+        "way": way_of(budget.config),
+        "sent": asdict(budget.sent),
+        "ways": [_way(way) for way in find_ways(budget)],
+    }
+
+
+def _way(way: Way) -> dict[str, Any]:
+    if way.budget is None:
+        return {"way": way.name, "fits": False, "excluded": way.reason}
+    device, host = way.peaks
+    return {
+        "way": way.name,
+        "fits": way.fits,
+        "device": device,
+        "host": host,
+        "sent": way.budget.sent.total,
+        "seconds": way.budget.step_seconds,
     }
 
 

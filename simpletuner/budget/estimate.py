@@ -2,7 +2,7 @@
 
 On the device, at the peak of a step:
 
-    frozen weights (resident, or the slots they stream through)
+    frozen weights (resident, or the slots they stream through, or with FSDP2 a share and the gathered blocks)
   + trained weights, gradients, optimizer state
   + inputs of checkpointed blocks, all saved activations of the others
   + the block whose backward pass runs
@@ -21,6 +21,7 @@ from simpletuner.models.cost import BYTES, Activations, Adapters, BatchShape, Tr
 from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 
 AVERAGE = 4.0  # bytes per number of the moving average: float32
+GATHERED = 2  # blocks that FSDP2 has whole: one computes while the next is gathered, or the last one's gradients leave
 SHARD = 10e9  # bytes of the files that a full model is saved in, each assembled in host memory
 
 
@@ -45,6 +46,10 @@ class TrainingSetup:
         routes: windows of blocks that some tokens skip, in training only.
         techniques: techniques in use, which may have their own weights and compute.
         trains: whether anything is trained; a model without adapters is trained as a whole.
+        processes: how many train together, each on its device.
+        sharded: they share the weights among them (FSDP2), and of trained ones gradients, optimizer state and average;
+            adapters are whole in each.
+        reshards: a block's gathered weights are given up after its forward pass.
     """
 
     dtype: str
@@ -64,6 +69,14 @@ class TrainingSetup:
     routes: tuple[Route, ...] = ()
     techniques: tuple[TechniqueSpec, ...] = ()
     trains: bool = True
+    processes: int = 1
+    sharded: bool = False
+    reshards: bool = True
+
+    @property
+    def trained_shares(self) -> int:
+        """Among how many processes trained weights are divided."""
+        return self.processes if self.sharded and self.is_full else 1
 
     @property
     def is_full(self) -> bool:
@@ -112,7 +125,7 @@ def trained_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     """Bytes of trained weights, gradients, optimizer state, and a moving average on the device."""
     average = AVERAGE if setup.averaged == "device" else 0.0
     # Temporary copies during the update are left out: a few tensors of a full model, small ones of a LoRA.
-    return trained_numbers(cost, setup) * (2 * setup.trained_bytes + setup.state_bytes + average)
+    return trained_numbers(cost, setup) * (2 * setup.trained_bytes + setup.state_bytes + average) / setup.trained_shares
 
 
 @dataclass(frozen=True)
@@ -132,7 +145,7 @@ class AverageMemory:
 
 def average_memory(cost: TransformerCost, setup: TrainingSetup, place: Literal["device", "host"]) -> AverageMemory:
     """Memory of the average at `place`; 0 if it is kept elsewhere."""
-    count = trained_numbers(cost, setup) if setup.averaged == place else 0
+    count = trained_numbers(cost, setup) / setup.trained_shares if setup.averaged == place else 0.0
     return AverageMemory(AVERAGE * count, AVERAGE * count, setup.trained_bytes * count)
 
 
@@ -143,15 +156,26 @@ def saving_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
 
 
 def frozen_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
-    """Bytes of frozen weights on the device during a step."""
+    """Bytes of frozen weights on the device during a step, and of what FSDP2 has gathered."""
     if setup.is_full:
-        return 0.0
+        return gathered_bytes(cost, setup)
     blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
     rest = cost.rest_bytes(setup.dtype)
+    if setup.sharded:
+        return (rest + sum(blocks)) / setup.processes + gathered_bytes(cost, setup)
     if not setup.streamed:
         return rest + sum(blocks)
     largest = max(blocks)
     return rest + min(sum(blocks), largest * (min(setup.residents, len(blocks)) + SLOTS * setup.group))
+
+
+def gathered_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
+    """Bytes of whole weights and gradients that FSDP2 has on a device: what is outside the blocks, and some of them."""
+    if not setup.sharded:
+        return 0.0
+    blocks, rest = cost.block_bytes(setup.dtype, quantised=0.0), cost.rest_bytes(setup.dtype)
+    few = rest + min(sum(blocks), GATHERED * max(blocks))
+    return (few if setup.reshards else rest + sum(blocks)) + (few if setup.is_full else 0.0)
 
 
 def streamed_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:

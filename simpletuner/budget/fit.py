@@ -12,14 +12,14 @@ from typing import Any
 
 from simpletuner.budget.budget import Budget, PhasePeak, estimate, find_phases, fits, gigabytes, shortage
 from simpletuner.budget.device import Device
+from simpletuner.budget.ways import STREAMED
 from simpletuner.budget.workload import Choice, Workload
 from simpletuner.config.load import CHOSEN, RunConfig
 from simpletuner.config.schema import PLAIN_PRECISIONS
 from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
-
-STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
+from simpletuner.plan.launch import may_shard
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,11 @@ def _offload_changes(config: RunConfig) -> Iterator[Change]:
     """Changes that move data from the device to host memory."""
     offload, may_move = config.offload, graph_key(config.launch) is None
     streams = offload.enable_group_offload
-    if config.model.model_type == "lora" and may_move and not streams:
+    if _may_be_sharded(config) and config.model.model_type == "full":
+        yield Change({"fsdp_enable": True})
+    if config.launch.is_sharded and not config.launch.fsdp_cpu_ram_efficient_loading:
+        yield Change({"fsdp_cpu_ram_efficient_loading": True})
+    if config.model.model_type == "lora" and may_move and not streams and not config.launch.fsdp_enable:
         # enable_model_cpu_offload excludes streaming.
         yield Change({**STREAMED, **({"enable_model_cpu_offload": False} if offload.enable_model_cpu_offload else {})})
     if may_move and not offload.offload_block_inputs:
@@ -189,14 +193,51 @@ def choose(budget: Budget) -> Budget:
     reports what is lacking.
     """
     budget = _with_encoders(budget)
+    chosen = _over_processes(budget) if _may_be_sharded(budget.config) else None
+    if chosen is not None:
+        return chosen
+    fastest, leanest = _search(budget, in_8_bits=True)
+    return fastest or leanest
+
+
+def _over_processes(budget: Budget) -> Budget | None:
+    """The fastest settings in which DDP fits, else those of FSDP2; None if a LoRA fits in neither way."""
+    fastest, _ = _search(budget, in_8_bits=False)
+    if fastest is not None:
+        return _with_reason_for_ddp(fastest)
+    reason = f"each process keeps a share of the weights, to fit {_room(budget.device)}"
+    fastest, leanest = _search(_with(budget, Change({"fsdp_enable": True}), reason), in_8_bits=False)
+    return fastest or (leanest if budget.config.model.model_type == "full" else None)
+
+
+def _with_reason_for_ddp(chosen: Budget) -> Budget:
+    """Say why several processes do not share the weights, where they could."""
+    is_lora = chosen.config.model.model_type == "lora"
+    more = ", while FSDP2 would gather the whole model again and again" if is_lora else ""
+    reason = f"DDP: each process has room for it and sends {gigabytes(chosen.sent.total)} a step{more}"
+    return replace(chosen, decisions=[reason, *chosen.decisions])
+
+
+def _may_be_sharded(config: RunConfig) -> bool:
+    """Whether FSDP2 is possible and left open."""
+    return may_shard(config) and not config.launch.fsdp_enable and not config.is_explicit("fsdp_enable")
+
+
+def _search(budget: Budget, *, in_8_bits: bool) -> tuple[Budget | None, Budget]:
+    """The fastest settings that fit, if any, and the leanest ones.
+
+    Args:
+        in_8_bits: an int8 base model may be the leanest.
+    """
     ladders = [list(ladder) for ladder in _ladders(budget)]
-    leanest = _in_8_bits(budget, ladders[-1][-1])
+    leanest = _in_8_bits(budget, ladders[-1][-1]) if in_8_bits else ladders[-1][-1]
     budget = _with_tiles(budget, leanest)
     beyond = _beyond(budget, leanest)
     fitting = [candidate for ladder in ladders if (candidate := _first_that_fits(ladder, budget, beyond)) is not None]
     if fitting:  # of two equally fast ones, the first
-        return min((_with(budget, *candidate) for candidate in fitting), key=lambda chosen: chosen.step_seconds)
-    return _with(budget, *leanest)
+        fastest = min((_with(budget, *each) for each in fitting), key=lambda chosen: chosen.step_seconds)
+        return fastest, _with(budget, *leanest)
+    return None, _with(budget, *leanest)
 
 
 def _beyond(budget: Budget, leanest: Candidate) -> frozenset[str]:
@@ -276,15 +317,16 @@ def _ladders(budget: Budget) -> Iterator[Iterable[Candidate]]:
 def _in_8_bits(budget: Budget, leanest: Candidate) -> Candidate:
     """The last resort: an int8 base model, if the user has not set its precision."""
     key, config = "base_model_precision", budget.config
-    if config.is_explicit(key) or config.model.model_type != "lora":
+    if config.is_explicit(key) or config.model.model_type != "lora" or config.launch.fsdp_enable:
         return leanest
     lean = Change({**leanest[0].values, key: "int8-quanto"})
     return lean, f"in 16 bits the run does not fit {_room(budget.device)}"
 
 
 def _may_stream(config: RunConfig) -> bool:
-    """Whether streaming is possible: only for frozen weights, and not with `enable_model_cpu_offload`."""
-    return config.model.model_type == "lora" and not config.offload.enable_model_cpu_offload
+    """Whether streaming is possible: only for frozen whole weights, and not with `enable_model_cpu_offload`."""
+    others = config.offload.enable_model_cpu_offload or config.launch.fsdp_enable
+    return config.model.model_type == "lora" and not others
 
 
 def _depths(blocks: int) -> Iterator[Candidate]:

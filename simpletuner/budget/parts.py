@@ -86,6 +86,9 @@ class Parts:
             techniques=self.techniques,
             averaged=average_place(config.ema),
             trains=self.trains,
+            processes=config.launch.num_processes,
+            sharded=config.launch.is_sharded,
+            reshards=config.launch.fsdp_reshard_after_forward,
         )
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 
 from simpletuner.budget.budget import Budget, make_budget
-from simpletuner.budget.device import find_device
+from simpletuner.budget.device import count_gpus, find_device
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.fit import check_fit, choose
+from simpletuner.budget.ways import check_ways
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.load import raise_if_fatal
 from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
+from simpletuner.world import launched
 
 FEATURE_SHARE = 0.2  # of the free space, at most, for features with `crepa_cache auto`
 
@@ -24,9 +28,22 @@ def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
     Raises:
         ConfigError: with all problems at once, including a run that does not fit.
     """
-    weighed = weigh_plan(arguments, problems)
+    plan, budget = weigh_plan(arguments, problems)
+    problems.extend(check_devices(plan.config.launch.local_processes))
     raise_if_fatal(problems)
-    return weighed
+    return plan, budget
+
+
+def check_devices(processes: int) -> Iterator[Problem]:
+    """Each process needs a device of its own. A launcher may have shown each process only its own already."""
+    devices = count_gpus()
+    if 0 < devices < processes and launched(os.environ) is None:
+        message = f"{processes} processes on this machine, which has {_count(devices)}; each needs one of its own."
+        yield Problem("num_processes", message)
+
+
+def _count(devices: int) -> str:
+    return "1 GPU" if devices == 1 else f"{devices} GPUs"
 
 
 def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
@@ -53,7 +70,7 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
             # Tiled latents have separate cache entries, so the missing ones are listed again.
             budget = replace(make_budget(chosen, device), decisions=budget.decisions)
         plan = chosen
-    found = [*check_fit(budget), *check_disk(plan, find_writings(plan, budget))]
+    found = [*check_fit(budget), *check_ways(budget), *check_disk(plan, find_writings(plan, budget))]
     problems.extend(found)
     return replace(plan, warnings=[*plan.warnings, *(each for each in found if not each.fatal)]), budget
 

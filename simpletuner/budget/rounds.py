@@ -19,8 +19,7 @@ def find_rounds(plan: Plan, budget: Budget) -> dict[str, Rounds]:
     epoch = steps_per_epoch(plan)
     rounds = {SAVING: Rounds(checkpoints.checkpoint_step_interval, at_end=True)}
     if plan.prompts:
-        seconds = len(plan.prompts) * budget.preview_seconds
-        rounds[PREVIEWS] = Rounds(validation.validation_step_interval, seconds, at_end=True)
+        rounds[PREVIEWS] = Rounds(validation.validation_step_interval, round_seconds(plan, budget), at_end=True)
     if evaluated(plan):
         epochs = evaluation.eval_epoch_interval
         rounds[EVALUATION] = Rounds(evaluation.eval_steps_interval or epoch * (epochs or 1.0))
@@ -44,7 +43,14 @@ def preview_rounds(plan: Plan) -> int:
     return rounds.after(total - remaining_steps(plan), total) + untrained
 
 
+def round_seconds(plan: Plan, budget: Budget) -> float:
+    """Seconds of a round of previews, which processes divide among them unless they share the weights (FSDP2)."""
+    launch = plan.config.launch
+    previews = len(plan.prompts) * len(plan.sizes) * plan.config.validation.num_validation_images
+    alone = previews if launch.is_sharded else -(-previews // launch.num_processes)
+    return len(plan.prompts) * budget.preview_seconds * alone / max(previews, 1)
+
+
 def remaining_seconds(plan: Plan, budget: Budget) -> tuple[float, float]:
     """Seconds of training and of previews left for a session that starts now."""
-    previews = preview_rounds(plan) * len(plan.prompts) * budget.preview_seconds
-    return remaining_steps(plan) * budget.step_seconds, previews
+    return remaining_steps(plan) * budget.step_seconds, preview_rounds(plan) * round_seconds(plan, budget)

@@ -12,6 +12,8 @@ from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes
 from simpletuner.budget.disk import Writing, feature_costs, find_writings
 from simpletuner.budget.estimate import technique_cost
 from simpletuner.budget.rounds import preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.budget.ways import find_ways, way_of
+from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.schema import all_options
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.plan.build import Plan
@@ -67,8 +69,12 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
 
 def _length_lines(plan: Plan) -> Iterator[str]:
     length, schedule = plan.length, plan.config.schedule
-    per_step = schedule.train_batch_size * schedule.gradient_accumulation_steps
+    processes = plan.config.launch.num_processes
+    per_step = processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
     yield f"{_count(length.total_steps, 'step')} of {_count(per_step, 'sample')}"
+    peak, rate = peak_learning_rate(plan.config), learning_rate(plan.config.optimizer, plan.config.model.model_type)
+    if peak != rate:
+        yield f"learning rate {peak:.3g}, which is {rate:.3g} scaled to the samples of a step"
     yield f"{_count(length.batches_per_epoch, 'batch', 'batches')} an epoch, {_count(length.epochs, 'epoch')}"
     if plan.resume is not None:
         yield f"continues from {plan.resume.path.name} (step {plan.resume.step})"
@@ -163,9 +169,11 @@ def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Ite
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
     host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
     yield f"Estimate for {device.name}, {room}{host} ({device.note})"
+    yield from _process_lines(budget)
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
     yield from _time_lines(plan, budget)
+    yield from _way_lines(budget)
     yield from _technique_lines(budget)
     disk = ", ".join(f"{each.what} up to {gigabytes(each.total)}" for each in writings)
     yield f"  disk: {disk}"
@@ -173,6 +181,30 @@ def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Ite
         yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
     for decision in budget.decisions:
         yield f"  offload auto: {decision}"
+
+
+def _process_lines(budget: Budget) -> Iterator[str]:
+    """How the processes of a run train together; nothing for one."""
+    launch = budget.config.launch
+    if launch.num_processes > 1:
+        where = _count(launch.num_machines, "machine")
+        yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
+        yield "  memory is that of one device, and on the host of all processes of a machine"
+
+
+def _way_lines(budget: Budget) -> Iterator[str]:
+    """The ways to use several devices: peak memory, bytes that each process sends in a step, and time."""
+    ways = find_ways(budget)
+    if ways:
+        yield f"  {'ways to train':<17}{'device':>10}{'host':>10}{'sent':>10}{'step':>10}"
+    for way in ways:
+        if way.budget is None:
+            yield f"  {way.name}: {way.reason}"
+            continue
+        cells = (*map(gigabytes, (*way.peaks, way.budget.sent.total)), duration(way.budget.step_seconds))
+        chosen = ", as configured" if way.name == way_of(budget.config) else ""
+        verdict = ("fits" if way.fits else "does not fit") + chosen
+        yield f"  {way.name:<17}{''.join(f'{cell:>10}' for cell in cells)}  {verdict}"
 
 
 def _phase_lines(budget: Budget) -> Iterator[str]:
@@ -185,8 +217,7 @@ def _phase_lines(budget: Budget) -> Iterator[str]:
     yield f"  {names[0]:<{width}}{'device':>10}{'host':>10}"
     for phase in shown:
         on_device = gigabytes(phase.device) if phase.device else "-"
-        on_host = phase.host + (phase.passing if budget.device.is_gpu else 0.0)
-        yield f"  {phase.name:<{width}}{on_device:>10}{gigabytes(on_host):>10}"
+        yield f"  {phase.name:<{width}}{on_device:>10}{gigabytes(phase.on_host(budget.device)):>10}"
 
 
 def _bucket_lines(budget: Budget) -> Iterator[str]:
@@ -249,7 +280,7 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
 def fit_line(budget: Budget) -> str:
     """`  fits: up to 16.4 GB of 25.8 GB on a GPU with 24 GiB, while training at 1024x1024`"""
     device = budget.device
-    needs = {each.name: each.device + (0.0 if device.is_gpu else each.host) for each in budget.phases}
+    needs = {each.name: each.needed(device) for each in budget.phases}
     peak = max(needs, key=lambda name: needs[name])
     room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
     verdict = "fits" if fits(budget.phases, device) else "does not fit"

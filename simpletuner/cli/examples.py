@@ -39,6 +39,8 @@ def _about(name: str) -> str:
     flavour = spec.flavour(config.get("model_flavour"))
     kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"
     about = f"{kind} for {spec.title}, {flavour.name} ({TASKS[flavour.task]})"
+    if "num_processes" in config:
+        about += f", on {config['num_processes']} GPUs"
     is_tiny = str(config.get("pretrained_model_name_or_path", "")).startswith(EXAMPLES_ALIAS)
     return f"{about}; tiny model, no download, no GPU, minutes" if is_tiny else about
 

@@ -78,7 +78,6 @@ def explain_key(option: Option) -> Iterator[str]:
         "Default": default_of(option),
         "By family": ", ".join(f"{family} {value}" for family, value in _family_defaults(option.name)),
         "Also written": ", ".join(option.aliases),
-        "Status": "not available yet" if option.planned else "",
     }
     for title, text in facts.items():
         if text:
@@ -97,9 +96,8 @@ def _indented(text: str) -> str:
 
 def summary(option: Option) -> Iterator[str]:
     """A key with its help, allowed values and default, in a few lines."""
-    status = "; not available yet" if option.planned else ""
     yield f"--{option.name}"
-    text = f"{option.help} [{allowed(option)}; default {default_of(option)}{status}]"
+    text = f"{option.help} [{allowed(option)}; default {default_of(option)}]"
     yield from textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
 

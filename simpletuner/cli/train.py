@@ -172,12 +172,18 @@ def plan(
     device_memory: Annotated[
         str | None, typer.Option("--device-memory", metavar="GB", help="Plan for a GPU with this much memory.")
     ] = None,
+    devices: Annotated[
+        str | None, typer.Option("--devices", metavar="N", help="Plan for this many devices together.")
+    ] = None,
+    machines: Annotated[
+        str | None, typer.Option("--machines", metavar="N", help="Plan for devices in this many machines.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
 ) -> None:
     """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
     arguments, problems = parse_settings(context.args)
-    if device_memory is not None:
-        arguments.settings.append(("plan_device_memory_gb", device_memory))
+    planned = {"plan_device_memory_gb": device_memory, "num_processes": devices, "num_machines": machines}
+    arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
     if as_json:
         _print_json(arguments, problems)
     else:

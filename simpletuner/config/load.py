@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from simpletuner.config import schema
 from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.json_files import expand_environment, json_kind, read_json, same_value
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.loss import LossConfig, MaskedLossConfig
@@ -75,7 +76,7 @@ class RunConfig:
     optimizer: schema.OptimizerConfig
     precision: schema.PrecisionConfig
     speed: schema.SpeedConfig
-    launch: schema.LaunchConfig
+    launch: LaunchConfig
     ema: schema.EmaConfig
     lora: LoraConfig
     offload: schema.OffloadConfig

@@ -5,9 +5,11 @@ The table gives each optimizer's class, its settings and their defaults; the fun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from simpletuner.config.load import RunConfig
 from simpletuner.config.option import (
     BITSANDBYTES,
     PRODIGY,
@@ -41,6 +43,8 @@ class OptimizerSpec:
         package: an optional package that it needs, if any.
         moments: number of state tensors as large as the trained weights, without that of the Kahan summation.
         moment_bytes: bytes per number in them; None: as in the weight.
+        element_wise: updates every number by itself and with torch's operations, so that the processes of a sharded run
+            can each update their share of a weight.
     """
 
     factory: str
@@ -52,6 +56,7 @@ class OptimizerSpec:
     package: Package | None = None
     moments: int = 2
     moment_bytes: float | None = None
+    element_wise: bool = True
 
 
 ADAM: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
@@ -79,7 +84,15 @@ def _bitsandbytes(
 ) -> OptimizerSpec:
     size = 1.0 if name.endswith("8bit") else None
     factory = f"bitsandbytes.optim:{name}"
-    return OptimizerSpec(factory, settings, is_adam=is_adam, package=BITSANDBYTES, moments=moments, moment_bytes=size)
+    return OptimizerSpec(
+        factory, settings, is_adam=is_adam, package=BITSANDBYTES, moments=moments, moment_bytes=size, element_wise=False
+    )
+
+
+def _torchao(name: str, size: float) -> OptimizerSpec:
+    """State that is quantised in blocks of numbers, which a share of a weight has others of."""
+    factory = f"torchao.optim:{name}"
+    return OptimizerSpec(factory, ADAMW, is_adam=True, package=TORCHAO, moment_bytes=size, element_wise=False)
 
 
 def _schedule_free(settings: Mapping[str, OptimizerValue]) -> OptimizerSpec:
@@ -104,7 +117,8 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     ),
     "torch-sgd": _torch("SGD", SGD, moments=0),
     "optimi-adamw": _optimi("AdamW", OPTIMI),
-    "optimi-stableadamw": _optimi("StableAdamW", OPTIMI),
+    # It limits an update by the mean square over the whole weight.
+    "optimi-stableadamw": replace(_optimi("StableAdamW", OPTIMI), element_wise=False),
     "optimi-lion": _optimi("Lion", LION, is_adam=False, moments=1),
     "optimi-radam": _optimi("RAdam", OPTIMI | {"decouple_wd": False}),
     # Its slow weights are averaged without Kahan summation and replace the fast ones, so bf16 would lose updates.
@@ -125,8 +139,8 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "optimi-sgd": _optimi(
         "SGD", {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False}, is_adam=False, moments=0
     ),
-    "ao-adamw8bit": OptimizerSpec("torchao.optim:AdamW8bit", ADAMW, is_adam=True, package=TORCHAO, moment_bytes=1.0),
-    "ao-adamw4bit": OptimizerSpec("torchao.optim:AdamW4bit", ADAMW, is_adam=True, package=TORCHAO, moment_bytes=0.5),
+    "ao-adamw8bit": _torchao("AdamW8bit", 1.0),
+    "ao-adamw4bit": _torchao("AdamW4bit", 0.5),
     "adamw_schedulefree": _schedule_free(ADAMW),
     "adamw_schedulefree+aggressive": _schedule_free(ADAMW | {"weight_decay": 1e-3, "eps": 1e-6}),
     # It always trains float32 weights, where Kahan summation changes nothing.
@@ -137,11 +151,13 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
         is_adam=True,
         package=PYTORCH_OPTIMIZER,
         moments=4,
+        element_wise=False,
     ),
     "muon": OptimizerSpec(
         "simpletuner.training.optimizers:MuonWithAdamW",
         {"momentum": 0.95, "nesterov": True, "ns_steps": 5, **ADAMW},
         is_adam=True,
+        element_wise=False,
     ),
     "prodigy": OptimizerSpec(
         "prodigyopt:Prodigy",
@@ -149,6 +165,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
         is_adam=True,
         package=PRODIGY,
         moments=4,
+        element_wise=False,
     ),
     "bnb-adamw8bit": _bitsandbytes("AdamW8bit", ADAMW, is_adam=True, moments=2),
     "bnb-adamw": _bitsandbytes("AdamW", ADAMW, is_adam=True, moments=2),
@@ -187,6 +204,15 @@ def keeps_bf16_weights(name: OptimizerName) -> bool:
 def learning_rate(config: OptimizerConfig, model_type: str) -> float:
     """The peak learning rate: the configured one, or the default for a LoRA or a full fine-tune."""
     return config.learning_rate or DEFAULT_LEARNING_RATES[model_type]
+
+
+def peak_learning_rate(config: RunConfig) -> float:
+    """The learning rate after `lr_scale` (times the samples of a step) or `lr_scale_sqrt` (times their square root)."""
+    rate, schedule = learning_rate(config.optimizer, config.model.model_type), config.schedule
+    samples = config.launch.num_processes * schedule.gradient_accumulation_steps * schedule.train_batch_size
+    if config.optimizer.lr_scale:
+        return rate * samples
+    return rate * math.sqrt(samples) if config.optimizer.lr_scale_sqrt else rate
 
 
 def trained_precision(config: OptimizerConfig, precision: PrecisionConfig) -> str:

@@ -27,8 +27,6 @@ from simpletuner.redaction import hide_secrets
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
 
-Planned = Literal["switch", "detail"]
-
 
 def parse_flag(value: object) -> object:
     """True or False from a boolean, 0, 1 or one of the usual words, in any letter case."""
@@ -209,8 +207,6 @@ def option(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    planned: Planned | None = None,
-    off: tuple[object, ...] = (),
     default_note: str = "",
     form: str = "",
     requires: Mapping[str, tuple[object, ...]] | None = None,
@@ -222,17 +218,12 @@ def option(
         help: one or two sentences for `--help`, the wizard and the reference page.
         aliases: other spellings of the key.
         ge, gt, le, lt: limits of a number.
-        planned: the key is known, but its feature is not implemented. A "switch" is refused if it switches something
-            on; a "detail" gives a warning, since it has no effect while its switch is off.
-        off: values (besides the default) of a planned switch that switch nothing on.
         default_note: the default in the reference page, if it depends on something else.
         form: the type in the reference page, if people write another one than the parsed value has.
         requires: other keys with their values; the key has no effect unless one of them has one of these.
     """
     extra: Any = {
         "aliases": aliases,
-        "planned": planned,
-        "off": off,
         "default_note": default_note,
         "form": form,
         "requires": requires or {},
@@ -251,8 +242,6 @@ class Option:
     required: bool
     annotation: Any
     aliases: tuple[str, ...]
-    planned: Planned | None
-    off: tuple[object, ...]
     default_note: str
     form: str
     limits: dict[str, float]

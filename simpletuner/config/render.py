@@ -30,7 +30,6 @@ the same values hidden.
 For a key of another trainer, the message names the alternative here; if its value switches nothing on
 (`"controlnet": false`), the key is reported and ignored.
 
-⏳ marks keys whose feature is not available yet: they are known and checked, and refused if they switch it on.
 """
 VARIABLES_TITLE = "Environment configuration variables"
 FAMILIES_TITLE = "Defaults of the model families"
@@ -62,9 +61,8 @@ def _table(options: list[Option]) -> Iterator[str]:
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for option in options:
-        mark = " ⏳" if option.planned else ""
         kind = " ".join(filter(None, (option.type_name, option.limit_text)))
-        yield f"| `{option.name}`{mark} | {kind} | {_default(option)} | {_meaning(option)} |"
+        yield f"| `{option.name}` | {kind} | {_default(option)} | {_meaning(option)} |"
 
 
 def _default(option: Option) -> str:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from simpletuner.config.crepa import CrepaConfig
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.loss import LossConfig, MaskedLossConfig
@@ -45,7 +46,6 @@ CaptionStrategy = Literal[
 ]  # fmt: skip
 # Choices that look like numbers may be written as numbers.
 Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
-FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]
 
 Precision = Literal[
     "no_change", "bf16", "fp32",
@@ -315,39 +315,6 @@ class SpeedConfig(Group):
         "Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless.",
         default_note="as `speed` says",
     )
-
-
-class LaunchConfig(Group):
-    """Launch and compile"""
-
-    num_processes: Integer = option(1, "Processes on all machines together, one per device.", ge=1)
-    num_machines: Integer = option(
-        1, "Machines; ACCELERATE_EXTRA_ARGS says which one this is and where the first one is.", ge=1
-    )
-    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = option(
-        None,
-        "torch.compile backend for the repeated blocks; no is off.",
-        default_note="inductor on CUDA with speed auto, else no",
-    )
-    dynamo_mode: Text | None = option(
-        None, "Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."
-    )
-    dynamo_fullgraph: Flag = option(False, "Fail on graph breaks.")
-    dynamo_dynamic: Flag = option(False, "Compile for dynamic shapes: every size may change, not only the token count.")
-    dynamo_use_regional_compilation: Flag = option(True, "Only the repeated blocks are compiled; false has no effect.")
-    fsdp_enable: Flag = option(False, "Sharded training (FSDP2).", planned="switch")
-    fsdp_version: FsdpVersion = option("2", "FSDP version; 1 is deprecated.", planned="detail")
-    fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = option(
-        "SHARDED_STATE_DICT", "Format of checkpoints.", planned="detail"
-    )
-    fsdp_reshard_after_forward: Flag = option(True, "Reshard after the forward pass.", planned="detail")
-    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = option(
-        "TRANSFORMER_BASED_WRAP", "What is wrapped.", planned="detail"
-    )
-    fsdp_transformer_layer_cls_to_wrap: TextList | None = option(
-        None, "Class names to wrap.", planned="detail", default_note="the family's blocks"
-    )
-    fsdp_cpu_ram_efficient_loading: Flag = option(False, "Load the weights in one process only.", planned="detail")
 
 
 class EmaConfig(Group):

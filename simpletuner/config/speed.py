@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from simpletuner.config.schema import LaunchConfig, PrecisionConfig, SpeedConfig
+from simpletuner.config.launch import LaunchConfig
+from simpletuner.config.schema import PrecisionConfig, SpeedConfig
 from simpletuner.errors import Problem, did_you_mean
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

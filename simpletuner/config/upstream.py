@@ -38,7 +38,7 @@ INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("snr_weight", "use_soft_min_snr", "soft_min_snr_sigma_data", "min_snr_gamma"),
                     "weighting by signal-to-noise ratio does not apply to flow models"),
     **dict.fromkeys(("deepspeed_config", "deepspeed", "zero_stage"),
-                    "DeepSpeed is not supported; use enable_group_offload or offload auto for large models"),
+                    "DeepSpeed is not supported; use enable_group_offload, offload auto or fsdp_enable for large ones"),
     **dict.fromkeys(("accelerate_config", "accelerate_extra_args"), LAUNCHER),
     **dict.fromkeys(("distillation_method", "distillation_config", "twinflow", "twinflow_enabled", "lcm_enabled"),
                     DISTILL),

@@ -336,11 +336,10 @@ def _too_few(dataset: Dataset, context: DataContext, needed: int, enough: int) -
 
 def _warn_of_small_buckets(dataset: Dataset, context: DataContext, problems: list[Problem]) -> None:
     batch = dataset.batch_size * context.num_processes
-    small = [
-        f"{label} ({len(samples)})"
-        for label, samples in dataset.buckets().items()
-        if len(samples) * (dataset.repeats + 1) < batch
-    ]
+    counts = {label: len(samples) for label, samples in dataset.buckets().items()}
+    small = {label: count for label, count in counts.items() if count * (dataset.repeats + 1) < batch}
     if small:
-        message = f"buckets with fewer samples than a batch of {batch} are filled by repeating: {shorten(small)}."
-        problems.append(Problem(dataset.id, message, fatal=False))
+        shown = shorten([f"{label} ({count})" for label, count in small.items()])
+        enough = -(-batch // min(small.values())) - 1
+        message = f"buckets with fewer samples than a batch of {batch} are filled by repeating: {shown}."
+        problems.append(Problem(dataset.id, f"{message} repeats {enough} would fill them.", fatal=False))

@@ -1,8 +1,7 @@
-"""Rules between keys: contradictions, keys without effect, and features that are not available yet."""
+"""Rules between keys: contradictions and keys without effect."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from simpletuner.config.optimizers import check_optimizer, learning_rate, optimi
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
-from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
+from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
 from simpletuner.config.webhooks import check_webhooks
@@ -25,6 +24,7 @@ from simpletuner.models.source import ModelSource, blocks_of, differing_weights,
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.models.vision import VisionEncoder
 from simpletuner.plan.environment import why_no_folder, why_not_writable
+from simpletuner.plan.launch import check_launch
 from simpletuner.plan.offload import check_offload
 from simpletuner.reporting.trackers import check_trackers
 from simpletuner.validation.prompts import ValidationPrompt
@@ -36,21 +36,6 @@ RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")
 def check_config(config: RunConfig) -> list[Problem]:
     """All problems that show in the settings alone, for every family."""
     return [problem for rule in RULES for problem in rule(config)]
-
-
-def check_planned(config: RunConfig) -> Iterator[Problem]:
-    """Keys of features that are not available: refused if they switch one on, a warning if they only adjust it."""
-    values = config.flat()
-    for option in all_options().values():
-        value = values[option.name]
-        if option.planned is None or not config.is_explicit(option.name):
-            continue
-        is_off = value == option.default or value in option.off
-        if option.planned == "switch" and not is_off:
-            shown = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            yield Problem(option.name, f"{shown} is not available yet; remove the key to go on without it.")
-        elif option.planned == "detail" and value != option.default:
-            yield Problem(option.name, "has no effect yet: the feature it belongs to is not available.", fatal=False)
 
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
@@ -134,9 +119,6 @@ def check_memory(config: RunConfig) -> Iterator[Problem]:
             "trained in full; use model_type lora."
         )
         yield Problem("base_model_precision", message)
-    if config.launch.fsdp_enable and is_quantised:
-        message = f"and base_model_precision {precision.base_model_precision!r} exclude each other."
-        yield Problem("fsdp_enable", message)
     yield from check_quantisations(precision)
     if precision.mixed_precision == "fp8":
         yield Problem("mixed_precision", "'fp8' is not available yet; use bf16.")
@@ -369,7 +351,7 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_output,
-    check_planned,
+    check_launch,
     check_schedule,
     check_learning_rate,
     check_flow,

@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.option import parse_flag
+from simpletuner.config.option import TRUE_WORDS, parse_flag
 from simpletuner.errors import Problem, UserError
 from simpletuner.reporting.log import log_level
 from simpletuner.world import launched
 
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
+# Set by `accelerate launch` from its own config, which would contradict ours.
+REPLACED = {
+    "ACCELERATE_USE_FSDP": "fsdp_enable is the key of the config that shards a run.",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported; fsdp_enable is the key of the config that shards a run.",
+}
 
 
 def check_environment() -> Iterator[Problem]:
@@ -25,6 +30,9 @@ def check_environment() -> Iterator[Problem]:
     except UserError as error:
         where, _, message = str(error).partition(": ")
         yield Problem(where, message)
+    for name, instead in REPLACED.items():
+        if os.environ.get(name, "").strip().lower() in TRUE_WORDS:
+            yield Problem(name, f"is set, by an accelerate config or by hand; unset it. {instead}")
 
 
 def as_launched(config: RunConfig, problems: list[Problem]) -> RunConfig:

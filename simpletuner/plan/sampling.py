@@ -221,8 +221,10 @@ def _layer_of(run: Checkpoint) -> Layer:
 
 
 def _for_samples(config: RunConfig, request: SampleRequest) -> RunConfig:
-    """The settings with the folder for samples; what a full fine-tune computes in becomes the dtype of a base model."""
-    values: dict[str, Any] = {"output_dir": request.output, "validation_disable": False}
+    """The settings with the folder for samples, for one process; what a full fine-tune computes in becomes the dtype of
+    a base model."""
+    alone = {"num_processes": 1, "num_machines": 1, "fsdp_enable": False}
+    values: dict[str, Any] = {"output_dir": request.output, "validation_disable": False, **alone}
     precision = config.precision.base_model_precision
     if config.model.model_type == "full":
         dtype = trained_precision(config.optimizer, config.precision)

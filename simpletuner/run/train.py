@@ -18,6 +18,7 @@ from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import usable_cores
 from simpletuner.budget.measure import device_rates
 from simpletuner.caching.read import BatchReader
+from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import Interrupted
@@ -35,7 +36,7 @@ from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.uploads import Uploads, repeat_command
 from simpletuner.run.watchers import Session, build_callbacks, build_uploads, build_validation
-from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator, peak_learning_rate
+from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.checkpoints import load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.loop import train

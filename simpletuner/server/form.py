@@ -188,14 +188,13 @@ class Field:
 
 @functools.cache
 def fields(family: str | None = None) -> tuple[Field, ...]:
-    """Every option that is available, in the order of the page, with the defaults of a family.
+    """Every option, in the order of the page, with the defaults of a family.
 
     Raises:
         KeyError: there is no such family.
     """
     spec = FAMILIES[family] if family else None
-    available = [option for option in all_options().values() if option.planned is None]
-    shown = [_field(option, spec, SECTION_OF_KEY.get(option.name)) for option in available]
+    shown = [_field(option, spec, SECTION_OF_KEY.get(option.name)) for option in all_options().values()]
     moved = list(SECTION_OF_KEY)
     return tuple(sorted(shown, key=lambda field: (field.place, moved.index(field.name) if not field.group else 0)))
 

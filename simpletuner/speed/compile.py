@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from simpletuner.config.schema import LaunchConfig
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.models.adapter import BlockLayout
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.speed.recomputation import outside_checkpoints

@@ -21,7 +21,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.optimizers import learning_rate, trained_precision
+from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
@@ -43,7 +43,7 @@ from simpletuner.training.converted import add_product
 from simpletuner.training.full import FullModel
 from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
-from simpletuner.training.optimizers import build_optimizer, scaled_learning_rate
+from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.state import Assembly, StepSettings
 from simpletuner.training.trained import Trained
 from simpletuner.world import World
@@ -181,13 +181,6 @@ def _wrap_modules(
         if technique.name in wrapped:
             technique.adopt(wrapped[technique.name])
     return [*wrapped.values()]
-
-
-def peak_learning_rate(config: RunConfig, processes: int = 1) -> float:
-    """The configured or default rate, multiplied according to `lr_scale` or `lr_scale_sqrt`."""
-    rate = learning_rate(config.optimizer, config.model.model_type)
-    samples = processes * config.schedule.gradient_accumulation_steps * config.schedule.train_batch_size
-    return scaled_learning_rate(config.optimizer, rate, samples)
 
 
 def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec, device: torch.device) -> None:

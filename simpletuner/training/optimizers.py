@@ -256,17 +256,6 @@ def decay_share(progress: float, config: OptimizerConfig) -> float:
             return 1.0
 
 
-def scaled_learning_rate(config: OptimizerConfig, base_lr: float, samples_per_step: int) -> float:
-    """The peak rate after `lr_scale` (proportional to the samples) or `lr_scale_sqrt` (to their square root).
-
-    Args:
-        samples_per_step: processes x accumulation x batch size.
-    """
-    if config.lr_scale:
-        return base_lr * samples_per_step
-    return base_lr * math.sqrt(samples_per_step) if config.lr_scale_sqrt else base_lr
-
-
 def _half_cosine(progress: float) -> float:
     """1 at 0, 0 at 1, and back to 1 at 2."""
     return (1 + math.cos(math.pi * progress)) / 2

@@ -243,7 +243,7 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
         ("adam_beta1=1", "adam_beta1: '1'"),
         ("optimizer_beta1=0.9", "optimizer_beta1: and optimizer_beta2 must be given together."),
         ("validation_resolution=1.0", "sizes are pixels, not megapixels"),
-        ("fsdp_enable=true", "fsdp_enable: true is not available yet"),
+        ("num_machines=2", "num_processes: 1 processes cannot be shared equally by num_machines 2; it counts those of"),
         (
             "post_upload_script=no-such-program {global_step}",
             "'no-such-program' is not a program that",
@@ -271,6 +271,8 @@ def test_single_settings(workspace: Workspace, capsys: Capture, setting: str, co
         ("SIMPLETUNER_LOG_LEVEL", "lod", "SIMPLETUNER_LOG_LEVEL: 'lod' is not one of: DEBUG, INFO"),
         ("SIMPLETUNER_ALLOW_MODIFYING_BSZ", "perhaps", "SIMPLETUNER_ALLOW_MODIFYING_BSZ: 'perhaps' is not 0 or 1."),
         ("TRAINING_NUM_PROCESSES", "x", "num_processes: 'x' is not a whole number. (environment)"),
+        ("ACCELERATE_USE_FSDP", "true", "ACCELERATE_USE_FSDP: is set, by an accelerate config or by hand; unset it."),
+        ("ACCELERATE_USE_DEEPSPEED", "1", "ACCELERATE_USE_DEEPSPEED: is set, by an accelerate config or by hand;"),
         ("TRAINER_EXTRA_ARGS", "--seed=1 --sede=2", "--sede: is not a known key. Did you mean 'seed'?"),
         ("SIMPLETUNER_ENV", "nowhere", "the environment 'nowhere' was not found"),
         ("CONFIG_PATH", "nowhere.json", "no configuration was found; tried nowhere.json"),

@@ -101,14 +101,13 @@ def test_enter_everywhere_writes_a_config_of_known_keys(configure: Configure) ->
     assert not Path("config/config.json.bak").exists()
 
 
-def test_questions_come_in_order_and_none_is_about_what_is_not_built(configure: Configure) -> None:
+def test_questions_come_in_order(configure: Configure) -> None:
     _, person = configure()
     order = [question.key for step in STEPS for question in step.questions]
     asked = [key for key in person.asked if key in order]
     assert asked == [key for key in order if key in asked]
     assert asked[:4] == ["output_dir", "model_family", "model_flavour", "model_type"]
     assert asked[-1] == "data_backend_config"
-    assert not [key for key in asked if all_options()[key].planned]
 
 
 def test_every_question_is_about_a_key_and_no_two_read_alike() -> None:
@@ -372,14 +371,15 @@ def test_what_training_would_refuse_can_be_left_out(configure: Configure, capsys
             "model_family": "stable-diffusion",
             "lora_rnak": 8,
             "seed": "x",
-            "fsdp_enable": True,
+            "num_processes": 3,
+            "num_machines": 2,
         }
     )
     configure()
     shown = capsys.readouterr().out
     assert "Did you mean 'lora_rank'?" in shown
-    assert "not available yet" in shown
-    assert not {"lora_rnak", "fsdp_enable"} & set(written())
+    assert "cannot be shared equally" in shown
+    assert not {"lora_rnak", "num_processes"} & set(written())
     assert (written()["seed"], written()["model_family"]) == (42, "kandinsky5-image")
 
 

@@ -15,7 +15,6 @@ from tests.workspace import DATASETS, Workspace
 
 GUIDES = Path(__file__).parents[1] / "data" / "guides"
 NOT_SETTINGS = ("datasets.json", "user_prompt_library.json")
-NOT_BUILT = "is not available yet"
 IMAGE, VIDEO, SANA = "kandinsky5-image", "kandinsky5-video", "sanavideo"
 
 

@@ -104,12 +104,6 @@ def test_an_alias_stands_for_one_key() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("key", [option.name for option in OPTIONS.values() if option.planned])
-def test_a_key_that_is_not_built_can_be_left_at_its_default(key: str) -> None:
-    default = OPTIONS[key].default
-    assert read(key, default if default is not None else "") == (default, [])
-
-
 def test_large_whole_numbers_lose_no_digit() -> None:
     assert read("seed", "9007199254740993") == (9007199254740993, [])
     assert read("seed", 2**63 - 1) == (2**63 - 1, [])

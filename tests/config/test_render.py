@@ -30,18 +30,13 @@ def test_the_page_in_the_repository_is_not_stale(page: str) -> None:
 
 
 def test_every_key_and_alias_is_on_the_page_once(page: str) -> None:
-    rows = re.findall(r"^\| `(\w+)`(?: ⏳)? \|(.*)$", page.split("## Defaults of the model families")[0], re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|(.*)$", page.split("## Defaults of the model families")[0], re.MULTILINE)
     assert [name for name, _ in rows] == list(all_options())
     meanings = dict(rows)
     for option in all_options().values():
         assert option.help in meanings[option.name].replace("\\|", "|")
         for alias in option.aliases:
             assert f"`{alias}`" in meanings[option.name]
-
-
-def test_planned_keys_are_marked(page: str) -> None:
-    marked = set(re.findall(r"^\| `(\w+)` ⏳ \|", page, re.MULTILINE))
-    assert marked == {option.name for option in all_options().values() if option.planned}
 
 
 def test_rows_have_as_many_cells_as_their_table(page: str) -> None:

@@ -222,10 +222,16 @@ def test_oversubscription_raises_only_repeats_that_were_left_open(context: DataC
     assert fatal(problems)
 
 
-def test_small_buckets_are_filled_with_a_warning(context: DataContext, photos: Path) -> None:
-    _, problems = build(context, folder(photos), train_batch_size=3)
+@pytest.mark.parametrize(("batch", "processes", "repeats"), [(3, 1, 1), (1, 5, 2)])
+def test_small_buckets_are_filled_with_a_warning(
+    context: DataContext, photos: Path, batch: int, processes: int, repeats: int
+) -> None:
+    counts = {"train_batch_size": batch, "num_processes": processes}
+    _, problems = build(context, folder(photos), **counts)
     assert not fatal(problems)
-    assert "0.67 (2), 1.0 (2), 1.5 (2)" in str(problems[0])
+    assert f"0.67 (2), 1.0 (2), 1.5 (2). repeats {repeats} would fill them." in str(problems[0])
+    _, problems = build(context, folder(photos, repeats=repeats), **counts)
+    assert "filled" not in "".join(map(str, problems))
     _, problems = build(context, folder(photos), train_batch_size=7, disable_bucket_pruning=True)
     assert not fatal(problems)
 

@@ -169,7 +169,7 @@ MISTAKES = {
     "num_train_epochs": ["num_train_epochs=3"],
     "conditioning_data": ["model_flavour=i2i-lite-sft"],
     "peft_lora_target_modules": ['peft_lora_target_modules=["to_q"]'],
-    "fsdp_enable": ["fsdp_enable=true"],
+    "fsdp_enable": ["fsdp_enable=true", "optimizer=muon", "model_type=full"],
 }
 
 

@@ -1,4 +1,4 @@
-"""Rules between keys: what excludes what, what has no effect, and what is not built."""
+"""Rules between keys: what excludes what, and what has no effect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import Layer, resolve, with_family
-from simpletuner.config.schema import all_options
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.build import find_family
@@ -17,8 +16,6 @@ from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import Checkpoint, Identity, Manifest
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
-SWITCHES = [option for option in all_options().values() if option.planned == "switch"]
-DETAILS = [option for option in all_options().values() if option.planned == "detail"]
 
 
 def problems(**settings: Any) -> tuple[list[str], list[str]]:
@@ -28,38 +25,8 @@ def problems(**settings: Any) -> tuple[list[str], list[str]]:
     return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
 
 
-def other_value(option: Any) -> Any:
-    """Some allowed value that switches the key on."""
-    if option.choices:
-        return next(word for word in option.choices if word != option.default and word not in option.off)
-    if option.is_flag:
-        return not option.default
-    if option.type_name in ("integer", "number"):
-        return next(
-            number for number in (2, 64, 0.5, 0.25)
-            if option.limits.get("ge", 0) <= number <= option.limits.get("le", 99) and number != option.default
-        )  # fmt: skip
-    return "something"
-
-
 def test_a_plain_config_has_no_problem() -> None:
     assert problems() == ([], [])
-
-
-@pytest.mark.parametrize("option", SWITCHES, ids=lambda option: option.name)
-def test_a_switch_that_is_not_built_is_refused_when_it_is_on(option: Any) -> None:
-    errors, _ = problems(**{option.name: other_value(option)})
-    assert any(each.startswith(f"{option.name}: ") and "is not available yet" in each for each in errors)
-    for value in (option.default, *option.off):
-        assert problems(**{option.name: value}) == ([], []), "off is off"
-
-
-@pytest.mark.parametrize("option", DETAILS, ids=lambda option: option.name)
-def test_a_detail_of_what_is_not_built_is_noted(option: Any) -> None:
-    errors, warnings = problems(**{option.name: other_value(option)})
-    assert errors == []
-    assert warnings == [f"{option.name}: has no effect yet: the feature it belongs to is not available."]
-    assert problems(**{option.name: option.default}) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,10 @@ def test_an_absent_package_is_told_last(
             {"lora_init_type": "loftq"},
             "lora_init_type: 'loftq' is not supported: it replaces the base with a quantised one; use default.",
         ),
-        ({"fsdp_enable": True}, "fsdp_enable: and base_model_precision 'int8' exclude each other."),
+        (
+            {"fsdp_enable": True},
+            "fsdp_enable: and base_model_precision 'int8' exclude each other: quantised weights cannot be split.",
+        ),
     ],
 )
 def test_what_a_quantised_base_excludes(
@@ -95,7 +98,7 @@ def test_what_a_quantised_base_excludes(
     workspace.write_config(base_model_precision="int8", **settings)
     assert expected in complaints(workspace, capsys)
     workspace.write_config(base_model_precision="fp32")
-    if settings.get("lora_init_type") != "loftq" and "fsdp_enable" not in settings:
+    if settings.get("lora_init_type") != "loftq":
         assert workspace.run("plan") == 0, "a plain dtype excludes none of it"
 
 

@@ -168,8 +168,10 @@ def test_a_full_fine_tune_has_checkpoints_but_no_strength(workspace: Workspace, 
 
 def test_a_run_that_does_not_fit_is_refused_before_torch(trained: Workspace, capsys: Capture) -> None:
     command = ("sample", "output", *PROMPT, "plan_device_memory_gb=0.05")
-    assert trained.run(*command) == 2
+    assert trained.run(*command, "num_processes=8", "fsdp_enable=true") == 2
     error = capsys.readouterr().err
+    assert trained.run(*command) == 2
+    assert error == capsys.readouterr().err, "one process samples what several have trained"
     assert "memory: " in error
     assert "train_batch_size" not in error
     assert not trained.path("samples").exists()

@@ -77,6 +77,22 @@ def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_shares_of_a_weight_are_updated_as_the_whole_one(name: str) -> None:
+    """Bit for bit, for optimizers that say so (FSDP2); the others give something else."""
+    (whole, *_), (before, *_) = weights(), weights()
+    shares = [nn.Parameter(part.detach().clone()) for part in before.chunk(3)]
+    one, many = build(name, [whole]), build(name, shares)
+    for step in range(8):
+        gradient = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step))
+        whole.grad = gradient
+        for share, part in zip(shares, gradient.chunk(3), strict=True):
+            share.grad = part.clone()
+        one.step()
+        many.step()
+    assert torch.equal(whole, torch.cat(shares)) is OPTIMIZERS[name].element_wise
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: torch.dtype) -> None:

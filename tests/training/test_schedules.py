@@ -7,8 +7,11 @@ from typing import get_args
 
 import pytest
 
+import simpletuner.models.registry  # noqa: F401 - families declare options of their own
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.schema import OptimizerConfig
-from simpletuner.training.optimizers import learning_rate_at, scaled_learning_rate
+from simpletuner.training.optimizers import learning_rate_at
 
 SCHEDULERS = get_args(OptimizerConfig.model_fields["lr_scheduler"].annotation)
 PEAK, END = 1e-3, 1e-5
@@ -81,7 +84,8 @@ def test_schedule_free_keeps_the_rate_behind_the_warmup() -> None:
     assert found == pytest.approx([PEAK * min(number / 10, 1) for number in range(1, 31)])
 
 
-def test_scaling_by_the_samples_of_a_step() -> None:
-    assert scaled_learning_rate(OptimizerConfig(), 1e-4, 16) == 1e-4
-    assert scaled_learning_rate(OptimizerConfig(lr_scale=True), 1e-4, 16) == pytest.approx(1.6e-3)
-    assert scaled_learning_rate(OptimizerConfig(lr_scale_sqrt=True), 1e-4, 16) == pytest.approx(4e-4)
+@pytest.mark.parametrize(("key", "rate"), [("lr_warmup_steps", 1e-4), ("lr_scale", 1.6e-3), ("lr_scale_sqrt", 4e-4)])
+def test_scaling_by_the_samples_of_a_step(key: str, rate: float) -> None:
+    step = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "num_processes": 4, key: 1}
+    values = {"model_type": "lora", "model_family": "sanavideo", "learning_rate": 1e-4, **step}
+    assert peak_learning_rate(resolve([Layer("config.json", list(values.items()))], [])) == pytest.approx(rate)

@@ -70,10 +70,6 @@ class Question:
     def option(self) -> Option:
         return all_options()[self.key]
 
-    def applies(self, draft: Draft) -> bool:
-        """Whether to ask: the feature is available, and the question makes sense with the answers so far."""
-        return self.option.planned is None and self.when(draft)
-
     def default(self, draft: Draft) -> Any:
         """The value that Enter takes."""
         if self.key not in draft.values and self.propose is not None:
@@ -332,7 +328,7 @@ def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
     changed = {key: value for key, value in {**draft.values, **changes}.items() if value is not None}
     after = Draft(draft.file, changed)
     answered = [each for each in QUESTIONS if each.key in draft.values and each.key not in draft.loaded]
-    stale = [each for each in answered if not each.applies(after) and not _is_zero(draft.values[each.key])]
+    stale = [each for each in answered if not each.when(after) and not _is_zero(draft.values[each.key])]
     implied = [key for each in stale if draft.values[each.key] is True for key in each.implied(True)]
     return [*(each.key for each in stale), *implied]
 

@@ -81,7 +81,7 @@ class Progress:
         title = ""
         while self.position < len(QUESTIONS):
             question = QUESTIONS[self.position]
-            if question.applies(self.draft):
+            if question.when(self.draft):
                 title = _announce(title, question, talk)
                 try:
                     talk.ask(question, self.draft)
@@ -170,21 +170,21 @@ def review(draft: Draft, talk: Talk) -> bool:
 
 def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
     """Ask one question, then those that apply because of its answer."""
-    before, applied = _proposals(draft), {each.key for each in QUESTIONS if each.applies(draft)}
+    before, applied = _proposals(draft), {each.key for each in QUESTIONS if each.when(draft)}
     try:
         talk.ask(question, draft)
     except Back:
         return
     _follow_proposals(draft, before, _proposals(draft))
     for each in QUESTIONS:
-        if each.applies(draft) and each.key not in applied and each.key != question.key:
+        if each.when(draft) and each.key not in applied and each.key != question.key:
             talk.ask(each, draft)
 
 
 def _proposals(draft: Draft) -> dict[str, Any]:
     """What the wizard would propose now for keys that the file did not have."""
     asked = [question for question in QUESTIONS if question.key not in draft.loaded]
-    return {each.key: each.propose(draft) for each in asked if each.propose is not None and each.applies(draft)}
+    return {each.key: each.propose(draft) for each in asked if each.propose is not None and each.when(draft)}
 
 
 def _follow_proposals(draft: Draft, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

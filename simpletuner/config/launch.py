@@ -1,0 +1,72 @@
+"""Keys of the processes of a run, of sharding (FSDP2) and of torch.compile. Free of torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from simpletuner.config.option import Flag, Group, Integer, Text, TextList, option, parse_text
+
+FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]  # may be written as a number
+SHARDED = {"fsdp_enable": (True,)}
+
+
+class LaunchConfig(Group):
+    """Launch and compile"""
+
+    num_processes: Integer = option(
+        1, "Processes on all machines together, one per device; a multiple of num_machines.", ge=1
+    )
+    num_machines: Integer = option(
+        1, "Machines; ACCELERATE_EXTRA_ARGS says which one this is and where the first one is.", ge=1
+    )
+    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = option(
+        None,
+        "torch.compile backend for the repeated blocks; no is off.",
+        default_note="inductor on CUDA with speed auto, else no",
+    )
+    dynamo_mode: Text | None = option(
+        None, "Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."
+    )
+    dynamo_fullgraph: Flag = option(False, "Fail on graph breaks.")
+    dynamo_dynamic: Flag = option(False, "Compile for dynamic shapes: every size may change, not only the token count.")
+    dynamo_use_regional_compilation: Flag = option(True, "Only the repeated blocks are compiled; false has no effect.")
+    fsdp_enable: Flag = option(
+        False,
+        "Each process keeps a share of weights, gradients and optimizer state (FSDP2) instead of all of them (DDP). "
+        "For what does not fit otherwise, such as full fine-tunes: docs/FSDP2.md.",
+    )
+    fsdp_version: FsdpVersion = option("2", "1 is deprecated and treated as 2.", requires=SHARDED)
+    fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = option(
+        "SHARDED_STATE_DICT",
+        "SHARDED_STATE_DICT: every process writes its share of a checkpoint; FULL_STATE_DICT: one writes all of it.",
+        requires=SHARDED,
+    )
+    fsdp_reshard_after_forward: Flag = option(
+        True,
+        "Give up each block's gathered weights after its forward pass and gather them again for the backward pass; "
+        "false communicates less and needs the memory of all weights.",
+        requires=SHARDED,
+    )
+    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = option(
+        "TRANSFORMER_BASED_WRAP",
+        "Weights are gathered block by block; the others are treated as this one.",
+        requires=SHARDED,
+    )
+    fsdp_transformer_layer_cls_to_wrap: TextList | None = option(
+        None, "Accepted; it is always the family's blocks.", default_note="the family's blocks", requires=SHARDED
+    )
+    fsdp_cpu_ram_efficient_loading: Flag = option(
+        False, "One process reads the weights and hands out the shares, instead of each reading all.", requires=SHARDED
+    )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights are distributed over the processes; one process has nobody to share with."""
+        return self.fsdp_enable and self.num_processes > 1
+
+    @property
+    def local_processes(self) -> int:
+        """Processes on each machine."""
+        return self.num_processes // self.num_machines

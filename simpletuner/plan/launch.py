@@ -1,0 +1,79 @@
+"""Rules of several processes and of FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simpletuner.config.launch import LaunchConfig
+from simpletuner.config.load import RunConfig
+from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name
+from simpletuner.config.precision import quantisation
+from simpletuner.errors import Problem
+
+DETAILS = tuple(key for key in LaunchConfig.model_fields if key.startswith("fsdp_") and key != "fsdp_enable")
+
+
+def check_launch(config: RunConfig) -> Iterator[Problem]:
+    """All of them."""
+    launch = config.launch
+    if launch.num_processes % launch.num_machines:
+        fewer = launch.num_processes // launch.num_machines
+        allowed = " or ".join(str(each * launch.num_machines) for each in (fewer, fewer + 1) if each)
+        message = f"{launch.num_processes} processes cannot be shared equally by num_machines {launch.num_machines}"
+        yield Problem("num_processes", f"{message}; it counts those of all machines: {allowed}.")
+    if launch.fsdp_enable:
+        yield from check_sharding(config)
+        yield from _notes(config)
+        return
+    for key in DETAILS:
+        if config.is_explicit(key) and config.flat()[key] != LaunchConfig.model_fields[key].default:
+            yield Problem(key, "has no effect without fsdp_enable.", fatal=False)
+
+
+def may_shard(config: RunConfig) -> bool:
+    """Whether this run could use FSDP2."""
+    free = not config.offload.enable_group_offload  # its own rule says so
+    return free and config.launch.num_processes > 1 and not list(check_sharding(config))
+
+
+def check_sharding(config: RunConfig) -> Iterator[Problem]:
+    """What FSDP2 excludes, besides group offload."""
+    base, lora = config.precision.base_model_precision, config.lora.lora_type
+    optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
+    for is_set, other, reason in (
+        (quantisation(base) is not None, f"base_model_precision {base!r}", "quantised weights cannot be split."),
+        (
+            config.offload.enable_model_cpu_offload,
+            "enable_model_cpu_offload",
+            "it moves the whole transformer, of which each process has a share.",
+        ),
+        (
+            config.model.model_type == "lora" and lora != "standard",
+            f"lora_type {lora}",
+            "one process checks its result by predictions, which FSDP2 needs all of them for. Use DDP, without "
+            "fsdp_enable.",
+        ),
+        (
+            config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise,
+            f"optimizer {optimizer!r}",
+            "it does not update every number by itself, and each process has a share of every weight. Use an AdamW "
+            "such as adamw_bf16, or DDP, without fsdp_enable.",
+        ),
+    ):
+        if is_set:
+            yield Problem("fsdp_enable", f"and {other} exclude each other: {reason}")
+
+
+def _notes(config: RunConfig) -> Iterator[Problem]:
+    """Values that are understood but not needed."""
+    launch = config.launch
+    if launch.num_processes == 1:
+        yield Problem("fsdp_enable", "has no effect with one process: nothing can be shared.", fatal=False)
+    if launch.fsdp_version == "1":
+        yield Problem("fsdp_version", "1 is deprecated and treated as 2.", fatal=False)
+    if launch.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP":
+        message = f"{launch.fsdp_auto_wrap_policy!r} is treated as TRANSFORMER_BASED_WRAP: results are the same, and"
+        yield Problem("fsdp_auto_wrap_policy", f"{message} blocks are gathered one at a time.", fatal=False)
+    if launch.fsdp_transformer_layer_cls_to_wrap is not None:
+        message = "has no effect: the blocks of the family are known and are gathered one at a time."
+        yield Problem("fsdp_transformer_layer_cls_to_wrap", message, fatal=False)

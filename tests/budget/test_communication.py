@@ -1,0 +1,134 @@
+"""Bytes that processes send: computed by hand, and counted in torch's own FSDP2."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from simpletuner.budget.communication import NETWORK, Sent, link_rate, sent_bytes
+from simpletuner.budget.device import Device, rates_of
+from simpletuner.budget.estimate import TrainingSetup, frozen_bytes, trained_bytes
+from simpletuner.models.cost import NO_ADAPTERS, Activations, Adapters, TransformerCost, Work
+from simpletuner.techniques.spec import TechniqueCost
+
+WIDTH, PROCESSES = 8, 4
+# Two blocks of 64 weights and a last layer of 32.
+SHAPES = {"blocks.0.weight": (WIDTH, WIDTH), "blocks.1.weight": (WIDTH, WIDTH), "last.weight": (4, WIDTH)}
+COST = TransformerCost(
+    shapes=SHAPES,
+    blocks=("blocks.0.", "blocks.1."),
+    large=2,
+    hidden=WIDTH,
+    stays_float32=lambda name: False,
+    rows=lambda name, load: 1,
+    attention=lambda load: Work(),
+    activations=lambda load, size, adapters: Activations(*[0.0] * 7),
+    starts=lambda name, full: False,
+)
+FULL = TrainingSetup("bf16", NO_ADAPTERS, 2, 4, processes=PROCESSES)
+# 2 x (8 + 8) numbers of 4 bytes.
+LORA = replace(FULL, adapters=Adapters(2, frozenset({"blocks.0"})), trained_bytes=4, state_bytes=8)
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        (FULL, Sent(reduced=2 * 3 / 4 * 320)),
+        (LORA, Sent(reduced=2 * 3 / 4 * 128)),
+        (replace(FULL, sharded=True), Sent(gathered=3 / 4 * 2 * 320, scattered=3 / 4 * 320)),
+        (replace(FULL, sharded=True, reshards=False), Sent(gathered=3 / 4 * 320, scattered=3 / 4 * 320)),
+        (replace(LORA, sharded=True), Sent(reduced=2 * 3 / 4 * 128, gathered=3 / 4 * 2 * 320)),
+        (replace(FULL, processes=1), Sent()),
+        (replace(FULL, trains=False), Sent()),
+    ],
+)
+def test_bytes_computed_by_hand(setup: TrainingSetup, expected: Sent) -> None:
+    assert sent_bytes(COST, setup, TechniqueCost(), 1) == expected
+    twice = replace(expected, gathered=2 * expected.gathered, scattered=2 * expected.scattered)
+    assert sent_bytes(COST, setup, TechniqueCost(), 2) == twice, "DDP sends once in an optimizer step"
+
+
+def test_techniques_add_gradients_and_passes() -> None:
+    added = TechniqueCost(parameters=10, forwards=1, passes=2)
+    assert sent_bytes(COST, FULL, added, 1).reduced == 2 * 3 / 4 * (320 + 40)
+    sharded = sent_bytes(COST, replace(FULL, sharded=True), added, 1)
+    assert sharded == Sent(reduced=2 * 3 / 4 * 40, gathered=3 / 4 * 320 * 7, scattered=3 / 4 * 320 * 3)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Processes whose collectives do nothing."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=PROCESSES)
+    try:
+        yield init_device_mesh("cpu", (PROCESSES,))
+    finally:
+        distributed.destroy_process_group()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.last = nn.Linear(WIDTH, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
+class Counted(TorchDispatchMode):
+    """Bytes of all tensors that collectives gather or scatter, by collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.bytes[func._opname] += max(each.nbytes for each in args if isinstance(each, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_fsdp_sends_what_is_counted(mesh: Any, reshards: bool) -> None:
+    model = Model().to(torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+    with Counted() as counted:
+        model(torch.zeros(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
+    planned = sent_bytes(COST, replace(FULL, sharded=True, reshards=reshards), TechniqueCost(), 1)
+    expected = {"_allgather_base_": planned.gathered, "_reduce_scatter_base_": planned.scattered}
+    assert {name: nbytes * (PROCESSES - 1) / PROCESSES for name, nbytes in counted.bytes.items()} == expected
+
+
+def test_memory_of_a_share() -> None:
+    sharded = replace(FULL, sharded=True)
+    assert trained_bytes(COST, sharded) == trained_bytes(COST, FULL) / PROCESSES
+    assert frozen_bytes(COST, FULL) == 0
+    assert frozen_bytes(COST, sharded) == 2 * (64 + 2 * 128), "weights and gradients outside the blocks and of two"
+    of_lora = replace(LORA, sharded=True)
+    assert trained_bytes(COST, of_lora) == trained_bytes(COST, LORA), "a LoRA is whole in every process"
+    assert frozen_bytes(COST, of_lora) == 320 / PROCESSES + 64 + 2 * 128
+    many = replace(COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}},
+                   blocks=tuple(f"blocks.{n}." for n in range(8)), large=8)  # fmt: skip
+    whole = 64 + 8 * 128
+    assert frozen_bytes(many, of_lora) == whole / PROCESSES + 64 + 2 * 128
+    assert frozen_bytes(many, replace(of_lora, reshards=False)) == whole / PROCESSES + whole
+
+
+def test_the_network_between_machines_is_slower() -> None:
+    device = Device("H200", 1e12, None, True, rates_of("H200"), "")
+    assert link_rate(device, 1) == device.rates.transfer > link_rate(device, 2) == NETWORK

@@ -1,0 +1,87 @@
+"""Rules of several processes and of FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simpletuner.config.load import Layer, resolve
+from simpletuner.plan.checks import check_config
+from simpletuner.plan.launch import may_shard
+
+SHARDED = {"num_processes": 4, "fsdp_enable": True}
+EXCLUDED: list[tuple[dict[str, Any], str]] = [
+    ({"base_model_precision": "int8-quanto"}, "base_model_precision 'int8-quanto'"),
+    ({"enable_model_cpu_offload": True}, "enable_model_cpu_offload"),
+    ({"lora_type": "lokr"}, "lora_type lokr"),
+    *(
+        ({"optimizer": name, "model_type": "full"}, f"optimizer '{name}'")
+        for name in ("prodigy", "muon", "soap", "optimi-stableadamw", "ao-adamw8bit", "bnb-adamw8bit", "bnb-adamw")
+    ),
+]
+
+
+def config(**settings: Any) -> Any:
+    values = {"model_type": "lora", "model_family": "kandinsky5-video", **settings}
+    return resolve([Layer("config.json", list(values.items()))], [])
+
+
+def told(**settings: Any) -> tuple[list[str], list[str]]:
+    """Errors and warnings; packages that are not installed do not count."""
+    found = [each for each in check_config(config(**settings)) if "not installed" not in each.message]
+    return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_processes": 4},
+        {"num_processes": 4, "num_machines": 2},
+        SHARDED,
+        {**SHARDED, "model_type": "full", "optimizer": "adamw"},
+        {**SHARDED, "fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_cpu_ram_efficient_loading": True},
+        {**SHARDED, "optimizer": "muon"},  # every process has the whole LoRA
+        {"num_processes": 4, "enable_group_offload": True, "base_model_precision": "int8-quanto"},
+    ],
+)
+def test_what_is_fine(settings: dict[str, Any]) -> None:
+    assert told(**settings) == ([], [])
+
+
+@pytest.mark.parametrize(("processes", "allowed"), [(1, "2"), (5, "4 or 6")])
+def test_machines_have_equally_many_processes(processes: int, allowed: str) -> None:
+    (error,), _ = told(num_processes=processes, num_machines=2)
+    assert error.startswith(f"num_processes: {processes} processes cannot be shared equally by num_machines 2; ")
+    assert error.endswith(f"all machines: {allowed}.")
+
+
+@pytest.mark.parametrize(("settings", "other"), EXCLUDED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_fsdp_excludes(settings: dict[str, Any], other: str) -> None:
+    (error,), _ = told(**SHARDED, **settings)
+    assert error.startswith(f"fsdp_enable: and {other} exclude each other: ")
+    assert told(num_processes=4, **settings)[0] == [], "DDP takes it"
+    assert not may_shard(config(num_processes=4, **settings))
+
+
+def test_where_fsdp_may_be_used() -> None:
+    assert may_shard(config(num_processes=2))
+    assert not may_shard(config())
+    assert not may_shard(config(num_processes=2, enable_group_offload=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"fsdp_enable": True}, "fsdp_enable: has no effect with one process"),
+        ({**SHARDED, "fsdp_version": 1}, "fsdp_version: 1 is deprecated"),
+        ({**SHARDED, "fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy: 'NO_WRAP' is treated as"),
+        ({**SHARDED, "fsdp_transformer_layer_cls_to_wrap": "Block"}, "fsdp_transformer_layer_cls_to_wrap: has no"),
+        ({"fsdp_version": 1}, "fsdp_version: has no effect without fsdp_enable."),
+        ({"fsdp_reshard_after_forward": False}, "fsdp_reshard_after_forward: has no effect without fsdp_enable."),
+    ],
+)
+def test_what_is_only_noted(settings: dict[str, Any], key: str) -> None:
+    errors, (warning,) = told(**settings)
+    assert errors == []
+    assert warning.startswith(key)
