@@ -17,7 +17,7 @@ from simpletuner.errors import UserError
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
-from simpletuner.training.finite import refuse_not_finite
+from simpletuner.training.finite import not_finite, refuse_not_finite
 from simpletuner.training.manifest import STATE_FOLDER
 from simpletuner.training.sharding import as_sharded, local
 from simpletuner.world import World
@@ -132,10 +132,12 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path
         for name, parameter in parameters.items():
             if list(parameter.shape) != weights[name].get_slice(name).get_shape():
                 raise UserError(f"{origin}: {name} has another shape; check {keys}.")
+        # One at a time: all of them may not fit into memory.
+        spoilt = [name for name, file in weights.items() if not_finite({name: file.get_tensor(name)})]
+        refuse_not_finite({name: weights[name].get_tensor(name) for name in spoilt}, origin, EARLIER)
         with torch.no_grad():
-            for name, parameter in parameters.items():  # one at a time: all of them may not fit into memory
+            for name, parameter in parameters.items():
                 local(parameter).copy_(local(as_sharded(weights[name].get_tensor(name), parameter)))
-    refuse_not_finite(parameters, origin, EARLIER)
 
 
 @contextmanager
