@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, zeros
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from simpletuner.config.schema import LaunchConfig
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.models.adapter import BlockLayout
 from simpletuner.world import World
 
