@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from simpletuner.errors import Problem, UserError
 
@@ -96,6 +96,10 @@ class World:
     def broadcast(self, value: Value) -> Value:
         """The main process's value, on every process. For decisions, not for tensors."""
         return self.gather(value)[0]
+
+    def on_main(self, act: Callable[[], Value]) -> Value:
+        """What `act` returns in the main process, the only one that calls it. For what is small enough to be sent."""
+        return self.broadcast(cast(Value, act() if self.is_main else None))
 
     def barrier(self) -> None:
         """Wait until every process has reached this point."""

@@ -311,8 +311,11 @@ class FamilyAdapter(Protocol):
         """Load the VAE onto a device."""
         ...
 
-    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        """Load the transformer onto the CPU; layers that must stay float32 do."""
+    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+        """Load the transformer onto the CPU; layers that must stay float32 do.
+
+        With `hollow` no weights are read, and parameters are on `meta`; their dtype may not be the final one.
+        """
         ...
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:

@@ -13,6 +13,7 @@ from typing import Any
 
 import diffusers
 import torch
+from accelerate import init_empty_weights
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d, HunyuanVideoMidBlock3D
 from torch import Tensor, nn
 from torch.nn import functional
@@ -57,6 +58,23 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
         where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
         raise UserError(f"{where} is incomplete: {shorten(absent)} not in its files.")
     return model
+
+
+def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, hollow: bool) -> Any:
+    """Load a transformer onto the CPU, except for the layers that its class keeps in float32 in one dtype.
+
+    Args:
+        hollow: read no weights: parameters are on `meta`, and only buffers have values.
+    """
+    if not hollow:
+        return load_whole(model_class, part, torch_dtype=dtype, low_cpu_mem_usage=True)
+    config, usual = model_class.load_config(part.fetch()), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # of buffers, as in `from_pretrained`
+    try:
+        with told_plainly(part), init_empty_weights():
+            return model_class.from_config(config)
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def check_shapes(part: Part) -> None:

@@ -35,7 +35,7 @@ def publish_result(
         NonFiniteError: a weight is NaN or infinite; nothing is written.
         RuntimeError: the file does not load as it was saved.
     """
-    if not assembly.world.is_main:
+    if not assembly.world.is_main and assembly.trained.sharers.size == 1:
         return ""
     dtype = DTYPES[transformer_dtype(plan.config.precision)]
     shift, predict = sampling_shift(plan.config), partial(predict_once, assembly, read)

@@ -153,6 +153,7 @@ def build_checkpoints(session: Session) -> CheckpointWriter:
     plan, config = session.plan, session.plan.config
     return CheckpointWriter(
         output_dir=plan.output_dir,
+        in_shards=config.launch.fsdp_state_dict_type == "SHARDED_STATE_DICT",
         config=config.checkpoints,
         loader=session.loader,
         ema=session.ema,

@@ -1,7 +1,7 @@
 """Build everything a step needs.
 
-    load ─► quantise ─► adapter ─► fast blocks ─► activation checkpointing ─► compile ─► techniques ─► place
-    ─► optimizer ─► prepare ─► stream
+    load ─► quantise ─► adapter ─► fast blocks ─► activation checkpointing ─► compile ─► techniques
+    ─► place or shard ─► optimizer ─► prepare ─► stream
 
 The order matters: peft wraps the quantised layers, checkpointing and compilation replace the `forward` of blocks that
 hold the LoRA already, and the optimizer needs parameters on their final device.
@@ -44,6 +44,7 @@ from simpletuner.training.full import FullModel
 from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
+from simpletuner.training.sharding import shard
 from simpletuner.training.state import Assembly, StepSettings
 from simpletuner.training.trained import Trained
 from simpletuner.world import World
@@ -92,14 +93,10 @@ def assemble(
     """Load the transformer and make it trainable."""
     device = accelerator.device
     base_dtype = DTYPES[transformer_dtype(config.precision)]
-    trained_dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
-    is_lora = config.model.model_type == "lora"
-
-    transformer = adapter.load_transformer(base_dtype if is_lora else trained_dtype)
-    _quantise(transformer, config.precision, adapter.spec, device)
-    trained = (
-        _add_adapter(transformer, config, spec, adapter.spec, trained_dtype) if is_lora else FullModel(transformer)
-    )
+    sharded = config.launch.fsdp_enable and world.size > 1
+    sharers = world if sharded else World()
+    trained = _load(config, spec, adapter, device, sharers)
+    transformer, is_lora = trained.transformer, config.model.model_type == "lora"
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_blocks(transformer, layout, fast, config, device)
@@ -108,13 +105,15 @@ def assemble(
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(config.precision, config.caching)])
     site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, load_vae, world)
     modules = _attach(techniques, site, spec.seed)
+    if sharded:
+        shard(transformer, layout, config.launch, device, world, keep_trained=is_lora)
+    streamed = [] if sharded else _place(transformer, layout, config.offload, device)
     parameters = trained.parameters()
-    streamed = _place(transformer, layout, config.offload, device)
     slower, faster = _split_factors(parameters, config.lora.lora_plus_ratio)
     optimizer = build_optimizer(
         slower, config.optimizer, config.precision.mixed_precision, spec.learning_rate, modules, faster
     )
-    prepared = _replicate(transformer, accelerator)
+    prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
     streamer = _stream(transformer, streamed, config, device, world)
     return Assembly(
         adapter=adapter,
@@ -133,7 +132,27 @@ def assemble(
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
         world=world,
+        is_sharded=sharded,
     )
+
+
+def _load(
+    config: RunConfig, spec: TrainingSpec, adapter: FamilyAdapter, device: torch.device, sharers: World
+) -> Trained:
+    """Load the transformer with what is trained of it.
+
+    Args:
+        sharers: the processes that will share its weights, of which the main one may be the only one that reads them.
+    """
+    trained_dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
+    is_lora = config.model.model_type == "lora"
+    hollow = config.launch.fsdp_cpu_ram_efficient_loading and not sharers.is_main
+    dtype = DTYPES[transformer_dtype(config.precision)] if is_lora else trained_dtype
+    transformer = adapter.load_transformer(dtype, hollow=hollow)
+    _quantise(transformer, config.precision, adapter.spec, device)
+    if not is_lora:
+        return FullModel(transformer, sharers)
+    return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype, hollow=hollow)
 
 
 def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
@@ -162,11 +181,14 @@ def _attach(techniques: Sequence[Technique], site: Site, seed: int) -> dict[str,
     return modules
 
 
-def _replicate(transformer: nn.Module, accelerator: Accelerator) -> nn.Module:
+def _replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: bool) -> nn.Module:
     """Wrap the transformer for the exchange of gradients between processes; what is frozen stays out of it."""
     frozen = [name for name, each in transformer.named_parameters() if not each.requires_grad]
     frozen += [name for name, _ in transformer.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
+    if sharded:  # accelerate takes any sharded weight for one that DDP would exchange
+        assert accelerator.ddp_handler is not None
+        return DistributedDataParallel(transformer, **accelerator.ddp_handler.to_kwargs())
     # Placed already, streamed blocks on the CPU.
     prepared: nn.Module = accelerator.prepare(transformer, device_placement=[False])
     return prepared
@@ -191,8 +213,9 @@ def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec,
 
 
 def _add_adapter(
-    transformer: nn.Module, config: RunConfig, spec: TrainingSpec, family: FamilySpec, dtype: torch.dtype
-) -> Trained:
+    transformer: nn.Module, config: RunConfig, spec: TrainingSpec, family: FamilySpec, dtype: torch.dtype, *,
+    hollow: bool,
+) -> Trained:  # fmt: skip
     seed = step_seed(spec.seed, 0, 0, 0, "lora")
     if config.lora.lora_type == "lycoris":
         from simpletuner.training.lycoris import add_lycoris  # an extra
@@ -201,7 +224,7 @@ def _add_adapter(
     if config.lora.lora_type != "standard":
         return add_product(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
     lora = add_lora(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
-    if config.lora.init_lora is not None:
+    if config.lora.init_lora is not None and not hollow:  # then the main process hands these weights out
         start_from(lora, Path(config.lora.init_lora).expanduser())
     return lora
 

@@ -6,6 +6,7 @@ checkpoint-<step>/
   training_state/trainable.safetensors   the LoRA exactly as it is trained
   training_state/<technique>.module.safetensors   the weights of a technique
   training_state/state.pt            optimizer, EMA, data position, random states, techniques
+  training_state/shards/             the large tensors of that state, if processes share them (FSDP2)
   config.json                        settings without secrets
   manifest.json                      written last
 """
@@ -15,14 +16,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from simpletuner.atomic import build_folder, open_atomically, write_json
+from simpletuner.atomic import build_folder_together, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError
@@ -40,6 +43,7 @@ from simpletuner.training.manifest import (
     write_manifest,
 )
 from simpletuner.training.optimizers import load_state
+from simpletuner.training.sharded_state import gather_shards, load_shards, save_shards, shard_moments
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
 from simpletuner.training.trained import EARLIER
@@ -52,26 +56,41 @@ MODULE_SUFFIX = ".module.safetensors"
 
 def save_checkpoint(
     final: Path, assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None, identity: Identity,
-    settings: Mapping[str, Any], note: Mapping[str, str],
+    settings: Mapping[str, Any], note: Mapping[str, str], *, in_shards: bool = True,
 ) -> None:  # fmt: skip
-    """Write a complete checkpoint folder, or nothing.
+    """Write a complete checkpoint folder, or nothing; collective if processes share the trained weights.
+
+    Args:
+        in_shards: every process writes its parts of the state; otherwise the main process gathers all of them.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite; nothing is written.
         DiskFullError: no space left; earlier checkpoints are kept.
     """
     stop_if_result_not_finite(assembly, ema)
-    with build_folder(final) as folder:
-        (folder / STATE_FOLDER).mkdir()
+    sharers = assembly.trained.sharers
+    with build_folder_together(final, sharers) as folder:
+        sharers.on_main((folder / STATE_FOLDER).mkdir)
         assembly.trained.save(folder, ema=ema, note=note)
-        assembly.trained.save_exact(folder)
-        _save_modules(assembly, folder / STATE_FOLDER)
-        with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
-            # Straight into the file: a full fine-tune's state may not fit into memory a second time.
-            torch.save(_state_of(assembly, state, loader, ema), file)
-        write_json(folder / "config.json", dict(settings))
-        manifest = Manifest(state.global_step, state.epoch, identity, describe_files(folder))
-        write_manifest(folder, manifest)
+        content = _state_of(assembly, state, loader, ema)
+        if in_shards and sharers.size > 1:
+            content = save_shards(content, folder / STATE_FOLDER)
+        elif sharers.size > 1:
+            content = gather_shards(content, keep=sharers.is_main)
+        sharers.on_main(partial(_finish, folder, assembly, content, identity, settings))
+
+
+def _finish(
+    folder: Path, assembly: Assembly, content: Mapping[str, Any], identity: Identity, settings: Mapping[str, Any]
+) -> None:
+    """Write what one process writes, when all others have written their parts; the manifest comes last."""
+    assembly.trained.save_exact(folder)
+    _save_modules(assembly, folder / STATE_FOLDER)
+    with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
+        # Straight into the file: a full fine-tune's state may not fit into memory a second time.
+        torch.save(content, file)
+    write_json(folder / "config.json", dict(settings))
+    write_manifest(folder, Manifest(content["global_step"], content["epoch"], identity, describe_files(folder)))
 
 
 def load_checkpoint(
@@ -93,9 +112,13 @@ def load_checkpoint(
     assembly.trained.load(checkpoint.path)
     _load_modules(assembly, folder)
     # To the CPU first: the optimizer moves its state to the device of its parameters.
-    content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+    shared, groups = assembly.trained.sharers.size > 1, assembly.optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    # Mapped where each process takes its parts out of it.
+    content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=shared)
+    content = load_shards(content, folder, parameters)
     try:
-        load_state(assembly.optimizer, content["optimizer"])
+        load_state(assembly.optimizer, shard_moments(content["optimizer"], parameters))
     except ValueError as error:
         raise UserError(f"{checkpoint.path} was made with another optimizer: {error}") from error
     assembly.scaler.load_state_dict(content["scaler"])
@@ -156,6 +179,7 @@ class CheckpointWriter:
     Attributes:
         note: header entries of weight files for a state of the run.
         in_use: checkpoints that may not be removed now.
+        in_shards: see `save_checkpoint`.
         saved_step: step of the newest checkpoint.
     """
 
@@ -168,6 +192,7 @@ class CheckpointWriter:
     events: EventStream
     note: Callable[[TrainState], Mapping[str, str]]
     in_use: Collection[Path] = ()
+    in_shards: bool = True
     saved_step: int | None = field(default=None, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
@@ -189,13 +214,20 @@ class CheckpointWriter:
 
     def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
         """Save now unless this step is saved already, then remove checkpoints beyond the limit."""
-        if self.saved_step == state.global_step or not assembly.world.is_main:
+        shared = assembly.trained.sharers.size > 1
+        if self.saved_step == state.global_step or not (assembly.world.is_main or shared):
             return
         path = self.output_dir / f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
         started, note = time.monotonic(), self.note(state)
-        with assembly.world.undisturbed():
-            save_checkpoint(path, assembly, state, self.loader, self.ema, self.identity, self.settings, note)
+        # Not while others take part: if one fails, this one would wait for it forever.
+        with nullcontext() if shared else assembly.world.undisturbed():
+            save_checkpoint(
+                path, assembly, state, self.loader, self.ema, self.identity, self.settings, note,
+                in_shards=self.in_shards,
+            )  # fmt: skip
         self.saved_step = state.global_step
+        if not assembly.world.is_main:
+            return
         limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
         removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use)
         seconds = time.monotonic() - started

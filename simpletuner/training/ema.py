@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import EmaConfig
 from simpletuner.errors import UserError
+from simpletuner.training.sharding import as_sharded, like, local
 
 if TYPE_CHECKING:  # they import this module
     from simpletuner.training.state import Assembly, TrainState
@@ -34,7 +35,7 @@ class Ema:
         device: the accelerator, used for `ema_device` accelerator unless `ema_cpu_only` is set.
 
     Attributes:
-        average: float32, by name.
+        average: float32, by name, sharded like the parameters.
         decay_value: decay of the last update; 0 before the first.
     """
 
@@ -47,7 +48,7 @@ class Ema:
         self._bundles = in_bundles(parameters.values())
         self._updates = 0
         weights = zip(parameters, self._weights(), strict=True)
-        self.average: dict[str, Tensor] = {name: weight.clone() for name, weight in weights}
+        self.average: dict[str, Tensor] = {name: like(weight.clone(), parameters[name]) for name, weight in weights}
 
     @torch.no_grad()
     def update(self, global_step: int) -> None:
@@ -61,7 +62,7 @@ class Ema:
         self.decay_value = self._decay(global_step)
         self._updates += 1
         weights = self._weights()
-        averages = list(self.average.values())
+        averages = [local(average) for average in self.average.values()]
         if self.decay_value == 0:
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(weight)
@@ -80,7 +81,7 @@ class Ema:
         Meanwhile the trained weights are kept on the average's device, so that a large model needs no second copy on
         the accelerator.
         """
-        waiting = {name: parameter.detach().to(self.device, copy=True) for name, parameter in self._parameters.items()}
+        waiting = {name: local(each.detach()).to(self.device, copy=True) for name, each in self._parameters.items()}
         try:
             self._fill(self.average)
             yield
@@ -105,7 +106,7 @@ class Ema:
         if shapes != {name: tensor.shape for name, tensor in saved.items()}:
             raise UserError("The saved EMA belongs to other trained layers; start without it or with the same LoRA.")
         for name, average in self.average.items():
-            average.copy_(saved[name])
+            local(average).copy_(local(as_sharded(saved[name], average)))
         self._updates, self.decay_value = state["updates"], state["decay_value"]
 
     def _decay(self, global_step: int) -> float:
@@ -119,15 +120,16 @@ class Ema:
     @torch.no_grad()
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
-            parameter.copy_(weights[name])
+            local(parameter).copy_(local(weights[name]))
 
     def _weights(self) -> list[Tensor]:
         """float32 copies on the average's device."""
         found: list[Tensor] = []
         for bundle in self._bundles:
-            flat = torch.cat([each.detach().flatten().float() for each in bundle]).to(self.device)
-            parts = flat.split([each.numel() for each in bundle])
-            found += [part.view_as(each) for part, each in zip(parts, bundle, strict=True)]
+            weights = [local(each.detach()) for each in bundle]
+            flat = torch.cat([each.flatten().float() for each in weights]).to(self.device)
+            parts = flat.split([each.numel() for each in weights])
+            found += [part.view_as(each) for part, each in zip(parts, weights, strict=True)]
         return found
 
 

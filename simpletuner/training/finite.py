@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.errors import NonFiniteError, UserError, shorten
+from simpletuner.training.sharding import from_all, local_parts
 
 if TYPE_CHECKING:  # they import this module
     from simpletuner.training.ema import Ema
@@ -109,10 +110,12 @@ def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str, advice:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors with a value that is NaN or infinite."""
+    """The names of tensors with a value that is NaN or infinite; collective if they are sharded."""
     if not tensors:
         return []
     with torch.no_grad():
         # The maximum norm is infinite or NaN exactly where a value is. A sum of squares could overflow.
-        largest = torch.stack([each.float() for each in torch._foreach_norm(list(tensors.values()), float("inf"))])
-    return [name for name, value in zip(tensors, largest.tolist(), strict=True) if not math.isfinite(value)]
+        norms = torch._foreach_norm(local_parts(tensors.values()), float("inf"))
+        largest = from_all(torch.stack([each.float() for each in norms]), tensors.values())
+    values = largest.view(-1, len(tensors)).amax(0).tolist()
+    return [name for name, value in zip(tensors, values, strict=True) if not math.isfinite(value)]

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from safetensors import safe_open
+from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from huggingface_hub import hf_hub_download, split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from simpletuner.atomic import build_folder, write_json
+from simpletuner.atomic import build_folder_together, write_json
 from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem, shorten
 from simpletuner.models.source import Part
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER
-from simpletuner.training.trained import Release, load_parameters
+from simpletuner.training.sharding import gathered
+from simpletuner.training.trained import Release, load_parameters, open_weights
+from simpletuner.world import World
 
 FOLDER, AVERAGED = "transformer", "transformer_ema"
 INDEX_FILE = "model_index.json"
 SCHEDULER_FILE = "scheduler_config.json"
+WEIGHTS_PATTERN = SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}.")
 
 
 @dataclass
@@ -32,6 +36,7 @@ class FullModel:
     """A transformer that is trained as a whole."""
 
     transformer: nn.Module
+    sharers: World = field(default_factory=World)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.transformer.named_parameters())
@@ -54,18 +59,12 @@ class FullModel:
 
     def publish(self, output_dir: Path, release: Release, ema: Ema | None) -> str:
         """Write a folder for `from_pretrained`: the transformer (or its average) and copies of the other parts."""
-        with build_folder(output_dir / PIPELINE_FOLDER) as folder:
-            for role, part in release.source.parts.items():
-                if role != "transformer":
-                    # In the hub's cache files are links to blobs; the result must not depend on them.
-                    shutil.copytree(part.fetch(), folder / part.folder, symlinks=False)
-            shutil.copyfile(index_file(release.source["scheduler"]), folder / INDEX_FILE)
-            if release.shift is not None:
-                set_shift(folder / release.source["scheduler"].folder / SCHEDULER_FILE, release.shift)
+        with build_folder_together(output_dir / PIPELINE_FOLDER, self.sharers) as folder:
+            self.sharers.on_main(lambda: copy_parts(release, folder))
             with nullcontext() if ema is None else ema.applied():
                 self._write(folder / FOLDER)
                 self.verify(folder / FOLDER)
-            write_json(folder / NOTE_FILE, dict(release.note))
+            self.sharers.on_main(lambda: write_json(folder / NOTE_FILE, dict(release.note)))
         return f"Saved {output_dir / PIPELINE_FOLDER}; it loads with from_pretrained."
 
     def verify(self, folder: Path) -> None:
@@ -74,24 +73,48 @@ class FullModel:
         Raises:
             RuntimeError: a tensor is missing or differs.
         """
-        expected = dict(self.transformer.state_dict())
-        for name, tensor in saved_tensors(folder):
-            if name not in expected or not torch.equal(tensor, expected.pop(name).cpu()):
-                raise RuntimeError(f"{folder}: {name} is not what was trained")
-        if expected:
-            raise RuntimeError(f"{folder} lacks {shorten(sorted(expected))}")
+        expected = self.transformer.state_dict()
+        with open_weights(sorted(folder.glob("*.safetensors")) if self.sharers.is_main else ()) as saved:
+            wrong = set(saved) - set(expected)
+            for name, tensor in expected.items():
+                trained = gathered(tensor)
+                if self.sharers.is_main and not (name in saved and torch.equal(saved[name].get_tensor(name), trained)):
+                    wrong.add(name)
+        if found := self.sharers.broadcast(sorted(wrong)):
+            raise RuntimeError(f"{folder}: {shorten(found)} is not what was trained")
 
     def _write(self, folder: Path) -> None:
+        """Write what diffusers' `save_pretrained` writes, with one file at a time in memory."""
         model: Any = self.transformer
-        model.save_pretrained(folder)
+        weights = model.state_dict()
+        # By full shapes: a sharded tensor would count as the part that is here.
+        shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in weights.items()}
+        files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="10GB")
+        self.sharers.on_main(lambda: model.save_config(folder))
+        for file, names in files.filename_to_tensors.items():
+            self._write_file(folder / file, {name: weights[name] for name in names})
+        if files.is_sharded:
+            index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+            self.sharers.on_main(lambda: write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index))
+
+    def _write_file(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        tensors = {}
+        for name, weight in weights.items():
+            full = gathered(weight)
+            if self.sharers.is_main:
+                tensors[name] = full.contiguous()
+        self.sharers.on_main(lambda: save_file(tensors, path, {"format": "pt"}))
 
 
-def saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of all safetensors files in a folder, one at a time."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                yield name, file.get_tensor(name)
+def copy_parts(release: Release, folder: Path) -> None:
+    """Copy everything but the transformer of the base model into a pipeline folder."""
+    for role, part in release.source.parts.items():
+        if role != "transformer":
+            # In the hub's cache files are links to blobs; the result must not depend on them.
+            shutil.copytree(part.fetch(), folder / part.folder, symlinks=False)
+    shutil.copyfile(index_file(release.source["scheduler"]), folder / INDEX_FILE)
+    if release.shift is not None:
+        set_shift(folder / release.source["scheduler"].folder / SCHEDULER_FILE, release.shift)
 
 
 def set_shift(path: Path, shift: float) -> None:

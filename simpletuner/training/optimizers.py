@@ -26,6 +26,7 @@ from simpletuner.config.optimizers import (
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.config.speed import has_compiler
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.training.sharding import is_part
 
 # Key of a parameter group that names the technique whose module it holds.
 OWNER = "owner"
@@ -77,8 +78,12 @@ def build_optimizer(
 
 
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:
-    """Whether optimi should use its Triton kernels. Left to itself it does so even without a compiler, and fails."""
-    on_gpu = all(each.is_cuda for each in params) and torch.cuda.is_bf16_supported()
+    """Whether optimi should use its Triton kernels. Left to itself it does so even without a compiler, and fails.
+
+    It passes them the parameters themselves, so these must not be sharded.
+    """
+    plain = all(each.is_cuda and not is_part(each) for each in params)
+    on_gpu = plain and torch.cuda.is_bf16_supported()
     return on_gpu and has_compiler() and importlib.util.find_spec("triton") is not None
 
 

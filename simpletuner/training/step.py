@@ -28,6 +28,7 @@ from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.meter import StepMeter, tokens_of
 from simpletuner.training.optimizers import RATE_RATIO, learning_rate_at
+from simpletuner.training.sharding import from_all, local, local_parts
 from simpletuner.training.state import Assembly
 from simpletuner.world import World
 
@@ -46,16 +47,17 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return {}
-    limit = config.max_grad_norm
+    limit, parts = config.max_grad_norm, local_parts(gradients)
     if config.grad_clip_method == "value":
-        largest = torch.stack(torch._foreach_norm(gradients, float("inf"))).max().item()
+        largest = from_all(torch.stack(torch._foreach_norm(parts, float("inf"))), gradients).max().item()
         if limit > 0 and largest > limit:
-            torch._foreach_clamp_min_(gradients, -limit)
-            torch._foreach_clamp_max_(gradients, limit)
+            torch._foreach_clamp_min_(parts, -limit)
+            torch._foreach_clamp_max_(parts, limit)
         return {"grad_absmax": largest}
-    norm = torch.stack([part.float() for part in torch._foreach_norm(gradients, 2.0)]).norm(2).item()
+    norms = torch.stack([part.float() for part in torch._foreach_norm(parts, 2.0)])
+    norm = from_all(norms, gradients).norm(2).item()
     if limit > 0 and norm > limit:
-        torch._foreach_mul_(gradients, limit / norm)
+        torch._foreach_mul_(parts, limit / norm)
     return {"grad_norm": norm}
 
 
@@ -217,7 +219,7 @@ def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) 
     """Rescale gradients summed with `loss_divisor` to those of the mean over all samples."""
     factor = len(counts) * counts[0] / sum(counts)
     if factor != 1:
-        torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
+        torch._foreach_mul_([local(each.grad) for each in parameters if each.grad is not None], factor)
 
 
 def rehearse_micro_step(assembly: Assembly, batch: Batch) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
-from simpletuner.training.finite import refuse_not_finite
+from simpletuner.training.finite import not_finite, refuse_not_finite
 from simpletuner.training.manifest import STATE_FOLDER
+from simpletuner.training.sharding import as_sharded, local
+from simpletuner.world import World
 
 EARLIER = "choose an earlier checkpoint"
 WEIGHTS_FILE = "trainable.safetensors"
@@ -45,9 +48,15 @@ class Release:
 
 
 class Trained(Protocol):
-    """The trained weights of a transformer: saving, loading, publishing."""
+    """The trained weights of a transformer: saving, loading, publishing.
+
+    Attributes:
+        sharers: the processes that hold a part of these weights each, and so call these methods together; this one
+            alone if it has all of them.
+    """
 
     transformer: nn.Module
+    sharers: World
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters to optimize, by name, in a fixed order."""
@@ -87,9 +96,13 @@ class Trained(Protocol):
 
 
 class AdapterWeights:
-    """The trained parameters of an adapter inside a frozen transformer, saved and restored exactly."""
+    """The trained parameters of an adapter inside a frozen transformer, saved and restored exactly.
+
+    Every process has all of them.
+    """
 
     transformer: nn.Module
+    sharers = World()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.transformer.named_parameters() if each.requires_grad}
@@ -113,12 +126,23 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path
     Raises:
         UserError: the files hold other parameters or shapes, or NaN or infinity.
     """
-    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    if weights.keys() != parameters.keys():
-        raise UserError(f"{origin} was made with other trained layers; check {keys}.")
-    refuse_not_finite(weights, origin, EARLIER)
-    with torch.no_grad():
+    with open_weights(files) as weights:
+        if weights.keys() != parameters.keys():
+            raise UserError(f"{origin} was made with other trained layers; check {keys}.")
         for name, parameter in parameters.items():
-            if parameter.shape != weights[name].shape:
+            if list(parameter.shape) != weights[name].get_slice(name).get_shape():
                 raise UserError(f"{origin}: {name} has another shape; check {keys}.")
-            parameter.copy_(weights[name])
+        # One at a time: all of them may not fit into memory.
+        spoilt = [name for name, file in weights.items() if not_finite({name: file.get_tensor(name)})]
+        refuse_not_finite({name: weights[name].get_tensor(name) for name in spoilt}, origin, EARLIER)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                local(parameter).copy_(local(as_sharded(weights[name].get_tensor(name), parameter)))
+
+
+@contextmanager
+def open_weights(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """For each tensor in some safetensors files the open file that holds it."""
+    with ExitStack() as opened:
+        readers = [opened.enter_context(safe_open(file, "pt")) for file in files]
+        yield {name: reader for reader in readers for name in reader.keys()}  # noqa: SIM118 - no mapping

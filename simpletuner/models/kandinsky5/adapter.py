@@ -58,8 +58,8 @@ class Kandinsky5Adapter:
         length, sees = self.spec.text_length(self.text), self.task in self.spec.prompt_holds_picture
         return Kandinsky5TextEncoder(self.source, template, length, device, dtype, quantise, sees_pictures=sees)
 
-    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        transformer = loading.load_transformer(self.source["transformer"], dtype)
+    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+        transformer = loading.load_transformer(self.source["transformer"], dtype, hollow=hollow)
         self.dtype, self._padding = dtype, attention.install(transformer)
         return transformer
 

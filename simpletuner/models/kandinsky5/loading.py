@@ -15,15 +15,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from simpletuner.models.adapter import LatentEncoder, PreviewRequest
-from simpletuner.models.loading import load_whole
+from simpletuner.models.loading import load_denoiser
 from simpletuner.models.source import Part
 
 WITHOUT_TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
-def load_transformer(part: Part, dtype: torch.dtype) -> nn.Module:
+def load_transformer(part: Part, dtype: torch.dtype, *, hollow: bool) -> nn.Module:
     """Load the transformer onto the CPU; time and modulation layers stay float32."""
-    transformer: nn.Module = load_whole(Kandinsky5Transformer3DModel, part, torch_dtype=dtype, low_cpu_mem_usage=True)
+    transformer: nn.Module = load_denoiser(Kandinsky5Transformer3DModel, part, dtype, hollow=hollow)
     move_with_the_model(transformer)
     return transformer
 

@@ -77,8 +77,8 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
             encoder.use_less_memory()
         return encoder
 
-    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        transformer: Any = super().load_transformer(dtype)
+    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+        transformer: Any = super().load_transformer(dtype, hollow=hollow)
         self._settings = dict(transformer.config)
         if is_sparse(self._settings):
             self._tiles = nabla.install(transformer)

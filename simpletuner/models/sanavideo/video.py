@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
-from simpletuner.models.loading import bare_pipeline, load_scheduler, load_vae, load_whole, with_solver
+from simpletuner.models.loading import bare_pipeline, load_denoiser, load_scheduler, load_vae, with_solver
 from simpletuner.models.sanavideo.denoiser import (
     DistinctTimesteps,
     Ltx2LatentEncoder,
@@ -52,10 +52,9 @@ class SanaVideoAdapter:
         vae = load_vae(getattr(diffusers, self.vae_class), self.source["vae"], self.caching, device, dtype)
         return (Ltx2LatentEncoder if self.vae_class == LTX2 else WanLatentEncoder)(vae, device, dtype)
 
-    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        transformer: nn.Module = load_whole(
-            SanaVideoTransformer3DModel, self.source["transformer"], torch_dtype=dtype, low_cpu_mem_usage=True
-        )
+    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+        part = self.source["transformer"]
+        transformer: nn.Module = load_denoiser(SanaVideoTransformer3DModel, part, dtype, hollow=hollow)
         DistinctTimesteps().install(transformer)
         self.dtype = dtype
         return transformer

@@ -1,0 +1,90 @@
+"""The sharded tensors of a run's state (moments of the optimizer, moving average) in checkpoints.
+
+In `state.pt` each is represented by a tensor without values, on `meta`; the values are next to it in a folder of
+torch.distributed.checkpoint, in which every process writes its parts. They load with any number of processes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from simpletuner.training.sharding import as_sharded, gathered, is_part, room_for
+
+SHARDS_FOLDER = "shards"
+
+
+def save_shards(state: Any, folder: Path) -> Any:
+    """Write the parts of all sharded tensors in a state; returns it without their values. Collective."""
+    found: dict[str, Tensor] = {}
+    rest = _replaced(state, partial(_set_aside, found))
+    save(found, checkpoint_id=folder / SHARDS_FOLDER)
+    return rest
+
+
+def gather_shards(state: Any, *, keep: bool) -> Any:
+    """A state with all sharded tensors whole, on the CPU, in the process that keeps them. Collective."""
+
+    def whole(path: str, tensor: Tensor) -> Tensor:
+        if not is_part(tensor):
+            return tensor
+        full = gathered(tensor)
+        return full if keep else full.new_empty(0)
+
+    return _replaced(state, whole)
+
+
+def load_shards(state: Any, folder: Path, parameters: Iterable[nn.Parameter]) -> Any:
+    """A state from `state.pt` with the values of its sharded tensors, distributed as the parameters are. Collective."""
+    found: dict[str, Tensor] = {}
+    parameter = next(iter(parameters))
+    whole = _replaced(state, partial(_make_room, found, parameter))
+    if found:
+        # torch warns that it loads in one process.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            # Several processes that share no weights read all of them, each for itself.
+            load(found, checkpoint_id=folder / SHARDS_FOLDER, no_dist=not is_part(parameter))
+    return whole
+
+
+def shard_moments(state: dict[str, Any], parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+    """The state of an optimizer with whatever is as large as its parameter distributed as that is."""
+    moments = dict(state["state"])
+    for number, parameter in enumerate(parameters):
+        if number in moments:
+            kept = moments[number].items()
+            moments[number] = {k: as_sharded(v, parameter) if _is_like(v, parameter) else v for k, v in kept}
+    return {**state, "state": moments}
+
+
+def _is_like(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _set_aside(found: dict[str, Tensor], path: str, tensor: Tensor) -> Tensor:
+    if not is_part(tensor):
+        return tensor
+    found[path] = tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _make_room(found: dict[str, Tensor], parameter: nn.Parameter, path: str, tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:
+        return tensor
+    found[path] = room_for(tensor, parameter)
+    return found[path]
+
+
+def _replaced(state: Any, replace: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """A state with every tensor in its dictionaries replaced by a function of its path and itself."""
+    if isinstance(state, dict):
+        return {key: _replaced(value, replace, f"{path}/{key}") for key, value in state.items()}
+    return replace(path, state) if isinstance(state, Tensor) else state

@@ -1,0 +1,174 @@
+"""FSDP2: each process keeps a part of every weight, and gathers a block's weights while it computes with them.
+
+torch's `fully_shard` does the work. A forward pass is then collective: every process runs the same ones. Trained
+weights that are sharded are `DTensor`s, as are their gradients and optimizer states; only this module knows the class.
+A LoRA is small, so it is kept whole in every process, and DDP averages its gradients as without sharding.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor, zeros
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from simpletuner.config.launch import LaunchConfig
+from simpletuner.models.adapter import BlockLayout
+from simpletuner.world import World
+
+
+def shard(
+    transformer: nn.Module,
+    layout: BlockLayout,
+    config: LaunchConfig,
+    device: torch.device,
+    world: World,
+    *,
+    keep_trained: bool,
+) -> None:
+    """Distribute the weights of a transformer over the processes, and move it to the device.
+
+    Args:
+        transformer: on the CPU; nothing may be added to it or replaced in it afterwards. With
+            `fsdp_cpu_ram_efficient_loading` the main process alone has weights, and hands them out.
+        keep_trained: every process keeps all of each trained parameter: they are those of an adapter.
+    """
+    hollow, reshard = config.fsdp_cpu_ram_efficient_loading, config.fsdp_reshard_after_forward
+    weights = _take_weights(transformer, world) if hollow else {}
+    kept = {each for each in transformer.parameters() if each.requires_grad and keep_trained}
+    mesh = init_device_mesh(device.type, (world.size,))
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
+    for module in _units(transformer, layout.blocks, kept):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=kept)
+    # diffusers writes the name of the class into config.json, and `fully_shard` has changed it.
+    type(transformer).__name__ = type(transformer).__name__.removeprefix("FSDP")
+    if hollow:
+        _hand_out(weights, transformer, device, world)
+    for parameter in transformer.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(device)
+    if not reshard:
+        transformer.register_forward_hook(_reshard_after_sampling)
+
+
+def _take_weights(transformer: nn.Module, world: World) -> dict[str, Tensor]:
+    """Take the weights out of the main process's transformer: on all processes, its parameters are on `meta` then."""
+    weights = dict(transformer.state_dict()) if world.is_main else {}
+    # What the main process decided by values that the others did not have, such as `store_modulation_in_bf16`.
+    dtypes = world.broadcast({name: each.dtype for name, each in transformer.named_parameters()})
+    for path, module in list(transformer.named_modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            empty = parameter.detach().to("meta", dtypes[f"{path}.{name}" if path else name])
+            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
+    return weights
+
+
+@torch.no_grad()
+def _hand_out(weights: dict[str, Tensor], transformer: nn.Module, device: torch.device, world: World) -> None:
+    """Give each process its parts of the main process's weights, one parameter at a time."""
+    transformer._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
+    for name, tensor in transformer.state_dict().items():
+        full = weights.pop(name) if world.is_main else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        full = full.to(device)
+        dist.broadcast(full, src=0)
+        local(tensor).copy_(local(as_sharded(full, tensor)))
+
+
+def _units(transformer: nn.Module, blocks: Sequence[nn.Module], kept: Collection[nn.Parameter]) -> Iterator[nn.Module]:
+    """The modules whose weights are gathered together, inner ones first: the blocks, then the transformer.
+
+    The gradients of a unit are summed in one tensor, so layers that train in another dtype than most of their block
+    (Kandinsky's modulation) are units of their own.
+    """
+    inside = {module for block in blocks for module in block.modules()}
+    rest = [module for module in transformer.modules() if module not in inside]
+    for modules in [*(list(block.modules()) for block in blocks), rest]:
+        yield from _of_another_dtype(modules, kept)
+        yield modules[0]
+
+
+def _of_another_dtype(modules: Sequence[nn.Module], kept: Collection[nn.Parameter]) -> list[nn.Module]:
+    """The modules that own trained parameters of another dtype than most of these modules' parameters."""
+    owned = {
+        module: [each for each in module.parameters(recurse=False) if each.requires_grad and each not in kept]
+        for module in modules
+    }
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in (each for parameters in owned.values() for each in parameters):
+        sizes[parameter.dtype] += parameter.numel()
+    usual = [dtype for dtype, _ in sizes.most_common(1)]
+    return [module for module, parameters in owned.items() if any(each.dtype not in usual for each in parameters)]
+
+
+def _reshard_after_sampling(transformer: nn.Module, inputs: Any, output: Any) -> None:
+    """Free gathered weights that no backward pass will free: they would be used again after the parts have changed."""
+    if not torch.is_grad_enabled():
+        for module in transformer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Whether this process has only a part of a tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor, in the same memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The local part of each tensor; a zero where it is empty, since an empty tensor has no largest value."""
+    return [part if part.numel() else part.new_zeros(1) for part in map(local, tensors)]
+
+
+def from_all(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+    """The values `N` of every process that holds a part of these tensors, one after the other; collective."""
+    mesh = next((each.device_mesh for each in tensors if isinstance(each, DTensor)), None)
+    if mesh is None:
+        return values
+    values = values.to(mesh.device_type)
+    found = [torch.empty_like(values) for _ in range(mesh.size())]
+    dist.all_gather(found, values, group=mesh.get_group())
+    return torch.cat(found)
+
+
+def like(part: Tensor, tensor: Tensor) -> Tensor:
+    """A local part as a part of a tensor that is distributed like another one."""
+    if not isinstance(tensor, DTensor):
+        return part
+    meta = TensorMeta(tensor.shape, tensor.stride(), part.dtype)
+    # Not `from_local`, which would move a part on the CPU to the mesh's device.
+    return DTensor(part, DTensorSpec(tensor.device_mesh, tensor.placements, meta), requires_grad=False)
+
+
+def as_sharded(full: Tensor, tensor: Tensor) -> Tensor:
+    """A full tensor that every process has, distributed like another one; without communication."""
+    if not isinstance(tensor, DTensor) or isinstance(full, DTensor):
+        return full
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def room_for(tensor: Tensor, other: Tensor) -> Tensor:
+    """Zeros in the shape and dtype of a tensor, on the CPU or, like the other one, distributed."""
+    if not isinstance(other, DTensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return zeros(tensor.shape, dtype=tensor.dtype, device_mesh=other.device_mesh, placements=other.placements)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of a tensor, on the CPU; collective if it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().cpu()
+    part: Any = like(local(tensor.detach()).to(tensor.device_mesh.device_type), tensor)
+    full: Tensor = part.full_tensor()
+    return full.cpu()

@@ -1,0 +1,179 @@
+"""Short runs whose processes share the weights, or which one process does alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import simpletuner.models.registry  # noqa: F401 - declares the families' options
+from simpletuner.config.tread import Route
+from simpletuner.diffusion.batch import Batch
+from simpletuner.techniques.base import Technique
+from simpletuner.techniques.tread import Tread
+from simpletuner.training import sharding
+from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
+from simpletuner.training.checkpoints import load_checkpoint, save_checkpoint
+from simpletuner.training.ema import Ema
+from simpletuner.training.manifest import Identity, open_checkpoint
+from simpletuner.training.state import TrainState
+from simpletuner.training.step import optimizer_step, predict_now
+from simpletuner.validation.runner import quiet
+from simpletuner.world import World, connect, settle_meeting
+from tests.fidelity.family import CPU, make_adapter, make_config
+from tests.training.assembly import fixed_noise
+
+TARGETS = ["to_query", "to_key", "to_value"]
+STEPS, LEG = 6, 2
+BATCH_FILE, HOLLOW = "batch.pt", "hollow"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of a run, with its techniques."""
+
+    settings: Mapping[str, Any]
+    techniques: Callable[[], list[Technique]] = list
+
+
+CLIPPED = {"grad_clip_method": "norm", "max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
+CASES = {
+    "full": Case({"model_type": "full", "max_grad_norm": 0.01, "fsdp_cpu_ram_efficient_loading": True}),
+    "full-accumulated": Case(
+        {"model_type": "full", "gradient_checkpointing": True, "fsdp_reshard_after_forward": False, **CLIPPED}
+    ),
+    "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
+    "lora": Case({"fsdp_cpu_ram_efficient_loading": True, "gradient_checkpointing": True, **CLIPPED}),
+    "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
+}
+RELAYED = ("full", "lora")
+
+
+@dataclass
+class Batches:
+    """Hands out this process's part of the same batch again and again, like a loader."""
+
+    batch: Batch
+    position: int = 0
+    epoch = 1
+    epochs_done = 0
+
+    def __next__(self) -> Batch:
+        self.position += 1
+        return self.batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@dataclass
+class Run:
+    """A run of one case in this process."""
+
+    checkpoint: Path
+    case: Case
+    world: World
+    folder: Path
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = {"mixed_precision": "no", "use_ema": True, "lora_rank": 4, **self.case.settings}
+        config = make_config(self.checkpoint, **settings, fsdp_enable=True)
+        spec = TrainingSpec(lora_targets=TARGETS, seed=3, total_steps=20, learning_rate=1e-3)
+        # All but the first process would read NaN.
+        hollow = self.world.rank > 0 and config.launch.fsdp_cpu_ram_efficient_loading
+        adapter = make_adapter(self.folder / HOLLOW if hollow else self.checkpoint)
+        self.assembly: Any = assemble(config, spec, adapter, self.case.techniques(), make_accelerator(), self.world)
+        self.ema = Ema(self.assembly.parameters, config.ema, CPU)
+        # Encoding takes longer than everything else.
+        batch = torch.load(self.folder / BATCH_FILE, weights_only=False)
+        mine = slice(*(len(batch.names) * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1)))
+        self.loader: Any = Batches(Batch(batch.latents[mine], batch.embeds[mine], batch.names[mine]))
+        self.state = TrainState()
+
+    def train(self, steps: int) -> None:
+        self.assembly.transformer.train()
+        for _ in range(steps):
+            report = optimizer_step(self.assembly, self.loader, self.state.global_step)
+            self.state.global_step = report.step
+            self.ema.update(report.step)
+            self.losses.append(report.metrics["train_loss"])
+
+    def predictions(self) -> list[Tensor]:
+        """What the trained weights, their average, and the trained weights again predict for the whole batch."""
+        found = []
+        with quiet(self.assembly):
+            for average in (False, True, False):
+                with self.ema.applied() if average else quiet(self.assembly):
+                    mine = predict_now(self.assembly, self.assembly.adapter.prepare(fixed_noise(self.loader.batch)))
+                found.append(torch.cat(self.world.gather(mine)))
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: sharding.gathered(each) for name, each in self.assembly.parameters.items()}
+
+    def save(self, folder: Path, *, in_shards: bool) -> None:
+        if self.world.is_main or self.assembly.trained.sharers.size > 1:
+            identity = Identity("kandinsky5-image", "t2i-lite-sft", "full", 4, 3, "x", {})
+            save_checkpoint(
+                folder, self.assembly, self.state, self.loader, self.ema, identity, {}, {}, in_shards=in_shards
+            )
+        self.world.barrier()
+
+    def load(self, folder: Path) -> None:
+        checkpoint = open_checkpoint(folder)
+        assert checkpoint is not None
+        self.state = load_checkpoint(checkpoint, self.assembly, self.loader, self.ema, same_data=True)
+
+
+def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[str, Any]:
+    """Train a case and save it at the start and at the end; returns what it did."""
+    run = Run(checkpoint, CASES[name], world, folder)
+    held = sum(sharding.local(each).numel() for each in run.assembly.trained.transformer.parameters())
+    run.save(folder / f"{name}-start-{world.size}" / "checkpoint-0", in_shards=True)
+    run.train(STEPS)
+    return {"losses": run.losses, "predictions": run.predictions(), "weights": run.weights(), "held": held}
+
+
+def relay(name: str, checkpoint: Path, world: World, folder: Path, leg: int) -> list[float]:
+    """Continue from the checkpoint of the leg before, and leave one."""
+    run = Run(checkpoint, CASES[name], world, folder)
+    if leg:
+        run.load(folder / name / f"checkpoint-{leg - 1}")
+    run.train(LEG)
+    run.save(folder / name / f"checkpoint-{leg}", in_shards=leg != 2)
+    return run.losses
+
+
+def is_exact(name: str, checkpoint: Path, world: World, folder: Path) -> bool:
+    """Whether a run that was interrupted and one that was not end with the same bits."""
+    whole, first, second = (Run(checkpoint, CASES[name], world, folder) for _ in range(3))
+    whole.train(2 * LEG)
+    first.train(LEG)
+    first.save(folder / f"{name}-half" / "checkpoint-2", in_shards=True)
+    second.load(folder / f"{name}-half" / "checkpoint-2")
+    second.train(LEG)
+    ends = zip(whole.weights().values(), second.weights().values(), strict=True)
+    return all(torch.equal(one, other) for one, other in ends) and whole.losses[LEG:] == second.losses
+
+
+def main(place: World, checkpoint: Path, folder: Path, leg: int, cases: Sequence[str]) -> None:
+    """One of several processes: train cases and a leg of the relay; its results are a file in the folder."""
+    settle_meeting(place, os.environ)  # for accelerate
+    results: dict[str, Any] = {}
+    with connect(place, f"file://{folder}/meeting-{leg}") as world:
+        for name in cases:
+            results[name] = run_case(name, checkpoint, world, folder)
+        for name in RELAYED:
+            results[f"{name}-relay"] = relay(name, checkpoint, world, folder, leg)
+        if leg == 0:
+            results["exact"] = is_exact("full", checkpoint, world, folder)
+    torch.save(results, folder / f"results-{leg}-{place.rank}.pt")

@@ -1,0 +1,110 @@
+"""Processes that share the weights train, save and continue what one process does."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from simpletuner.world import World
+from tests.closeness import ROTATION, distance
+from tests.training.assembly import make_batch
+from tests.training.sharded_run import BATCH_FILE, CASES, HOLLOW, LEG, RELAYED, Run, main, relay, run_case
+from tests.workspace import FORKS
+
+CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
+SIZES = [2, 1, 4, 2]  # of the legs of the relay
+CASES_OF = [list(CASES), [], ["full-accumulated"], []]  # that the same processes train
+SAME = 1e-6  # relative, of losses
+
+
+@dataclass
+class Together:
+    """What runs with one, two and four processes left."""
+
+    folder: Path
+    one: dict[str, Any]
+    several: dict[int, dict[str, Any]]
+    relayed: dict[str, list[float]]
+
+
+def start(size: int, *arguments: Any) -> None:
+    """Run `main` in several processes."""
+    places = [World(rank, size, rank, size) for rank in range(size)]
+    started = [FORKS.Process(target=main, args=(place, *arguments)) for place in places]
+    try:
+        for each in started:
+            each.start()
+        for each in started:
+            each.join(90)
+    finally:
+        for each in started:
+            each.kill()
+    assert [each.exitcode for each in started] == [0] * size
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> Together:
+    folder = tmp_path_factory.mktemp("sharded")
+    shutil.copytree(t2i_checkpoint / "transformer", folder / HOLLOW / "transformer")
+    for path in (folder / HOLLOW).rglob("*.safetensors"):
+        save_file({name: torch.full_like(each, torch.nan) for name, each in load_file(path).items()}, path)
+    torch.save(make_batch(t2i_checkpoint, CAPTIONS), folder / BATCH_FILE)
+    one = {name: run_case(name, t2i_checkpoint, World(), folder) for name in CASES}
+    several, relayed = {}, {name: list[float]() for name in RELAYED}
+    for leg, size in enumerate(SIZES):
+        if size == 1:
+            found = {f"{name}-relay": relay(name, t2i_checkpoint, World(), folder, leg) for name in RELAYED}
+        else:
+            start(size, t2i_checkpoint, folder, leg, CASES_OF[leg])
+            found = torch.load(folder / f"results-{leg}-0.pt", weights_only=True)
+            several.setdefault(size, found)
+        for name in RELAYED:
+            relayed[name] += found[f"{name}-relay"]
+    return Together(folder, one, several, relayed)
+
+
+@pytest.mark.parametrize(("size", "name"), [(2, name) for name in CASES] + [(4, name) for name in CASES_OF[2]])
+def test_losses_and_predictions_are_those_of_one_process(together: Together, size: int, name: str) -> None:
+    one, several = together.one[name], together.several[size][name]
+    rounded = "bf16" in name
+    assert several["losses"] == pytest.approx(one["losses"], rel=1e-2 if rounded else SAME)
+    found, expected = (dict(zip("tax", each["predictions"], strict=True)) for each in (several, one))
+    assert distance(found, expected) < (2**-7 if rounded else ROTATION)
+    trained, average, again = several["predictions"]
+    assert torch.equal(trained, again)
+    assert not torch.equal(trained, average)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_process_holds_its_part_alone(together: Together, size: int) -> None:
+    name = CASES_OF[2][0]
+    assert together.several[size][name]["held"] < 1.1 * together.one[name]["held"] / size
+
+
+@pytest.mark.parametrize("name", RELAYED)
+def test_a_run_continues_with_another_number_of_processes(together: Together, name: str, t2i_checkpoint: Path) -> None:
+    alone = Run(t2i_checkpoint, CASES[name], World(), together.folder)
+    alone.train(LEG * len(SIZES))
+    assert together.relayed[name] == pytest.approx(alone.losses, rel=SAME)
+
+
+def test_a_run_continues_bit_for_bit_with_the_same_number(together: Together) -> None:
+    assert together.several[2]["exact"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "lora-tread"])
+def test_saved_files_are_those_of_one_process(together: Together, name: str) -> None:
+    """Before the first step every weight is the same."""
+    one, several = (together.folder / f"{name}-start-{size}" / "checkpoint-0" for size in (1, 2))
+    files = [path.relative_to(one) for path in sorted(one.rglob("*")) if path.suffix in (".safetensors", ".json")]
+    assert len(files) >= 5
+    for file in files:
+        if file.name != "manifest.json":  # it lists the files of the state, too
+            assert (several / file).read_bytes() == (one / file).read_bytes(), file
+    assert (several / "training_state" / "shards").is_dir() == name.startswith("full")
