@@ -18,11 +18,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.timing import write_json
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_sections import Line
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -64,7 +67,9 @@ def run_all(options: argparse.Namespace) -> int:
     ends = time.monotonic() + 60 * options.minutes
     results: dict[str, Any] = {}
     for name in options.only or SECTIONS:
-        results[name] = in_its_own_process(name, options, min(SECTIONS[name][1], ends - time.monotonic()))
+        results[name] = in_its_own_process(
+            section_words(name, options), min(SECTIONS[name][1], ends - time.monotonic())
+        )
         show_section(name, results[name])
         content = {"title": "First run on a device", "size": options.size, "sections": results}
         write_json(path, content, device)
@@ -72,7 +77,13 @@ def run_all(options: argparse.Namespace) -> int:
     return 1 if any(result["state"] == "failed" for result in results.values()) else 0
 
 
-def in_its_own_process(name: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:
+def section_words(name: str, options: argparse.Namespace) -> list[str]:
+    """The command of a section."""
+    words = ["-m", "benchmarks.first_gpu", "--section", name, "--device", options.device, "--size", options.size]
+    return [sys.executable, *words]
+
+
+def in_its_own_process(words: Sequence[str], limit: float) -> dict[str, Any]:
     """What became of a section: its state, lines and seconds.
 
     Args:
@@ -80,9 +91,8 @@ def in_its_own_process(name: str, options: argparse.Namespace, limit: float) -> 
     """
     if limit <= 0:
         return {"state": "skipped", "reason": "the time of the whole run is used up", "seconds": 0.0, "lines": []}
-    words = ["-m", "benchmarks.first_gpu", "--section", name, "--device", options.device, "--size", options.size]
     started = time.monotonic()
-    code, out, errors = run_process([sys.executable, *words], limit)
+    code, out, errors = run_process(words, limit)
     whole = [line for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
     told: list[dict[str, Any]] = [json.loads(line) for line in whole]
     lines = [each for each in told if "value" in each]
@@ -90,9 +100,14 @@ def in_its_own_process(name: str, options: argparse.Namespace, limit: float) -> 
     if code is None:
         return {"state": "failed", "reason": f"took longer than {limit:.0f} s", "seconds": limit, "lines": lines}
     if code:
-        ending = errors.strip().splitlines()[-1:] or [f"ended with {code}"]
-        return {"state": "failed", "reason": ending[0], "seconds": seconds, "lines": lines}
+        return {"state": "failed", "reason": cause(errors) or f"ended with {code}", "seconds": seconds, "lines": lines}
     return {**told[-1], "seconds": seconds, "lines": lines}
+
+
+def cause(errors: str) -> str:
+    """The last line of a process, or what the one of several that failed first raised, before what torchrun adds."""
+    raised = re.findall(r"^\[rank\d+\]: (?:\w+\.)*(\w*(?:Error|Exception)\b.*)", errors, re.MULTILINE)
+    return raised[0] if raised else "".join(errors.strip().splitlines()[-1:])
 
 
 def run_process(words: Sequence[str], limit: float) -> tuple[int | None, str, str]:
@@ -115,13 +130,20 @@ def run_process(words: Sequence[str], limit: float) -> tuple[int | None, str, st
 
 
 def run_section(options: argparse.Namespace) -> None:
-    """In the process of a section: print each line as soon as it is known, and the state as the last."""
-    from benchmarks.gpu_sections import SECTIONS, Machine, SkippedError
+    """In the process of a section."""
+    from benchmarks.gpu_sections import SECTIONS, Machine
 
     function, _ = SECTIONS[options.section]
+    tell(function(Machine(options.device, options.size)))
+
+
+def tell(lines: Iterable[Line]) -> None:
+    """Print each line as soon as it is known, and the state as the last."""
+    from benchmarks.gpu_sections import SkippedError
+
     result = {"state": "done", "reason": ""}
     try:
-        for line in function(Machine(options.device, options.size)):
+        for line in lines:
             print(json.dumps(vars(line)), flush=True)
     except SkippedError as reason:
         result = {"state": "skipped", "reason": str(reason)}

@@ -51,7 +51,7 @@ def main() -> None:
     show(f"Peak of a step against the plan, {options.size} model on {options.device}", ratios, options)
 
 
-def planned_peak(size: str, device: str, settings: Settings) -> float:
+def planned_peak(size: str, device: str, settings: Settings, latents: tuple[int, int, int] | None = None) -> float:
     """Bytes that the plan expects of a step with one sample."""
     shape = SHAPES[size]
     spec = FAMILIES[shape.family]
@@ -60,7 +60,7 @@ def planned_peak(size: str, device: str, settings: Settings) -> float:
     kernels = kernels_on(config, spec, is_gpu=device == "cuda")
     cost = cost_of(spec.cost, hollow_transformer(size), kernels)
     parts = Parts(spec, cost, lora_targets(size), {}, 0, 0, ())
-    frames, height, width = shape.latents
+    frames, height, width = latents or shape.latents
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)
     return step_memory(cost, parts.setup(config), load).total
 
@@ -71,6 +71,13 @@ def measured_peak(size: str, device: str, settings: Settings) -> float:
         return float(measure(size, device, settings, warm=2, steps=2).peak_bytes or 0)
     variant = Variant(size, device, settings)
     variant.step()
+    return peak_of_step(variant, device)
+
+
+def peak_of_step(variant: Variant, device: str) -> float:
+    """Bytes that steps have taken at most on a GPU; on a CPU, those of one more step."""
+    if device == "cuda":
+        return float(torch.cuda.max_memory_allocated())
     before = _resident_bytes(variant)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         variant.step()

@@ -14,9 +14,11 @@ import torch
 from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, make_batch, make_config
 from simpletuner.diffusion.batch import Batch
 from simpletuner.techniques.base import Technique
+from simpletuner.training import assemble as assembling
 from simpletuner.training.assemble import TrainingSpec, assemble
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import StepReport, optimizer_step
+from simpletuner.world import World
 
 RATE = 1e-4
 Settings = Mapping[str, Any]
@@ -66,15 +68,24 @@ class Variant:
     """An assembly that steps on one batch."""
 
     def __init__(
-        self, size: str, device: str, settings: Settings, techniques: Sequence[Technique] = (), *, samples: int = 1
+        self,
+        size: str,
+        device: str,
+        settings: Settings,
+        techniques: Sequence[Technique] = (),
+        *,
+        samples: int = 1,
+        latents: tuple[int, int, int] | None = None,
+        world: World = World(),
     ) -> None:
         precision = "no" if device == "cpu" else "bf16"
         config = make_config(size, **{"mixed_precision": precision, **COMMON, **settings})
         intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
-        adapter, accelerator = RandomAdapter(config, size, device), make_accelerator(device)
-        self.assembly: Assembly = assemble(config, intent, adapter, techniques, accelerator)
+        adapter = RandomAdapter(config, size, device)
+        accelerator = assembling.make_accelerator() if world.size > 1 else make_accelerator(device)
+        self.assembly: Assembly = assemble(config, intent, adapter, techniques, accelerator, world)
         self.assembly.transformer.train()
-        self.loader: Any = OneBatch(make_batch(size, samples), device)
+        self.loader: Any = OneBatch(make_batch(size, samples, latents), device)
         self.steps = 0
 
     def step(self) -> StepReport:

@@ -1,0 +1,235 @@
+"""The measurements of `first_gpus.py`, in each of the processes that train together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.first_gpus import STRONG, WEAK
+from benchmarks.gpu_sections import Line
+from benchmarks.planned_peak import BAR as PEAK_BAR
+from benchmarks.planned_peak import peak_of_step, planned_peak
+from benchmarks.variants import Settings, Variant
+from simpletuner.world import ConnectedWorld, Value, World, connect, launched, settle_meeting
+
+SENT_BAR = 1.05
+STEPS = 3
+GATHERS = 20
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train on several devices.
+
+    Attributes:
+        size: of a model, by `--size`.
+        latents: of a sample, by `--size`: shorter clips than usual, which makes communication a larger share.
+        strong: whether strong scaling is measured too.
+    """
+
+    settings: Settings
+    size: Mapping[str, str]
+    latents: Mapping[str, tuple[int, int, int]]
+    strong: bool = True
+
+
+_LITE = {"real": "lite", "tiny": "tiny-video"}
+_SHORT = {"real": (8, 64, 96), "tiny": (3, 8, 12)}
+_PLAIN: Settings = {"dynamo_backend": "no"}  # compiling would take the time of the measurements
+CASES = {
+    "Lite LoRA, DDP": Case(_PLAIN, _LITE, _SHORT),
+    "Lite full, FSDP2": Case({**_PLAIN, "model_type": "full", "fsdp_enable": True}, _LITE, _SHORT),
+    "Pro LoRA, DDP, streamed": Case(
+        {**_PLAIN, "enable_group_offload": True, "group_offload_use_stream": True},
+        {"real": "pro", "tiny": "tiny-video"}, {"real": (4, 64, 96), "tiny": (3, 8, 12)}, strong=False,
+    ),
+}  # fmt: skip
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that this process sends in collectives if all of them are rings, by the name of the collective.
+
+    Attributes:
+        kind: `control` while values are gathered.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.share, self.kind = (size - 1) / size, "tensors"
+        self.bytes: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func._opname != "barrier":
+            times = 2 if func._opname == "allreduce_" else 1
+            self.bytes[self.kind, func._opname] += times * self.share * max(map(_nbytes, args))
+        return func(*args, **(kwargs or {}))
+
+    def total(self, kind: str) -> float:
+        return sum(count for (which, _), count in self.bytes.items() if which == kind)
+
+
+def _nbytes(value: Any) -> int:
+    """Of all tensors in an argument; that of a collective which has most is the whole tensor."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+@dataclass(frozen=True)
+class MeasuredWorld(ConnectedWorld):
+    """Connected processes that note what their agreements cost.
+
+    Attributes:
+        seconds: of each `gather`, with waiting for the slowest.
+        values: what was gathered.
+        sent: where bytes are counted; those of `gather` apart.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    values: list[object] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+
+    def gather(self, value: Value) -> list[Value]:
+        self._count_as("control")
+        started = time.perf_counter()
+        values = super().gather(value)
+        self.seconds.append(time.perf_counter() - started)
+        self.values.append(value)
+        self._count_as("tensors")
+        return values
+
+    def _count_as(self, kind: str) -> None:
+        for each in self.sent:
+            each.kind = kind
+
+    def forget(self) -> None:
+        self.seconds.clear()
+        self.values.clear()
+
+
+def scale(case: Case, device: str, size: str, samples: int) -> Iterator[Line]:
+    """Train in this process, together with the others.
+
+    Args:
+        samples: of the global batch that stays constant.
+    """
+    place = launched(os.environ) or World()
+    joined: AbstractContextManager[World] = nullcontext(place)
+    if place.size > 1:
+        settle_meeting(place, os.environ)
+        joined = _measured(place)
+    with joined as world:
+        # One that found nothing must not leave the others waiting.
+        yield from _lines(case, device, size, samples, world)
+
+
+@contextmanager
+def _measured(place: World) -> Iterator[World]:
+    with connect(place) as world:
+        yield MeasuredWorld(**vars(world))
+
+
+def _lines(case: Case, device: str, size: str, samples: int, world: World) -> Iterator[Line]:
+    model, latents = case.size[size], case.latents[size]
+    settings = {**case.settings, "num_processes": world.size}
+    variant = Variant(model, device, settings, latents=latents, world=world)
+    for _ in range(2):  # allocations, and the buckets that DDP makes after its first step
+        step(variant)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    yield Line(WEAK, median_seconds(variant, world), "s")
+    if isinstance(world, MeasuredWorld):
+        yield from _control(world, variant)
+        yield from _sent(world, variant)
+    peak = max(world.gather(peak_of_step(variant, device)))
+    planned = planned_peak(model, device, settings, latents)
+    note = f"measured {peak / 1e9:.3f} GB, planned {planned / 1e9:.3f} GB, bar {PEAK_BAR}"
+    yield Line("peak memory of a process / planned", peak / planned, "of the plan", note)
+    if case.strong:
+        micro_steps = samples // world.size
+        assembly = variant.assembly
+        assembly.settings = replace(assembly.settings, accumulation=micro_steps)
+        yield Line(STRONG, median_seconds(variant, world, 2), "s", f"{micro_steps} micro-steps")
+
+
+def step(variant: Variant) -> float:
+    """One step, with what the loop asks all processes before it and the recorder after it; returns its seconds."""
+    started, world = time.perf_counter(), variant.assembly.world
+    world.any(False)  # whether to stop
+    variant.step()
+    world.broadcast([])  # requests
+    return time.perf_counter() - started
+
+
+def median_seconds(variant: Variant, world: World, steps: int = STEPS) -> float:
+    """Of a step, in the slowest process."""
+    if isinstance(world, MeasuredWorld):
+        world.barrier()
+        world.forget()
+    return max(world.gather(statistics.median(step(variant) for _ in range(steps))))
+
+
+def _control(world: MeasuredWorld, variant: Variant) -> Iterator[Line]:
+    """What the agreements of a step cost, those of the steps measured just now."""
+    values, seconds = world.values[:-1], world.seconds[:-1]  # without the gathering of the result
+    count = len(values) // STEPS
+    yield Line("agreements in a step", count, "gathers", f"{_pickled(values[:count])} bytes of values")
+    yield Line("agreements, waiting included", 1e3 * sum(seconds) / STEPS, "ms a step")
+    world.barrier()
+    started = time.perf_counter()
+    for _ in range(GATHERS):
+        for value in values[:count]:
+            world.gather(value)
+    alone = (time.perf_counter() - started) / GATHERS
+    yield Line("agreements of processes that need not wait", 1e3 * alone, "ms a step", f"{alone / 0.25:.2%} of 0.25 s")
+    started = time.perf_counter()
+    for _ in range(GATHERS):
+        world.gather(values[:count])
+    merged = (time.perf_counter() - started) / GATHERS
+    yield Line("the same in one gather", 1e3 * merged, "ms a step", f"{merged / 0.25:.2%} of 0.25 s")
+
+
+def _pickled(values: object) -> int:
+    return len(pickle.dumps(values))
+
+
+def _sent(world: MeasuredWorld, variant: Variant) -> Iterator[Line]:
+    """Bytes that this process sends in one step, counted."""
+    with Sent(world.size) as sent:
+        world.sent.append(sent)
+        step(variant)
+        world.sent.clear()
+    found, limit = sent.total("tensors"), ring_limit(variant, world.size)
+    yield Line("tensors sent in a step by a process", found / 1e6, "MB", f"limit {limit / 1e6:.3f} MB")
+    yield Line("tensors sent / ring limit", found / limit, "of the limit", f"bar {SENT_BAR}")
+    yield Line("values sent in a step by a process", sent.total("control") / 1e3, "kB")
+
+
+def ring_limit(variant: Variant, size: int) -> float:
+    """The least bytes that a ring sends: gradients reduced on all, or weights gathered twice and gradients scattered."""
+    share, assembly = (size - 1) / size, variant.assembly
+    gradients = sum(each.numel() * each.element_size() for each in assembly.parameters.values())
+    if not assembly.is_sharded:
+        return 2 * share * gradients
+    weights = sum(each.numel() * each.element_size() for each in assembly.transformer.parameters())
+    return share * (2 * weights + gradients)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the launcher is, which starts it in a session of its own. On Linux only."""
+    prctl: Callable[[int, int], int] = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
