@@ -31,7 +31,7 @@ WEAK, STRONG = "step, batch per process constant", "step, global batch constant"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--size", default="real", choices=SIZES, help="real: Lite and Pro on short clips")
+    parser.add_argument("--size", default="real", choices=(*SIZES, "medium"), help="real: Lite and Pro on short clips")
     parser.add_argument(
         "--processes", nargs="+", type=int, metavar="N", help="by default 1, 2, 4, 8, as far as there are GPUs"
     )

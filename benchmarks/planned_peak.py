@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import SHAPES, SIZES, cost_of, hollow_transformer, lora_targets, make_config
@@ -91,10 +92,11 @@ def peak_of_step(variant: Variant, device: str) -> float:
 
 
 def _resident_bytes(variant: Variant) -> int:
-    """Weights, buffers and the optimizer's state."""
+    """Weights, buffers and the optimizer's state; of what is sharded, this process's part."""
     model, optimizer = variant.assembly.transformer, variant.assembly.optimizer
     state = [each for values in optimizer.state.values() for each in values.values() if isinstance(each, torch.Tensor)]
-    return sum(each.nbytes for each in (*model.parameters(), *model.buffers(), *state))
+    tensors = (*model.parameters(), *model.buffers(), *state)
+    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
 
 
 if __name__ == "__main__":
