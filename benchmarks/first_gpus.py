@@ -17,7 +17,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,9 @@ def run_all(options: argparse.Namespace) -> int:
 
     device = describe_device() if options.device == "cuda" else "cpu"
     there = torch.cuda.device_count() if options.device == "cuda" else max(options.processes or [2])
-    counts = options.processes or [count for count in (1, 2, 4, 8) if count <= there]
-    if not counts or max(counts) > there:
-        print(f"{max(counts, default=1)} processes need as many GPUs; there are {there} ({device}).", file=sys.stderr)
-        return 2
-    unknown = set(options.only or ()) - CASES.keys()
-    if unknown:
-        print(f"No such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}.", file=sys.stderr)
+    counts = options.processes or [count for count in (1, 2, 4, 8) if count <= max(there, 1)]
+    if complaint := refuse(counts, there, device) or refuse_cases(options.only or (), CASES):
+        print(complaint, file=sys.stderr)
         return 2
     path = options.json or RESULTS / f"{max(counts)}x{file_name(device)}.json"
     print(f"{max(counts)} x {device}, size {options.size}")
@@ -78,6 +74,21 @@ def run_all(options: argparse.Namespace) -> int:
             write_json(path, {"title": "Scaling", "size": options.size, "groups": results}, device)
     print(f"Written to {path}")
     return 1 if any(result["state"] == "failed" for result in results.values()) else 0
+
+
+def refuse(counts: Sequence[int], there: int, device: str) -> str:
+    """Why these numbers of processes cannot be compared; empty if they can."""
+    most = max(counts)
+    if most > there:
+        return f"{most} processes need as many GPUs; there are {there} ({device}). Or try --device cpu --size tiny."
+    wrong = [str(count) for count in counts if count < 1 or most % count]
+    return f"{', '.join(wrong)} does not divide {most} samples, the global batch." if wrong else ""
+
+
+def refuse_cases(named: Iterable[str], known: Iterable[str]) -> str:
+    """Which cases there are not; empty if there are all."""
+    unknown = sorted(set(named) - set(known))
+    return f"No such case: {', '.join(unknown)}; there are {'; '.join(known)}." if unknown else ""
 
 
 def in_order(counts: Sequence[int]) -> list[int]:

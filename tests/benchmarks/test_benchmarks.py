@@ -29,7 +29,7 @@ SMALLEST = {
     "tread": "",
     "webhooks": "--size tiny --steps 1",
 }
-ELSEWHERE = {"ablation", "first_gpu", "cost_table"}  # their parts have tests of their own
+ELSEWHERE = {"ablation", "first_gpu", "first_gpus", "cost_table"}  # their parts have tests of their own
 
 
 def test_none_is_left_out() -> None:

@@ -52,11 +52,12 @@ def test_everything_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_section_that_fails_or_hangs_is_told() -> None:
     options = argparse.Namespace(device="cpu", size="tiny")
-    broken = first_gpu.in_its_own_process("no such section", options, 60)
+    peaks = first_gpu.section_words("peaks", options)
+    broken = first_gpu.in_its_own_process(first_gpu.section_words("no such section", options), 60)
     assert (broken["state"], broken["reason"]) == ("failed", "KeyError: 'no such section'")
-    slow = first_gpu.in_its_own_process("peaks", options, 0.2)
+    slow = first_gpu.in_its_own_process(peaks, 0.2)
     assert (slow["state"], slow["reason"]) == ("failed", "took longer than 0 s")
-    late = first_gpu.in_its_own_process("peaks", options, -1)
+    late = first_gpu.in_its_own_process(peaks, -1)
     assert late["state"] == "skipped"
 
 
@@ -66,8 +67,8 @@ def test_what_a_section_found_before_its_time_was_up_is_kept(monkeypatch: pytest
     script = f"echo '{line}'; sleep 30 & echo '{{\"cut'; wait"
     popen = subprocess.Popen
     monkeypatch.setattr(first_gpu.subprocess, "Popen", lambda words, **more: popen(["sh", "-c", script], **more))
-    options, started = argparse.Namespace(device="cpu", size="tiny"), time.monotonic()
-    result = first_gpu.in_its_own_process("peaks", options, 0.5)
+    started = time.monotonic()
+    result = first_gpu.in_its_own_process(["peaks"], 0.5)
     assert time.monotonic() - started < 10
     assert (result["state"], result["reason"]) == ("failed", "took longer than 0 s")
     assert [each["name"] for each in result["lines"]] == ["first"]
@@ -76,7 +77,8 @@ def test_what_a_section_found_before_its_time_was_up_is_kept(monkeypatch: pytest
 def test_a_failure_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = {"peaks": {"state": "failed", "reason": "out of memory", "seconds": 1.0, "lines": []}}
     done = {"state": "done", "reason": "", "seconds": 1.0, "lines": [vars(Line("a", 1.0, "s"))]}
-    monkeypatch.setattr(first_gpu, "in_its_own_process", lambda name, options, limit: results.get(name, done))
+    monkeypatch.setattr(first_gpu, "section_words", lambda name, options: name)
+    monkeypatch.setattr(first_gpu, "in_its_own_process", lambda name, limit: results.get(name, done))
     options = argparse.Namespace(device="cpu", size="tiny", only=None, json=tmp_path / "cpu.json", minutes=1.0)
     assert first_gpu.run_all(options) == 1
     states = [result["state"] for result in json.loads(options.json.read_text())["sections"].values()]
