@@ -106,8 +106,9 @@ def in_its_own_process(words: Sequence[str], limit: float) -> dict[str, Any]:
 
 def cause(errors: str) -> str:
     """The last line of a process, or what the one of several that failed first raised, before what torchrun adds."""
-    raised = re.findall(r"^\[rank\d+\]: (?:\w+\.)*(\w*(?:Error|Exception)\b.*)", errors, re.MULTILINE)
-    return raised[0] if raised else "".join(errors.strip().splitlines()[-1:])
+    raised = re.findall(r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Exception)\b.*)", errors, re.MULTILINE)
+    several = raised and raised[-1].startswith("ChildFailedError")
+    return raised[0] if several else "".join(errors.strip().splitlines()[-1:])
 
 
 def run_process(words: Sequence[str], limit: float) -> tuple[int | None, str, str]:

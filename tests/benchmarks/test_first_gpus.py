@@ -85,6 +85,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 def test_the_first_process_that_failed_is_told() -> None:
     assert cause(FAILED) == "OutOfMemoryError: CUDA out of memory."
+    assert cause(FAILED.replace("[rank1]: ", "")) == "OutOfMemoryError: CUDA out of memory."
     assert cause("Traceback\nKeyError: 'x'\n") == "KeyError: 'x'"
     assert cause("") == ""
 
