@@ -54,6 +54,21 @@ def check_sharding(config: RunConfig) -> Iterator[Problem]:
             "fsdp_enable.",
         ),
         (
+            config.model.model_type == "full" and config.precision.mixed_precision == "fp16",
+            "mixed_precision fp16",
+            "each process would skip steps by the overflows in its own share of the gradient. Use bf16.",
+        ),
+        (
+            config.lora.use_dora and config.lora.lora_format == "comfyui",
+            "lora_format comfyui of a DoRA",
+            "ComfyUI's magnitudes are computed from the whole base weights. Use lora_format diffusers.",
+        ),
+        (
+            config.launch.fsdp_cpu_ram_efficient_loading and config.lora.lora_init_type not in ("default", "gaussian"),
+            f"lora_init_type {config.lora.lora_init_type!r}",
+            "it is computed from the base weights, and with fsdp_cpu_ram_efficient_loading one process has them.",
+        ),
+        (
             config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise,
             f"optimizer {optimizer!r}",
             "it does not update every number by itself, and each process has a share of every weight. Use an AdamW "

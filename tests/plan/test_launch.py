@@ -19,6 +19,12 @@ EXCLUDED: list[tuple[dict[str, Any], str]] = [
         ({"optimizer": name, "model_type": "full"}, f"optimizer '{name}'")
         for name in ("prodigy", "muon", "soap", "optimi-stableadamw", "ao-adamw8bit", "bnb-adamw8bit", "bnb-adamw")
     ),
+    ({"model_type": "full", "mixed_precision": "fp16", "optimizer": "adamw"}, "mixed_precision fp16"),
+    ({"use_dora": True, "lora_format": "comfyui"}, "lora_format comfyui of a DoRA"),
+    (
+        {"lora_init_type": "pissa", "mixed_precision": "no", "fsdp_cpu_ram_efficient_loading": True},
+        "lora_init_type 'pissa'",
+    ),
 ]
 
 

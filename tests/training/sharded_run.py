@@ -29,7 +29,7 @@ from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.training.assembly import fixed_noise
 
 TARGETS = ["to_query", "to_key", "to_value"]
-STEPS, LEG = 6, 2
+LEG = 2  # steps
 BATCH_FILE, HOLLOW = "batch.pt", "hollow"
 
 
@@ -39,16 +39,17 @@ class Case:
 
     settings: Mapping[str, Any]
     techniques: Callable[[], list[Technique]] = list
+    steps: int = 3
 
 
 CLIPPED = {"grad_clip_method": "norm", "max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
 CASES = {
-    "full": Case({"model_type": "full", "max_grad_norm": 0.01, "fsdp_cpu_ram_efficient_loading": True}),
+    "full": Case({"model_type": "full", "max_grad_norm": 0.01, "fsdp_cpu_ram_efficient_loading": True}, steps=6),
     "full-accumulated": Case(
         {"model_type": "full", "gradient_checkpointing": True, "fsdp_reshard_after_forward": False, **CLIPPED}
     ),
     "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
-    "lora": Case({"fsdp_cpu_ram_efficient_loading": True, "gradient_checkpointing": True, **CLIPPED}),
+    "lora": Case({"fsdp_cpu_ram_efficient_loading": True, "gradient_checkpointing": True, **CLIPPED}, steps=6),
     "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
 }
 RELAYED = ("full", "lora")
@@ -139,7 +140,7 @@ def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[st
     run = Run(checkpoint, CASES[name], world, folder)
     held = sum(sharding.local(each).numel() for each in run.assembly.trained.transformer.parameters())
     run.save(folder / f"{name}-start-{world.size}" / "checkpoint-0", in_shards=True)
-    run.train(STEPS)
+    run.train(run.case.steps)
     return {"losses": run.losses, "predictions": run.predictions(), "weights": run.weights(), "held": held}
 
 

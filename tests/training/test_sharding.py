@@ -41,7 +41,7 @@ def start(size: int, *arguments: Any) -> None:
         for each in started:
             each.start()
         for each in started:
-            each.join(90)
+            each.join(240)
     finally:
         for each in started:
             each.kill()
