@@ -77,7 +77,7 @@ class FeatureKind:
         return tuple(sorted((self.maker | content).items()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LatentEntry:
     """The latents of one sample, their folder, whether they are written compressed, and when they are encoded."""
 
@@ -88,7 +88,7 @@ class LatentEntry:
     storage: Storage = "ahead"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FeatureEntry:
     """The features of one kind of one sample, in the folder of the latents they are computed from."""
 
@@ -101,7 +101,7 @@ class FeatureEntry:
         return self.latents.folder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TextEntry:
     """The embeddings of one caption, and their folder; `picture` is the one in the prompt (i2i).
 
@@ -195,7 +195,8 @@ class Catalogue:
 
     def latent(self, sample: Sample) -> LatentEntry:
         """The entry of a sample's latents, whether it exists or not."""
-        if sample not in self._latents:
+        entry = self._latents.get(sample)
+        if entry is None:
             geometry = sample.geometry
             key = LatentKey(
                 sample.content,
@@ -210,8 +211,9 @@ class Catalogue:
             )
             name = sample.dataset_id
             storage = self.storage.get(name, "ahead")
-            self._latents[sample] = LatentEntry(key, self.latent_folders[name], sample, self.compressed[name], storage)
-        return self._latents[sample]
+            entry = LatentEntry(key, self.latent_folders[name], sample, self.compressed[name], storage)
+            self._latents[sample] = entry
+        return entry
 
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:
         """The entry of a sample's features, whether it exists or not."""
@@ -238,9 +240,10 @@ class Catalogue:
         """
         held = picture if self.encoders.prompt_holds_picture else None
         asked = (dataset_id, caption, held, negative)
-        if asked not in self._texts:
-            self._texts[asked] = self._text(dataset_id, caption, held, source, negative)
-        return self._texts[asked]
+        entry = self._texts.get(asked)
+        if entry is None:
+            entry = self._texts[asked] = self._text(dataset_id, caption, held, source, negative)
+        return entry
 
     def _text(
         self, dataset_id: str | None, caption: str, picture: Sample | None, source: str, negative: bool
@@ -297,7 +300,7 @@ def distinct(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     """Entries without duplicates: samples may share a picture or a caption."""
     found: dict[object, CacheEntry] = {}
     for entry in entries:
-        found.setdefault((entry.key, entry.folder), entry)
+        found.setdefault((entry.key.digest(), entry.folder), entry)
     return list(found.values())
 
 
