@@ -63,7 +63,7 @@ class Partners:
         own = geometry
         if self.conditioning_type == "reference_loose":
             own = self.rules.follow(facts.picture_size, geometry, *token)
-        return Sample(self.dataset_id, name, self.root / name, facts.content, facts.picture_size, own)
+        return Sample(self.dataset_id, name, self.root, facts.content, facts.picture_size, own)
 
     def mask_of(self, sample: Sample) -> Sample:
         """The mask of a sample; if it is a clip, the same frames of it.
@@ -108,6 +108,7 @@ class Dataset:
         epoch: the epoch that random crops were drawn for.
         clips: how many frames are trained at which rate; None for pictures.
         origins: where downloaded files come from, by name.
+        indexed: what the index held when the folder was read.
     """
 
     config: DatasetConfig
@@ -122,6 +123,7 @@ class Dataset:
     epoch: int = 1
     clips: ClipRules | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
+    indexed: Mapping[str, FileFacts] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -251,9 +253,16 @@ class Dataset:
             DiskFullError: no space left; the index that was there is kept.
         """
         captions = {sample.name: sample.captions for sample in self.samples}
-        kept = {name: fact for name, fact in self.facts.items() if name not in except_for}
-        facts = {name: replace(fact, captions=captions.get(name, ())) for name, fact in kept.items()}
-        save_index(self.latent_dir, self.root, facts)
+        # Files that could not be read are left out, too: the next run tries them again.
+        kept = {name: fact for name, fact in self.facts.items() if fact.content and name not in except_for}
+        files = {name: _with_captions(fact, captions.get(name, ())) for name, fact in kept.items()}
+        if files != self.indexed:
+            save_index(self.latent_dir, self.root, files)
+
+
+def _with_captions(fact: FileFacts, captions: tuple[str, ...]) -> FileFacts:
+    """Facts with the captions that a file was used with, unless they hold those of its caption file."""
+    return fact if fact.stamp or fact.captions == captions else replace(fact, captions=captions)
 
 
 def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str], str]) -> list[Dataset]:

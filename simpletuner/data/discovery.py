@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -60,7 +61,7 @@ def pair_key(name: str) -> str:
 
     Normalised to NFC: some systems store accents and vowel signs as separate characters.
     """
-    return unicodedata.normalize("NFC", str(PurePosixPath(name).with_suffix("")))
+    return unicodedata.normalize("NFC", os.path.splitext(name)[0])  # noqa: PTH122 - pathlib takes four times as long
 
 
 def is_readable(folder: Path) -> bool:
@@ -147,7 +148,8 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
         for entry in entries:
             name = prefix + entry.name
             problem = name_problem(entry.name)
-            if problem is None and Path(entry.path).is_dir():
+            # `DirEntry.is_dir` needs no call of the system, but raises for a link to itself.
+            if problem is None and (Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()):
                 stack.append((Path(entry.path), name + "/"))
             else:
                 yield name, problem
@@ -167,16 +169,17 @@ def _printable(name: str) -> str:
 
 
 def _suffix(name: str) -> str:
-    return PurePosixPath(name).suffix.lower()
+    return os.path.splitext(name)[1].lower()  # noqa: PTH122 - as above
 
 
 INDEX_NAME = "index.json"
 # Raised when files must be read again.
 # 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips. 4: AVIF and HEIC.
 INDEX_VERSION = 4
+AT_ONCE = 512  # known files that a thread looks at, at a time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FileFacts:
     """What was learned from reading a file once.
 
@@ -185,9 +188,10 @@ class FileFacts:
         content: SHA-256 of the bytes in hex; empty if the file could not be read.
         width, height: pixels as shown, after any rotation; 0 with a problem.
         problem: why it cannot be used, or None.
-        captions: the captions it was last used with, in case the files themselves are gone.
+        captions: those of its caption file at `stamp`; else those it was last used with, in case the files are gone.
         clip: length and rate; None for pictures.
         white: how it was last read as a mask, and the share of it that is white then.
+        stamp: `captions.stamp_of` the caption file when it was read; None if there is none.
     """
 
     size: int
@@ -199,6 +203,7 @@ class FileFacts:
     captions: tuple[str, ...] = ()
     clip: ClipFacts | None = None
     white: tuple[str, float] | None = None
+    stamp: str | None = None
 
     @property
     def picture_size(self) -> Size:
@@ -227,18 +232,33 @@ def inspect_files(
         workers: threads, at most the machine's cores.
     """
     names = list(names)
+    known = {name: known[name] for name in names if name in known}
+    old = list(known)
     with ThreadPoolExecutor(max(1, min(workers, os.cpu_count() or 1))) as pool:
-        facts = pool.map(lambda name: _inspect(root / name, known.get(name)), names)
-        return dict(zip(names, facts, strict=True))
+        parts = [old[start : start + AT_ONCE] for start in range(0, len(old), AT_ONCE)]
+        for changed in pool.map(lambda part: [name for name in part if _has_changed(root, name, known[name])], parts):
+            for name in changed:
+                del known[name]
+        new = [name for name in names if name not in known]
+        known.update(zip(new, pool.map(lambda name: _inspect(root / name), new), strict=True))
+    return {name: known[name] for name in names}
 
 
-def _inspect(path: Path, known: FileFacts | None) -> FileFacts:
+def _has_changed(root: Path, name: str, known: FileFacts) -> bool:
+    """Whether a file must be read again; also if it is gone, since reading it says why."""
+    try:
+        status = os.stat(f"{root}/{name}")  # noqa: PTH116 - pathlib takes three times as long
+    except OSError:
+        return True
+    same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
+    return not (same and stat.S_ISREG(status.st_mode))
+
+
+def _inspect(path: Path) -> FileFacts:
     clip = is_clip(path)
     facts = FileFacts(0, 0, "")
     try:
         size, mtime_ns = check_regular(path, LARGEST_CLIP if clip else LARGEST_PICTURE)
-        if known is not None and (known.size, known.mtime_ns) == (size, mtime_ns):
-            return known
         data = b"" if clip else read(path, LARGEST_PICTURE)
         content = content_hash(path) if clip else hashlib.sha256(data).hexdigest()
         facts = FileFacts(size, mtime_ns, content)
@@ -263,13 +283,12 @@ def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
     return index.files if (index.version, index.root) == (INDEX_VERSION, str(root.absolute())) else {}
 
 
-def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None:
-    """Write the index atomically; files that could not be read are left out, so that the next run tries them again.
+def save_index(folder: Path, root: Path, files: dict[str, FileFacts]) -> None:
+    """Write the index atomically.
 
     Raises:
         DiskFullError: no space left; the index that was there is kept.
     """
-    files = {name: fact for name, fact in facts.items() if fact.content}
     index = _Index(INDEX_VERSION, str(root.absolute()), files)
     write_atomically(folder / INDEX_NAME, _INDEX.dump_json(index), durable=False)
 
@@ -283,16 +302,18 @@ class Folder:
         facts: of each undamaged picture or clip, sorted by name.
         damaged: facts of those with a problem.
         listing: caption files, captions of a table, origins.
-        gone: captions of those that are used although their files are gone.
+        gone: those of them that are used although their files are gone.
         rejected: every other file.
+        indexed: what the index on the disk holds.
     """
 
     root: Path
     facts: Mapping[str, FileFacts]
     damaged: Mapping[str, FileFacts]
     listing: Scan
-    gone: Mapping[str, tuple[str, ...]]
+    gone: frozenset[str]
     rejected: tuple[Rejected, ...]
+    indexed: Mapping[str, FileFacts]
 
     @property
     def is_there(self) -> bool:
@@ -311,14 +332,14 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
     if listing is None:
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
     rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
-    names = list(listing.files)
+    names, listed = list(listing.files), frozenset(listing.files)
     if known and _keeps_list(config):
         detail = "was added after the list of files was made, and that list is kept"
         rejected += [Rejected(config.id, name, "not chosen", detail) for name in names if name not in known]
         names = [name for name in names if name in known]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
     # A damaged file may have been moved to quarantine, so only undamaged ones are reported as gone.
-    lost = {name: fact for name, fact in known.items() if name not in listing.files and fact.problem is None}
+    lost = {name: fact for name, fact in known.items() if name not in listed and fact.problem is None}
     if context.defaults.ignore_missing_files:
         facts |= lost
     else:
@@ -331,8 +352,9 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         facts={name: facts[name] for name in sorted(facts) if facts[name].problem is None},
         damaged={name: fact for name, fact in facts.items() if fact.problem is not None},
         listing=listing,
-        gone={name: fact.captions for name, fact in lost.items() if name in facts},
+        gone=frozenset(lost.keys() & facts.keys()),
         rejected=tuple(rejected),
+        indexed=known,
     )
 
 

@@ -27,7 +27,7 @@ def make_dataset(buckets: dict[str, int], repeats: int = 0, id: str = "set", **k
     rules = BucketRules(PixelGrid(64, "pixel_area", 16), 2048, crop=config.crop)
     names = [(f"{label}/{number}", SIZES[label]) for label, count in buckets.items() for number in range(count)]
     samples = tuple(
-        Sample(id, name, Path(name), name, size, rules.place(size), (f"{name} a", f"{name} b", f"{name} c"))
+        Sample(id, name, Path(), name, size, rules.place(size), (f"{name} a", f"{name} b", f"{name} c"))
         for name, size in names
     )
     return Dataset(config, samples, (), repeats, Path("latents"), rules, 0, {})
