@@ -61,7 +61,9 @@ def pair_key(name: str) -> str:
 
     Normalised to NFC: some systems store accents and vowel signs as separate characters.
     """
-    return unicodedata.normalize("NFC", os.path.splitext(name)[0])  # noqa: PTH122 - pathlib takes four times as long
+    stem, _, suffix = name.rpartition(".")  # a tenth of the time of pathlib
+    key = stem if stem and "/" not in suffix else name
+    return key if key.isascii() else unicodedata.normalize("NFC", key)
 
 
 def is_readable(folder: Path) -> bool:
@@ -93,11 +95,12 @@ def classify(names: Iterable[tuple[str, tuple[Reason, str] | None]], wanted: fro
     files, texts = [], []
     ignored: dict[str, tuple[Reason, str]] = {}
     for name, problem in sorted(names):
+        suffix = _suffix(name)
         if problem is not None:
             ignored[_printable(name)] = problem
-        elif _suffix(name) in wanted:
+        elif suffix in wanted:
             files.append(name)
-        elif _suffix(name) == CAPTION_SUFFIX:
+        elif suffix == CAPTION_SUFFIX:
             texts.append(name)
         else:
             ignored[name] = _foreign(name, wanted)
@@ -169,7 +172,8 @@ def _printable(name: str) -> str:
 
 
 def _suffix(name: str) -> str:
-    return os.path.splitext(name)[1].lower()  # noqa: PTH122 - as above
+    stem, dot, suffix = name.rpartition(".")
+    return (dot + suffix).lower() if stem and "/" not in suffix else ""
 
 
 INDEX_NAME = "index.json"

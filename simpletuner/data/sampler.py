@@ -24,7 +24,7 @@ POSITIVE, NEGATIVE, NEUTRAL = range(3)
 Sampling = Literal["auto-weighting", "uniform"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlannedBatch:
     """One micro-batch of one process.
 
@@ -155,8 +155,8 @@ class Sampler:
         slots = self.world.slots(len(group) // self.world.size)
         samples = tuple(group[slots.start : slots.stop])
         captions = tuple(
-            sample.captions[int(fraction(self.seed, epoch, index, slot, "caption") * len(sample.captions))]
-            for slot, sample in zip(slots, samples, strict=True)
+            each.captions[int(fraction(self.seed, epoch, index, slot, "caption") * count) if count > 1 else 0]
+            for slot, each, count in zip(slots, samples, (len(each.captions) for each in samples), strict=True)
         )
         geometry = samples[0].geometry
         return PlannedBatch(epoch, index, dataset_id, geometry.bucket, geometry.size, samples, captions, slots)

@@ -139,6 +139,7 @@ def test_a_clip_that_cannot_be_decoded_is_named(catalogue: Catalogue, film: Samp
     broken.write_bytes(film.path.read_bytes()[:500])
     broken_film = replace(film, name="broken.mp4", content=content_hash(broken))
     short = replace(film, name="short.mp4", frames=81)
+    short.path.write_bytes(film.path.read_bytes())
     entries = [catalogue.latent(each) for each in (broken_film, film, short)]
     failures = fill_latents(entries, SmallEncoder, config_of(), Silent())
     assert set(failures) == {("films", "broken.mp4"), ("films", "short.mp4")}
