@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from io import RawIOBase
+from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,10 @@ class TextKey(CacheKey):
 
     def text(self) -> str:
         """Written out for speed."""
+        picture = "null" if self.picture is None else quoted(self.picture)
         return (
-            f'{{"caption":{json.dumps(self.caption)},{self.encoder.text},"kind":"text",'
-            f'"max_length":{self.max_length},"picture":{json.dumps(self.picture)},'
-            f'"template":{json.dumps(self.template)},"version":{VERSION}}}'
+            f'{{"caption":{quoted(self.caption)},{self.encoder.text},"kind":"text","max_length":{self.max_length},'
+            f'"picture":{picture},"template":{quoted(self.template)},"version":{VERSION}}}'
         )
 
 

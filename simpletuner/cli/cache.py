@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.train import PASS_THROUGH, parse_settings
+from simpletuner.cli.train import PASS_THROUGH, parse_settings, uncollected
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
@@ -92,4 +92,5 @@ def _echo(lines: Iterable[str]) -> None:
 def _plan(tokens: list[str]) -> Plan:
     from simpletuner.plan.build import make_plan
 
-    return make_plan(*parse_settings(tokens))
+    with uncollected():
+        return make_plan(*parse_settings(tokens))

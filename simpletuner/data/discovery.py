@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from simpletuner.atomic import write_atomically
+from simpletuner.atomic import open_atomically
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.option import Size
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
@@ -216,12 +216,15 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class _Index:
+    """One line of the index: `PER_LINE` files, so that reading it takes little memory beside what it holds."""
+
     version: int
     root: str
     files: dict[str, FileFacts]
 
 
 _INDEX = TypeAdapter(_Index)
+PER_LINE = 1000
 
 
 def inspect_files(
@@ -280,21 +283,30 @@ def _inspect(path: Path) -> FileFacts:
 
 def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
     """The index in a latent cache folder; empty if it is missing, damaged or of another dataset folder."""
+    files: dict[str, FileFacts] = {}
     try:
-        index = _INDEX.validate_json((folder / INDEX_NAME).read_bytes())
+        with (folder / INDEX_NAME).open("rb") as lines:
+            for line in map(_INDEX.validate_json, lines):
+                if (line.version, line.root) != (INDEX_VERSION, str(root.absolute())):
+                    return {}
+                files |= line.files
     except (OSError, ValidationError):
         return {}
-    return index.files if (index.version, index.root) == (INDEX_VERSION, str(root.absolute())) else {}
+    return files
 
 
-def save_index(folder: Path, root: Path, files: dict[str, FileFacts]) -> None:
+def save_index(folder: Path, root: Path, files: Mapping[str, FileFacts]) -> None:
     """Write the index atomically.
 
     Raises:
         DiskFullError: no space left; the index that was there is kept.
     """
-    index = _Index(INDEX_VERSION, str(root.absolute()), files)
-    write_atomically(folder / INDEX_NAME, _INDEX.dump_json(index), durable=False)
+    names = list(files)
+    with open_atomically(folder / INDEX_NAME, durable=False) as index:
+        for start in range(0, len(names), PER_LINE):
+            part = {name: files[name] for name in names[start : start + PER_LINE]}
+            line = _Index(INDEX_VERSION, str(root.absolute()), part)
+            index.write(_INDEX.dump_json(line, exclude_defaults=True) + b"\n")
 
 
 @dataclass(frozen=True)
