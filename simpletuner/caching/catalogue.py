@@ -254,6 +254,8 @@ class Catalogue:
             if dataset_id in self.completed and not negative:
                 caption = self.completed[dataset_id](caption)
         cleaned = encoders.clean(caption)
+        if cleaned == caption:
+            cleaned = caption  # one text in memory, not two
         # A dropped caption stands for the negative prompt of guidance; an empty validation prompt is an ordinary one.
         bare = negative or (dataset_id is not None and not cleaned)
         template = (encoders.bare_template if bare else None) or encoders.template

@@ -23,7 +23,8 @@ from simpletuner.errors import SimpleTunerError
 from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, join_header, split_header
 
 ENTRY_SUFFIX = ".safetensors.zst"
-ENTRY_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(ENTRY_SUFFIX)}")
+KEY_DIGITS = 64
+ENTRY_NAME = re.compile(rf"([0-9a-f]{{{KEY_DIGITS}}}){re.escape(ENTRY_SUFFIX)}")
 # The lower the level, the faster; at STORED_LEVEL zstd stores blocks uncompressed.
 ZSTD_LEVEL, STORED_LEVEL = 3, -10_000
 # First read when only the header is wanted; most headers fit.
@@ -80,9 +81,13 @@ def list_keys(folder: Path) -> Iterator[str]:
     A missing folder has none.
     """
     for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
-        keys = (file.name.removesuffix(ENTRY_SUFFIX) for file in os.scandir(fan) if ENTRY_NAME.fullmatch(file.name))
+        names = sorted(file.name for file in os.scandir(fan))
         # An entry moved into a wrong folder would never be found by its path.
-        yield from sorted(key for key in keys if key.startswith(fan.name))
+        yield from (
+            name[:KEY_DIGITS]
+            for name in names
+            if len(name) == KEY_DIGITS + len(ENTRY_SUFFIX) and name.endswith(ENTRY_SUFFIX) and name.startswith(fan.name)
+        )
 
 
 def seal(blob: bytes, key: str, provenance: dict[str, str]) -> bytes:

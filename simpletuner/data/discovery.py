@@ -162,7 +162,7 @@ def name_problem(name: str) -> tuple[Reason, str] | None:
     """Why a file or folder of this name is not used, or None."""
     if name.startswith("."):
         return "hidden", "is hidden: its name starts with a dot"
-    if _printable(name) != name:
+    if not name.isascii() and _printable(name) != name:
         return "unusable name", "has a name that is not UTF-8; rename it"
     return None
 
