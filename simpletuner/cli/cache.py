@@ -48,7 +48,10 @@ def fill(
 
 @app.command(context_settings=PASS_THROUGH)
 def verify(context: typer.Context) -> None:
-    """Read every entry of the configuration's caches and compare it with its checksum."""
+    """Read every entry of the configuration's caches and compare it with its checksum.
+
+    After Ctrl-C it goes on where it stopped; verified.json in each cache folder says what was read and when.
+    """
     plan = _plan(context.args)
     from simpletuner.cli.cache_inspection import verify_caches
 
