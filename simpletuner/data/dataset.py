@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from simpletuner.config.datasets import MASKS, ConditioningType, DatasetConfig
@@ -134,12 +135,12 @@ class Dataset:
         """Its folder."""
         return Path(self.config.instance_data_dir or "")
 
-    @property
+    @cached_property
     def references(self) -> list[Partners]:
         """The datasets of source pictures; each sample has a partner in one of them."""
         return [each for each in self.partners if each.conditioning_type not in MASKS]
 
-    @property
+    @cached_property
     def masks(self) -> Partners | None:
         """The dataset of its masks, or None."""
         return next((each for each in self.partners if each.conditioning_type in MASKS), None)

@@ -119,6 +119,9 @@ def write_report(path: Path, data: ReportData) -> None:
 
 def render_page(data: ReportData) -> str:
     """The whole document."""
+    used = [entry for entry in data.ledger if not entry.use]
+    # Unused files come first, since readers look for those.
+    rows = [*(entry for entry in data.ledger if entry.use), *used][:LEDGER_ROWS]
     return render(
         "report.html.jinja",
         data=data,
@@ -126,7 +129,8 @@ def render_page(data: ReportData) -> str:
         facts=list(facts(data)),
         **gallery(data.metrics, data.previews, data.output_dir, with_mfu=has_accelerator(data)),
         datasets=by_dataset(data.ledger),
-        ledger_rows=LEDGER_ROWS,
+        rows=rows,
+        used=len(used),
         open_up_to=OPEN_UP_TO,
         refresh=REFRESH if data.state == "running" else None,
     )
