@@ -151,9 +151,10 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[1_000, 10_000, 100_000], help="numbers of pictures")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="make the folders here, or use those that are here")
     options = parser.parse_args()
+    kept = vars(options).pop("keep")  # a path, which the results do without
     measured = Measured()
     with tempfile.TemporaryDirectory() as temporary:
-        place = options.keep or Path(temporary)
+        place = kept or Path(temporary)
         runs = {count: place / str(count) / "run" for count in (FEW, *options.counts)}
         for count, run in runs.items():
             if not run.is_dir():
