@@ -81,13 +81,9 @@ def list_keys(folder: Path) -> Iterator[str]:
     A missing folder has none.
     """
     for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
-        names = sorted(file.name for file in os.scandir(fan))
+        keys = (file.name[:KEY_DIGITS] for file in os.scandir(fan) if ENTRY_NAME.fullmatch(file.name))
         # An entry moved into a wrong folder would never be found by its path.
-        yield from (
-            name[:KEY_DIGITS]
-            for name in names
-            if len(name) == KEY_DIGITS + len(ENTRY_SUFFIX) and name.endswith(ENTRY_SUFFIX) and name.startswith(fan.name)
-        )
+        yield from sorted(key for key in keys if key.startswith(fan.name))
 
 
 def seal(blob: bytes, key: str, provenance: dict[str, str]) -> bytes:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from simpletuner.errors import WriteError
 
 VERIFIED_NAME = "verified.json"
 SAVED_EVERY = 5.0  # seconds
-LONGEST_BREAK = timedelta(days=7)
 # A temporary file this old belongs to no running writer.
 LEFTOVER_AGE_SECONDS = 3600.0
 # Temporary files, and uncompressed entries in the format of older versions.
@@ -60,13 +59,12 @@ class Verification:
 
     @classmethod
     def begin(cls, folder: Path) -> Verification:
-        """The one of a folder that was interrupted less than `LONGEST_BREAK` after its start, or a new one."""
-        new = cls(datetime.now(UTC))
+        """The one of a folder that was interrupted, or a new one."""
         try:
             old = _VERIFICATION.validate_json((folder / VERIFIED_NAME).read_bytes())
         except (OSError, ValidationError):
-            return new
-        return new if old.finished or new.started - old.started > LONGEST_BREAK else old
+            return cls(datetime.now(UTC))
+        return cls(datetime.now(UTC)) if old.finished else old
 
     def remaining(self, folder: Path) -> list[str]:
         """The keys to read: those after the last one, and earlier ones that were damaged or have been written since."""

@@ -9,14 +9,7 @@ from typing import Any
 
 from simpletuner.caching.catalogue import AnyEntry, LatentEntry, TextEntry
 from simpletuner.caching.entry import DamagedEntryError, find_entry
-from simpletuner.caching.inspect import (
-    Garbage,
-    Verification,
-    explain,
-    explain_miss,
-    find_garbage,
-    remove_garbage,
-)
+from simpletuner.caching.inspect import Garbage, Verification, explain, explain_miss, find_garbage, remove_garbage
 from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
 from simpletuner.plan.build import Plan

@@ -12,6 +12,7 @@ import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -180,7 +181,7 @@ INDEX_NAME = "index.json"
 # Raised when files must be read again.
 # 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips. 4: AVIF and HEIC.
 INDEX_VERSION = 4
-AT_ONCE = 512  # known files that a thread looks at, at a time
+AT_ONCE = 32  # files that a thread looks at; a task of its own for each would take longer than the look
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,27 +239,25 @@ def inspect_files(
         known: the index of the last run.
         workers: threads, at most the machine's cores.
     """
-    names = list(names)
-    known = {name: known[name] for name in names if name in known}
-    old = list(known)
+    names, facts = list(names), {}
+
+    def look(part: Sequence[str]) -> dict[str, FileFacts]:
+        return {name: _facts_of(root, name, known.get(name)) for name in part}
+
     with ThreadPoolExecutor(max(1, min(workers, os.cpu_count() or 1))) as pool:
-        parts = [old[start : start + AT_ONCE] for start in range(0, len(old), AT_ONCE)]
-        for changed in pool.map(lambda part: [name for name in part if _has_changed(root, name, known[name])], parts):
-            for name in changed:
-                del known[name]
-        new = [name for name in names if name not in known]
-        known.update(zip(new, pool.map(lambda name: _inspect(root / name), new), strict=True))
-    return {name: known[name] for name in names}
+        for found in pool.map(look, (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))):
+            facts.update(found)
+    return facts
 
 
-def _has_changed(root: Path, name: str, known: FileFacts) -> bool:
-    """Whether a file must be read again; also if it is gone, since reading it says why."""
-    try:
-        status = os.stat(f"{root}/{name}")  # noqa: PTH116 - pathlib takes three times as long
-    except OSError:
-        return True
-    same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
-    return not (same and stat.S_ISREG(status.st_mode))
+def _facts_of(root: Path, name: str, known: FileFacts | None) -> FileFacts:
+    if known is not None:
+        with suppress(OSError):  # reading the file says why
+            status = os.stat(f"{root}/{name}")  # noqa: PTH116 - pathlib takes three times as long
+            same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
+            if same and stat.S_ISREG(status.st_mode):
+                return known
+    return _inspect(root / name)
 
 
 def _inspect(path: Path) -> FileFacts:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Literal, overload
+from typing import Literal
 
 from simpletuner.config.option import Size
 from simpletuner.data.chance import fraction, generator
@@ -48,31 +48,24 @@ class PlannedBatch:
     slots: range
 
 
+@dataclass(frozen=True, eq=False)
 class Epoch(Sequence[PlannedBatch]):
     """The batches of an epoch, each planned when it is asked for.
 
-    Args:
+    Attributes:
         groups: dataset and samples of each global batch.
         plan: (dataset, samples, index) -> this process's part.
     """
 
-    def __init__(
-        self, groups: Sequence[tuple[str, list[Sample]]], plan: Callable[[str, list[Sample], int], PlannedBatch]
-    ) -> None:
-        self._groups, self._plan = groups, plan
+    groups: Sequence[tuple[str, list[Sample]]]
+    plan: Callable[[str, list[Sample], int], PlannedBatch]
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.groups)
 
-    @overload
-    def __getitem__(self, index: int) -> PlannedBatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[PlannedBatch]: ...
-    def __getitem__(self, index: int | slice) -> PlannedBatch | list[PlannedBatch]:
-        numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return [self[number] for number in numbers]
-        return self._plan(*self._groups[numbers], numbers)
+    def __getitem__(self, index: int) -> PlannedBatch:  # type: ignore[override]  # nobody needs slices
+        number = range(len(self))[index]
+        return self.plan(*self.groups[number], number)
 
 
 class Sampler:
