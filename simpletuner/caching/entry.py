@@ -23,8 +23,7 @@ from simpletuner.errors import SimpleTunerError
 from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, join_header, split_header
 
 ENTRY_SUFFIX = ".safetensors.zst"
-KEY_DIGITS = 64
-ENTRY_NAME = re.compile(rf"([0-9a-f]{{{KEY_DIGITS}}}){re.escape(ENTRY_SUFFIX)}")
+ENTRY_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(ENTRY_SUFFIX)}")
 # The lower the level, the faster; at STORED_LEVEL zstd stores blocks uncompressed.
 ZSTD_LEVEL, STORED_LEVEL = 3, -10_000
 # First read when only the header is wanted; most headers fit.
@@ -81,7 +80,7 @@ def list_keys(folder: Path) -> Iterator[str]:
     A missing folder has none.
     """
     for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
-        keys = (file.name[:KEY_DIGITS] for file in os.scandir(fan) if ENTRY_NAME.fullmatch(file.name))
+        keys = (name.group(1) for file in os.scandir(fan) if (name := ENTRY_NAME.fullmatch(file.name)))
         # An entry moved into a wrong folder would never be found by its path.
         yield from sorted(key for key in keys if key.startswith(fan.name))
 

@@ -223,7 +223,7 @@ class Dataset:
             LedgerEntry(
                 self.id,
                 sample.name,
-                note=self._note(sample),
+                note=self._note(sample) if self.origins or sample.clip else "",
                 original_size=sample.original_size,
                 geometry=sample.geometry,
                 captions=len(sample.captions),
