@@ -60,11 +60,11 @@ class Verification:
     @classmethod
     def begin(cls, folder: Path) -> Verification:
         """The one of a folder that was interrupted, or a new one."""
-        try:
+        with suppress(OSError, ValidationError):
             old = _VERIFICATION.validate_json((folder / VERIFIED_NAME).read_bytes())
-        except (OSError, ValidationError):
-            return cls(datetime.now(UTC))
-        return cls(datetime.now(UTC)) if old.finished else old
+            if old.finished is None:
+                return old
+        return cls(datetime.now(UTC))
 
     def remaining(self, folder: Path) -> list[str]:
         """The keys to read: those after the last one, and earlier ones that were damaged or have been written since."""

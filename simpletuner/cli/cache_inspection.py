@@ -39,8 +39,7 @@ def _verify(folder: Path) -> dict[str, str]:
     verification = Verification.begin(folder)
     with shown_events(sys.stderr) as events:
         if verification.last:
-            since = f"{verification.started:%Y-%m-%d %H:%M} UTC"
-            events.say(f"Continuing after {verification.entries:,} entries, read since {since}.")
+            events.say(f"Continuing after {verification.entries:,} entries, read since {verification.started:%c} UTC.")
         keys = verification.remaining(folder)
         with events.phase(f"Verifying {folder}", len(keys), "entries") as phase:
             verification.read(folder, keys, phase.advance)

@@ -13,6 +13,7 @@ import re
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -96,8 +97,7 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
             captions = tuple(edited for caption in captions for edited in edit(caption))
         except TimeoutError as error:
             raise UserError(f"{str(source.root / name)!r}: {error}.") from None
-    if not all(captions):
-        captions = tuple(filter(None, captions))
+    captions = tuple(filter(None, captions))
     if not captions:
         raise CaptionError("has a caption that caption_filter_list leaves empty")
     for caption in captions:
@@ -134,13 +134,11 @@ def stamp_of(path: str, *, whole: bool) -> str | None:
     The time of change cannot be set, so even an edit that restores the time of modification is noticed. None if the
     file is missing, or so new that a later change might bear the same times.
     """
-    try:
+    with suppress(OSError):
         status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
-    except OSError:
-        return None
-    if time.time() - status.st_ctime < COARSEST_CLOCK:
-        return None
-    return f"{whole:d} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+        if time.time() - status.st_ctime >= COARSEST_CLOCK:
+            return f"{whole:d} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+    return None
 
 
 def caption_of_name(name: str) -> str:

@@ -253,17 +253,14 @@ class Dataset:
         Raises:
             DiskFullError: no space left; the index that was there is kept.
         """
-        captions = {sample.name: sample.captions for sample in self.samples}
+        used = {sample.name: sample.captions for sample in self.samples}
         # Files that could not be read are left out, too: the next run tries them again.
-        kept = {name: fact for name, fact in self.facts.items() if fact.content and name not in except_for}
-        files = {name: _with_captions(fact, captions.get(name, ())) for name, fact in kept.items()}
-        if files != self.indexed:
+        files = {name: fact for name, fact in self.facts.items() if fact.content and name not in except_for}
+        for name, fact in files.items():
+            if not fact.stamp and fact.captions != used.get(name, ()):
+                files[name] = replace(fact, captions=used.get(name, ()))
+        if except_for or files != self.indexed:
             save_index(self.latent_dir, self.root, files)
-
-
-def _with_captions(fact: FileFacts, captions: tuple[str, ...]) -> FileFacts:
-    """Facts with the captions that a file was used with, unless they hold those of its caption file."""
-    return fact if fact.stamp or fact.captions == captions else replace(fact, captions=captions)
 
 
 def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str], str]) -> list[Dataset]:

@@ -157,6 +157,16 @@ def test_a_file_of_this_moment_is_read_again(
     assert [fact.stamp for fact in load_index(dataset.latent_dir, photos).values()] == [None] * 8
 
 
+def test_a_file_that_is_forgotten_is_read_again(context: DataContext, photos: Path) -> None:
+    """Even if the index on the disk was written since, by the same start."""
+    build(context, photos).save_index()
+    paint(photos / "late.png", 9)
+    dataset = build(context, photos)
+    dataset.save_index()
+    dataset.save_index(except_for={"late.png"})
+    assert "late.png" not in load_index(dataset.latent_dir, photos)
+
+
 def test_a_torn_index_is_rebuilt(context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "PER_LINE", 3)
     dataset = build(context, photos)
