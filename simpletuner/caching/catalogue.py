@@ -195,8 +195,7 @@ class Catalogue:
 
     def latent(self, sample: Sample) -> LatentEntry:
         """The entry of a sample's latents, whether it exists or not."""
-        entry = self._latents.get(sample)
-        if entry is None:
+        if sample not in self._latents:
             geometry = sample.geometry
             key = LatentKey(
                 sample.content,
@@ -211,9 +210,8 @@ class Catalogue:
             )
             name = sample.dataset_id
             storage = self.storage.get(name, "ahead")
-            entry = LatentEntry(key, self.latent_folders[name], sample, self.compressed[name], storage)
-            self._latents[sample] = entry
-        return entry
+            self._latents[sample] = LatentEntry(key, self.latent_folders[name], sample, self.compressed[name], storage)
+        return self._latents[sample]
 
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:
         """The entry of a sample's features, whether it exists or not."""
@@ -240,10 +238,9 @@ class Catalogue:
         """
         held = picture if self.encoders.prompt_holds_picture else None
         asked = (dataset_id, caption, held, negative)
-        entry = self._texts.get(asked)
-        if entry is None:
-            entry = self._texts[asked] = self._text(dataset_id, caption, held, source, negative)
-        return entry
+        if asked not in self._texts:
+            self._texts[asked] = self._text(dataset_id, caption, held, source, negative)
+        return self._texts[asked]
 
     def _text(
         self, dataset_id: str | None, caption: str, picture: Sample | None, source: str, negative: bool

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -239,15 +240,11 @@ def inspect_files(
         known: the index of the last run.
         workers: threads, at most the machine's cores.
     """
-    names, facts = list(names), {}
-
-    def look(part: Sequence[str]) -> dict[str, FileFacts]:
-        return {name: _facts_of(root, name, known.get(name)) for name in part}
-
+    names = list(names)
+    parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
     with ThreadPoolExecutor(max(1, min(workers, os.cpu_count() or 1))) as pool:
-        for found in pool.map(look, (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))):
-            facts.update(found)
-    return facts
+        found = pool.map(lambda part: [_facts_of(root, name, known.get(name)) for name in part], parts)
+        return dict(zip(names, chain.from_iterable(found), strict=True))
 
 
 def _facts_of(root: Path, name: str, known: FileFacts | None) -> FileFacts:
@@ -304,8 +301,8 @@ def save_index(folder: Path, root: Path, files: Mapping[str, FileFacts]) -> None
     with open_atomically(folder / INDEX_NAME, durable=False) as index:
         for start in range(0, len(names), PER_LINE):
             part = {name: files[name] for name in names[start : start + PER_LINE]}
-            line = _Index(INDEX_VERSION, str(root.absolute()), part)
-            index.write(_INDEX.dump_json(line, exclude_defaults=True) + b"\n")
+            content = _INDEX.dump_json(_Index(INDEX_VERSION, str(root.absolute()), part), exclude_defaults=True)
+            index.write(content + b"\n")
 
 
 @dataclass(frozen=True)

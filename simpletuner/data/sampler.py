@@ -64,8 +64,7 @@ class Epoch(Sequence[PlannedBatch]):
         return len(self.groups)
 
     def __getitem__(self, index: int) -> PlannedBatch:  # type: ignore[override]  # nobody needs slices
-        number = range(len(self))[index]
-        return self.plan(*self.groups[number], number)
+        return self.plan(*self.groups[index], range(len(self))[index])
 
 
 class Sampler:
