@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,11 @@ class Verification:
         damaged: what is wrong with damaged ones, by key.
     """
 
-    started: datetime
+    started: datetime = field(default_factory=partial(datetime.now, UTC))
     finished: datetime | None = None
     last: str = ""
     entries: int = 0
     damaged: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def begin(cls, folder: Path) -> Verification:
-        """The one of a folder that was interrupted, or a new one."""
-        with suppress(OSError, ValidationError):
-            old = _VERIFICATION.validate_json((folder / VERIFIED_NAME).read_bytes())
-            if old.finished is None:
-                return old
-        return cls(datetime.now(UTC))
 
     def remaining(self, folder: Path) -> list[str]:
         """The keys to read: those after the last one, and earlier ones that were damaged or have been written since."""
@@ -104,6 +96,18 @@ class Verification:
 
 
 _VERIFICATION = TypeAdapter(Verification)
+
+
+def begin_verifications(folders: Iterable[Path]) -> dict[Path, Verification]:
+    """A verification of each folder: those under way if one of them was interrupted, else new ones."""
+    known: dict[Path, Verification] = {}
+    for folder in folders:
+        known[folder] = Verification()
+        with suppress(OSError, ValidationError):
+            known[folder] = _VERIFICATION.validate_json((folder / VERIFIED_NAME).read_bytes())
+    if all(each.finished or not each.last for each in known.values()):
+        return {folder: Verification() for folder in known}
+    return known
 
 
 @dataclass(frozen=True)

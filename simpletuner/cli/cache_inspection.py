@@ -9,7 +9,15 @@ from typing import Any
 
 from simpletuner.caching.catalogue import AnyEntry, LatentEntry, TextEntry
 from simpletuner.caching.entry import DamagedEntryError, find_entry
-from simpletuner.caching.inspect import Garbage, Verification, explain, explain_miss, find_garbage, remove_garbage
+from simpletuner.caching.inspect import (
+    Garbage,
+    Verification,
+    begin_verifications,
+    explain,
+    explain_miss,
+    find_garbage,
+    remove_garbage,
+)
 from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
 from simpletuner.plan.build import Plan
@@ -25,8 +33,8 @@ def verify_caches(plan: Plan) -> Iterator[str]:
     """
     folders = cache_folders(plan)
     number = 0
-    for folder in folders:
-        damaged = _verify(folder)
+    for folder, verification in begin_verifications(folders).items():
+        damaged = _verify(folder, verification)
         number += len(damaged)
         yield from (f"{folder}/{key}: {reason}" for key, reason in damaged.items())
     if number:
@@ -34,9 +42,8 @@ def verify_caches(plan: Plan) -> Iterator[str]:
     yield f"Every entry in {', '.join(map(str, folders))} is intact." if folders else "There are no caches yet."
 
 
-def _verify(folder: Path) -> dict[str, str]:
+def _verify(folder: Path, verification: Verification) -> dict[str, str]:
     """What is wrong with the damaged entries of a folder, by key; progress goes to stderr."""
-    verification = Verification.begin(folder)
     with shown_events(sys.stderr) as events:
         if verification.last:
             events.say(f"Continuing after {verification.entries:,} entries, read since {verification.started:%c} UTC.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from simpletuner.caching.entry import entry_path, list_keys
 from simpletuner.caching.inspect import (
     VERIFIED_NAME,
     Verification,
+    begin_verifications,
     compare,
     explain,
     explain_miss,
@@ -46,7 +48,7 @@ def file_of(store: CacheStore, key: LatentKey | TextKey) -> Path:
 
 def verify(folder: Path, stop_after: int | None = None) -> tuple[Verification, int]:
     """The verification as it ends or is interrupted, and how many entries it read."""
-    verification = Verification.begin(folder)
+    verification = begin_verifications([folder])[folder]
     count = itertools.count(1)
 
     def advance() -> None:
@@ -76,7 +78,7 @@ def test_verify_goes_on_where_it_stopped(store: CacheStore) -> None:
     os.utime(entry_path(store.folder, second), (0, 0))
     stopped, count = verify(store.folder, stop_after=2)
     assert (count, stopped.entries, stopped.finished, [*stopped.damaged]) == (2, 2, None, [second])
-    assert (Verification.begin(store.folder), count) == (stopped, 2)
+    assert begin_verifications([store.folder]) == {store.folder: stopped}
     # The damaged one is read again, and so is what has been written since.
     entry_path(store.folder, second).write_bytes(good)
     entry_path(store.folder, first).touch()
@@ -85,6 +87,18 @@ def test_verify_goes_on_where_it_stopped(store: CacheStore) -> None:
     assert (count, ended.entries, ended.damaged) == (4, 4, {})
     assert ended.finished is not None
     assert verify(store.folder)[1] == 4, "the next one begins anew"
+
+
+def test_a_complete_folder_is_not_read_again_while_another_is_under_way(store: CacheStore, tmp_path: Path) -> None:
+    other = shutil.copytree(store.folder, tmp_path / "other")
+    for path in tmp_path.rglob("*.zst"):
+        os.utime(path, (0, 0))
+    complete, _ = verify(store.folder)
+    assert begin_verifications([store.folder, other])[store.folder] != complete
+    verify(other, stop_after=1)
+    begun = begin_verifications([store.folder, other])
+    assert begun[store.folder] == complete
+    assert [len(each.remaining(folder)) for folder, each in begun.items()] == [0, 3]
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"started": 1, "last": 2}', "[]"])
