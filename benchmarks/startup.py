@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "simpletuner" / "examples" / "demo" / "checkpoint" / "transformer"
 FIRST_STEP = "step 1/"
 UNIT = "import torch"
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 BARS = {"help": 0.25, "step 1": 4.0, "demo to step 1": 4.0}
 MAKE_FOLDER = """
 import sys
@@ -35,6 +36,15 @@ from tests.workspace import Workspace
 folder = Path(sys.argv[1])
 Workspace.create(folder / "run", make_checkpoint(folder / "checkpoint"), max_train_steps=50)
 """
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process took: CPU and wall seconds, and the peak of its memory in bytes."""
+
+    cpu: float
+    wall: float
+    peak: float
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,8 @@ class Command:
     until: str | None = None
     fresh: Sequence[Path] = ()
 
-    def run(self, python: str) -> tuple[float, float]:
-        """CPU and wall seconds.
+    def run(self, python: str) -> Usage:
+        """What it took.
 
         Raises:
             RuntimeError: it failed, or ended without the line.
@@ -85,7 +95,7 @@ class Command:
             wall = time.perf_counter() - started
             if self.until is not None or process.returncode:
                 raise RuntimeError(f"{' '.join(self.words)} ended with {process.returncode}")
-        return usage.ru_utime + usage.ru_stime, wall
+        return Usage(usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * RSS_UNIT)
 
 
 def environment() -> dict[str, str]:
@@ -122,7 +132,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="lines of the table to measure; by default all")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the command under way ends, too
-    measured: dict[str, list[tuple[float, float]]] = {}
+    measured: dict[str, list[Usage]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -136,17 +146,17 @@ def main() -> None:
         }
         for number in range(options.rounds + 1):
             for title, command in timed.items():
-                seconds = command.run(options.python)
+                usage = command.run(options.python)
                 if number:  # the first round fills the page cache
-                    measured.setdefault(title, []).append(seconds)
+                    measured.setdefault(title, []).append(usage)
     unit = measured.pop(UNIT)
     ratios = []
     for title, rounds in measured.items():
-        shares = [cpu / base for (cpu, _), (base, _) in zip(rounds, unit, strict=True)]
-        wall = statistics.median(mine / base for (_, mine), (_, base) in zip(rounds, unit, strict=True))
+        shares = [mine.cpu / base.cpu for mine, base in zip(rounds, unit, strict=True)]
+        wall = statistics.median(mine.wall / base.wall for mine, base in zip(rounds, unit, strict=True))
         note = f"wall {wall:.2f}"
         if title == "dry run":
-            note += f"; fastest {min(wall for _, wall in rounds):.2f} s (must be under 2 s)"
+            note += f"; fastest {min(each.wall for each in rounds):.2f} s (must be under 2 s)"
         ratios.append(Ratio(title, shares, BARS.get(title), note))
     scipy = "with" if _has_scipy(options.python) else "without"
     show(f"Start-up in units of `import torch`, {scipy} scipy in the environment", ratios, options)

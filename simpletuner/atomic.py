@@ -178,16 +178,19 @@ def is_disk_full(error: BaseException) -> bool:
     return earlier is not None and is_disk_full(earlier)
 
 
-def sweep_files(folder: Path, below: str = "", *, older_than: float = 0.0) -> None:
+def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) -> None:
     """Remove the unfinished files that a killed process left in a folder.
 
     Args:
-        below: sub-folders to search too, as a glob ending in a slash: `**/` is all of them.
+        deep: in its sub-folders, too.
         older_than: seconds; another process may still be writing younger files.
     """
-    for path in folder.glob(f"{below}.*{TEMPORARY_SUFFIX}"):
-        if STRAY_FILE.fullmatch(path.name) and path.stat().st_mtime <= time.time() - older_than:
-            path.unlink(missing_ok=True)
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names if STRAY_FILE.fullmatch(name)):
+            if path.stat().st_mtime <= time.time() - older_than:
+                path.unlink(missing_ok=True)
+        if not deep:
+            break
 
 
 def sweep_folders(parent: Path, name: re.Pattern[str]) -> None:

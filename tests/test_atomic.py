@@ -182,9 +182,9 @@ def test_sweeping_takes_unfinished_files_of_ours_alone(tmp_path: Path) -> None:
         path.touch()
     sweep_files(tmp_path)
     assert [path.exists() for path in ours] == [False, True]
-    sweep_files(tmp_path, "**/", older_than=60)
+    sweep_files(tmp_path, deep=True, older_than=60)
     assert ours[1].exists(), "another process may be writing it"
-    sweep_files(tmp_path, "**/")
+    sweep_files(tmp_path, deep=True)
     assert not ours[1].exists()
     assert all(path.exists() for path in theirs)
 

@@ -77,7 +77,7 @@ class FeatureKind:
         return tuple(sorted((self.maker | content).items()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LatentEntry:
     """The latents of one sample, their folder, whether they are written compressed, and when they are encoded."""
 
@@ -88,7 +88,7 @@ class LatentEntry:
     storage: Storage = "ahead"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FeatureEntry:
     """The features of one kind of one sample, in the folder of the latents they are computed from."""
 
@@ -101,7 +101,7 @@ class FeatureEntry:
         return self.latents.folder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TextEntry:
     """The embeddings of one caption, and their folder; `picture` is the one in the prompt (i2i).
 
@@ -251,6 +251,8 @@ class Catalogue:
             if dataset_id in self.completed and not negative:
                 caption = self.completed[dataset_id](caption)
         cleaned = encoders.clean(caption)
+        if cleaned == caption:
+            cleaned = caption  # one text in memory, not two
         # A dropped caption stands for the negative prompt of guidance; an empty validation prompt is an ordinary one.
         bare = negative or (dataset_id is not None and not cleaned)
         template = (encoders.bare_template if bare else None) or encoders.template
@@ -297,7 +299,7 @@ def distinct(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     """Entries without duplicates: samples may share a picture or a caption."""
     found: dict[object, CacheEntry] = {}
     for entry in entries:
-        found.setdefault((entry.key, entry.folder), entry)
+        found.setdefault((entry.key.digest(), entry.folder), entry)
     return list(found.values())
 
 

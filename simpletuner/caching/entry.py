@@ -7,6 +7,7 @@ reading.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def list_keys(folder: Path) -> Iterator[str]:
     A missing folder has none.
     """
     for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
-        keys = {name.group(1) for path in fan.iterdir() if (name := ENTRY_NAME.fullmatch(path.name))}
+        keys = (name.group(1) for file in os.scandir(fan) if (name := ENTRY_NAME.fullmatch(file.name)))
         # An entry moved into a wrong folder would never be found by its path.
         yield from sorted(key for key in keys if key.startswith(fan.name))
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from simpletuner.atomic import TEMPORARY_SUFFIX
+from pydantic import TypeAdapter, ValidationError
+
+from simpletuner.atomic import TEMPORARY_SUFFIX, write_atomically
 from simpletuner.caching.entry import (
     ENTRY_NAME,
     DamagedEntryError,
@@ -24,7 +29,10 @@ from simpletuner.caching.entry import (
     read_provenance,
 )
 from simpletuner.caching.keys import CacheKey, Ingredients
+from simpletuner.errors import WriteError
 
+VERIFIED_NAME = "verified.json"
+SAVED_EVERY = 5.0  # seconds
 # A temporary file this old belongs to no running writer.
 LEFTOVER_AGE_SECONDS = 3600.0
 # Temporary files, and uncompressed entries in the format of older versions.
@@ -33,12 +41,73 @@ LEFTOVER_NAME = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Damage:
-    """One unusable entry, and why."""
+@dataclass
+class Verification:
+    """One reading of all entries of a folder, recorded in it so that it can go on after an interruption.
 
-    key: str
-    reason: str
+    Attributes:
+        started, finished: when; `finished` is None until the last entry has been read.
+        last: the largest key that has been read; entries are read in the order of their keys.
+        entries: how many have been read.
+        damaged: what is wrong with damaged ones, by key.
+    """
+
+    started: datetime = field(default_factory=partial(datetime.now, UTC))
+    finished: datetime | None = None
+    last: str = ""
+    entries: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    def remaining(self, folder: Path) -> list[str]:
+        """The keys to read: those after the last one, and earlier ones that were damaged or have been written since."""
+        return [key for key in list_keys(folder) if key > self.last or key in self.damaged or self._is_new(folder, key)]
+
+    def _is_new(self, folder: Path, key: str) -> bool:
+        path = find_entry(folder, key)
+        return path is not None and path.stat().st_mtime > self.started.timestamp()
+
+    def read(self, folder: Path, keys: Sequence[str], advance: Callable[[], None]) -> None:
+        """Read entries in full, and record which of them are damaged; `advance` is called after each."""
+        saved = time.monotonic()
+        try:
+            for key in keys:
+                self._read(folder, key)
+                advance()
+                if time.monotonic() - saved > SAVED_EVERY:
+                    self._save(folder)
+                    saved = time.monotonic()
+            self.finished = datetime.now(UTC)
+        finally:
+            self._save(folder)
+
+    def _read(self, folder: Path, key: str) -> None:
+        self.damaged.pop(key, None)
+        try:
+            read_entry(entry_path(folder, key), key)
+        except DamagedEntryError as error:
+            self.damaged[key] = str(error)
+        except FileNotFoundError:  # removed meanwhile
+            return
+        self.entries, self.last = self.entries + (key > self.last), max(self.last, key)
+
+    def _save(self, folder: Path) -> None:
+        with suppress(WriteError):  # a folder that cannot be written can be verified all the same
+            write_atomically(folder / VERIFIED_NAME, _VERIFICATION.dump_json(self), durable=False)
+
+
+_VERIFICATION = TypeAdapter(Verification)
+
+
+def begin_verifications(folders: Iterable[Path]) -> dict[Path, Verification]:
+    """A verification of each folder: those under way if one of them was interrupted, else new ones."""
+    known: dict[Path, Verification] = {}
+    for folder in folders:
+        known[folder] = Verification()
+        with suppress(OSError, ValidationError):
+            known[folder] = _VERIFICATION.validate_json((folder / VERIFIED_NAME).read_bytes())
+    if all(each.finished or not each.last for each in known.values()):
+        return {folder: Verification() for folder in known}
+    return known
 
 
 @dataclass(frozen=True)
@@ -66,17 +135,6 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.ingredient}: cached {self.cached!r}, wanted {self.wanted!r}"
-
-
-def find_damaged(folder: Path) -> Iterator[Damage]:
-    """Read every entry in full and yield the damaged ones, sorted by key."""
-    for key in list_keys(folder):
-        path = find_entry(folder, key)
-        try:
-            if path is not None:
-                read_entry(path, key)
-        except DamagedEntryError as error:
-            yield Damage(key, str(error))
 
 
 def find_garbage(folder: Path, wanted: Collection[str]) -> Garbage:
@@ -141,7 +199,7 @@ def compare(cached: Ingredients, wanted: Ingredients) -> list[Difference]:
 
 
 def _entries_of(folder: Path, source: str) -> Iterator[tuple[str, Ingredients]]:
-    """Key and ingredients of every entry of a source; skips unreadable entries, which `find_damaged` reports."""
+    """Key and ingredients of every entry of a source; skips unreadable entries, which `Verification` reports."""
     for key in list_keys(folder):
         path = find_entry(folder, key)
         try:

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from io import RawIOBase
+from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 # Raised when the meaning of entries changes, so that older ones are not mistaken for new ones.
 VERSION = 1
@@ -41,34 +42,37 @@ class EncoderIdentity:
     quantisation: str = "no_change"
     tiling: bool = False
 
+    @cached_property
+    def text(self) -> str:
+        """Its part of a key's text."""
+        return canonical_json({f"encoder.{field.name}": getattr(self, field.name) for field in fields(self)})[1:-1]
 
-@dataclass(frozen=True)
+
 class CacheKey:
     """Identity of one entry; its fields are all that the entry depends on."""
 
-    kind: ClassVar[str]
+    __slots__ = ("_digest",)
+    _digest: str
+
+    def text(self) -> str:
+        """What the key is the hash of: `canonical_json` of its ingredients."""
+        raise NotImplementedError
 
     def ingredients(self) -> Ingredients:
-        """The fields flattened to one level, tuples as lists, after kind and version."""
-        result: Ingredients = {"kind": self.kind, "version": VERSION}
-        for name in (field.name for field in fields(self)):
-            value = getattr(self, name)
-            if isinstance(value, EncoderIdentity):
-                result |= {f"{name}.{inner}": innermost for inner, innermost in vars(value).items()}
-            else:
-                result[name] = list(value) if isinstance(value, tuple) else value
-        return result
+        """The fields flattened to one level, tuples as lists, with kind and version."""
+        found: Ingredients = json.loads(self.text())
+        return found
 
     def digest(self) -> str:
         """The name of the entry: 64 hexadecimal digits."""
-        return self._digest
+        try:
+            return self._digest
+        except AttributeError:  # the first call
+            object.__setattr__(self, "_digest", hash_text(self.text()))
+            return self._digest
 
-    @cached_property
-    def _digest(self) -> str:
-        return digest(self.ingredients())
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LatentKey(CacheKey):
     """Identity of one latent.
 
@@ -83,8 +87,6 @@ class LatentKey(CacheKey):
         read_as: `Sample.read_as`; omitted if empty, so that entries from before it existed stay valid.
     """
 
-    kind = "latent"
-
     content: str
     size: tuple[int, int]
     resized: tuple[int, int]
@@ -94,17 +96,23 @@ class LatentKey(CacheKey):
     rate: float | None = None
     read_as: tuple[str, ...] = ()
 
-    def ingredients(self) -> Ingredients:
-        """Like any key's, without an empty `read_as`."""
-        found = super().ingredients()
-        return found if self.read_as else {name: value for name, value in found.items() if name != "read_as"}
+    def text(self) -> str:
+        """Written out for speed; an empty `read_as` is left out."""
+        (left, top), (wide, high), (width, height) = self.crop, self.resized, self.size
+        rate = "null" if self.rate is None else canonical_json(self.rate)
+        read_as = f'"read_as":{canonical_json(self.read_as)},' if self.read_as else ""
+        return (
+            f'{{"content":"{self.content}","crop":[{left},{top}],{self.encoder.text},"frames":{self.frames},'
+            f'"kind":"latent","rate":{rate},{read_as}"resized":[{wide},{high}],"size":[{width},{height}],'
+            f'"version":{VERSION}}}'
+        )
 
     def seed(self) -> int:
         """A seed in [0, 2^63) for sampling the VAE's posterior: the same entry always gets the same draw."""
         return int(self.digest()[:16], 16) >> 1  # torch takes signed 64-bit seeds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TextKey(CacheKey):
     """Identity of the embeddings of one caption.
 
@@ -116,16 +124,22 @@ class TextKey(CacheKey):
         picture: `catalogue.picture_fingerprint` of the picture in the prompt, if any.
     """
 
-    kind = "text"
-
     caption: str
     template: str
     max_length: int
     encoder: EncoderIdentity
     picture: str | None = None
 
+    def text(self) -> str:
+        """Written out for speed."""
+        picture = "null" if self.picture is None else quoted(self.picture)
+        return (
+            f'{{"caption":{quoted(self.caption)},{self.encoder.text},"kind":"text","max_length":{self.max_length},'
+            f'"picture":{picture},"template":{quoted(self.template)},"version":{VERSION}}}'
+        )
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class FeatureKey(CacheKey):
     """Identity of what a technique caches for one sample.
 
@@ -135,11 +149,14 @@ class FeatureKey(CacheKey):
         maker: what else it depends on, by name: the encoder's identity, sizes.
     """
 
-    kind = "feature"
-
     feature: str
     latents: str
     maker: tuple[tuple[str, str | float], ...]
+
+    def text(self) -> str:
+        """The JSON of the fields."""
+        fields = {"feature": self.feature, "latents": self.latents, "maker": self.maker}
+        return canonical_json({"kind": "feature", "version": VERSION, **fields})
 
 
 def provenance_of(key: CacheKey, source: str) -> dict[str, str]:
@@ -148,12 +165,17 @@ def provenance_of(key: CacheKey, source: str) -> dict[str, str]:
     Args:
         source: `dataset/relative path` of a file or of a caption's file; informative, not part of the identity.
     """
-    return {"source": source, "ingredients": canonical_json(key.ingredients())}
+    return {"source": source, "ingredients": key.text()}
 
 
 def digest(ingredients: Mapping[str, Any]) -> str:
     """SHA-256 of the canonical JSON, as 64 hexadecimal digits."""
-    return hashlib.sha256(canonical_json(ingredients).encode()).hexdigest()
+    return hash_text(canonical_json(ingredients))
+
+
+def hash_text(text: str) -> str:
+    """SHA-256 of a text, as 64 hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def canonical_json(value: Any) -> str:

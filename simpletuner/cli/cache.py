@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.train import PASS_THROUGH, parse_settings
+from simpletuner.cli.train import PASS_THROUGH, parse_settings, uncollected
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
@@ -48,7 +48,10 @@ def fill(
 
 @app.command(context_settings=PASS_THROUGH)
 def verify(context: typer.Context) -> None:
-    """Read every entry of the configuration's caches and compare it with its checksum."""
+    """Read every entry of the configuration's caches and compare it with its checksum.
+
+    After Ctrl-C it goes on where it stopped; verified.json in each cache folder says what was read and when.
+    """
     plan = _plan(context.args)
     from simpletuner.cli.cache_inspection import verify_caches
 
@@ -92,4 +95,5 @@ def _echo(lines: Iterable[str]) -> None:
 def _plan(tokens: list[str]) -> Plan:
     from simpletuner.plan.build import make_plan
 
-    return make_plan(*parse_settings(tokens))
+    with uncollected():
+        return make_plan(*parse_settings(tokens))

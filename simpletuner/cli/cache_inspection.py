@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from simpletuner.caching.catalogue import AnyEntry, LatentEntry, TextEntry
 from simpletuner.caching.entry import DamagedEntryError, find_entry
-from simpletuner.caching.inspect import Garbage, explain, explain_miss, find_damaged, find_garbage, remove_garbage
+from simpletuner.caching.inspect import (
+    Garbage,
+    Verification,
+    begin_verifications,
+    explain,
+    explain_miss,
+    find_garbage,
+    remove_garbage,
+)
 from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue, text_folder
+from simpletuner.reporting.progress import shown_events
 
 
 def verify_caches(plan: Plan) -> Iterator[str]:
@@ -23,13 +33,24 @@ def verify_caches(plan: Plan) -> Iterator[str]:
     """
     folders = cache_folders(plan)
     number = 0
-    for folder in folders:
-        for damage in find_damaged(folder):
-            number += 1
-            yield f"{folder}/{damage.key}: {damage.reason}"
+    for folder, verification in begin_verifications(folders).items():
+        damaged = _verify(folder, verification)
+        number += len(damaged)
+        yield from (f"{folder}/{key}: {reason}" for key, reason in damaged.items())
     if number:
         raise UserError(f"{number} damaged entries; the next run encodes them again.")
     yield f"Every entry in {', '.join(map(str, folders))} is intact." if folders else "There are no caches yet."
+
+
+def _verify(folder: Path, verification: Verification) -> dict[str, str]:
+    """What is wrong with the damaged entries of a folder, by key; progress goes to stderr."""
+    with shown_events(sys.stderr) as events:
+        if verification.last:
+            events.say(f"Continuing after {verification.entries:,} entries, read since {verification.started:%c} UTC.")
+        keys = verification.remaining(folder)
+        with events.phase(f"Verifying {folder}", len(keys), "entries") as phase:
+            verification.read(folder, keys, phase.advance)
+    return verification.damaged
 
 
 def clean_caches(plan: Plan, *, remove: bool) -> Iterator[str]:

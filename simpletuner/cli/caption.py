@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from simpletuner.cli.train import parse_settings, quick_imports
+from simpletuner.cli.train import parse_settings, uncollected
 
 PREVIEWED = 3
 
@@ -41,7 +41,7 @@ def caption(
         if not files:
             events.say("Every picture and clip has a caption file.")
             return
-        with events.phase("Loading torch"), quick_imports():
+        with events.phase("Loading torch"), uncollected():
             from simpletuner.run.caption import described, write_captions
             from simpletuner.run.records import pick
         if preview:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.cli.train import parse_settings, prepare_output, quick_imports
+from simpletuner.cli.train import parse_settings, prepare_output, uncollected
 
 if TYPE_CHECKING:
     from simpletuner.errors import Problem
@@ -123,6 +123,6 @@ def _planned(
         events.say(f"{plan.spec.title} {plan.flavour.name}, {', '.join(each.name for each in weights)}")
         for line in (fit_line(budget), *(f"  offload auto: {decision}" for decision in budget.decisions)):
             events.say(line)
-        with events.phase("Loading torch"), quick_imports():
+        with events.phase("Loading torch"), uncollected():
             load_adapter(plan.spec)
         yield Path(source or ""), plan, weights, events

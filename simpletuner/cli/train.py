@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import without garbage collection, and exempt what was imported from it.
+def uncollected() -> Iterator[None]:
+    """Import or plan without garbage collection, and exempt the result from it.
 
-    Importing torch creates many long-lived objects, which every later collection would visit in vain. Does nothing if
-    torch is imported already: the process is then not ours, and neither are its objects.
+    Importing torch and listing many files create long-lived objects, which every later collection would visit in vain.
+    Does nothing if torch is imported already: the process is then not ours, and neither are its objects.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -73,7 +73,8 @@ def train(
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     place, port = launched(os.environ), (page_port or PORT) if page or page_port else None
     if place is None:
-        plan, budget = ready_plan(arguments, problems)
+        with uncollected():
+            plan, budget = ready_plan(arguments, problems)
         if plan.config.launch.num_processes > 1:
             start_processes(plan, ["train", *context.args, *([f"--page-port={port}"] if port else [])])
         else:
@@ -148,7 +149,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World) -> None:
     summary = "\n".join(start_lines(plan, budget))
     events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
     # torch is imported here, after every check that is quick without it.
-    with events.phase("Loading torch", stage="init_torch"), quick_imports():
+    with events.phase("Loading torch", stage="init_torch"), uncollected():
         from simpletuner.run.train import run_plan
 
         load_adapter(plan.spec)
@@ -196,7 +197,8 @@ def _print_json(arguments: Arguments, problems: list[Problem]) -> None:
     from simpletuner.config.load import raise_if_fatal
 
     try:
-        weighed = weigh_plan(arguments, problems)
+        with uncollected():
+            weighed = weigh_plan(arguments, problems)
     except ConfigError as error:
         print(plan_json(None, error.problems))
         raise
@@ -209,7 +211,8 @@ def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
     from simpletuner.budget.show import show_plan
     from simpletuner.config.load import raise_if_fatal
 
-    show_plan(*weigh_plan(arguments, problems), sys.stdout)
+    with uncollected():
+        show_plan(*weigh_plan(arguments, problems), sys.stdout)
     raise_if_fatal(problems)  # a run that does not fit is refused below the numbers that show why
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from simpletuner.config.option import Size
@@ -26,7 +26,7 @@ class OutsideLimitsError(Exception):
     """A picture outside the limits of its dataset or of the model; the text says which."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """How a picture becomes a training picture.
 
@@ -149,6 +149,7 @@ class BucketRules:
     minimum_ratio: float = 0
     maximum_ratio: float = math.inf
     max_upscale: float = math.inf
+    _placed: dict[Size, Geometry] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def place(self, picture: Size, *token: object) -> Geometry:
         """Bucket, size and crop of a picture.
@@ -160,6 +161,13 @@ class BucketRules:
         Raises:
             OutsideLimitsError: the picture is left out.
         """
+        if self.crop and "random" in (self.crop_aspect, self.crop_style):
+            return self._place(picture, token)
+        if picture not in self._placed:  # pictures of one size share their geometry
+            self._placed[picture] = self._place(picture, token)
+        return self._placed[picture]
+
+    def _place(self, picture: Size, token: tuple[object, ...]) -> Geometry:
         self._check_limits(picture)
         bucket, size = self._bucket(picture, token)
         if max(size) > self.largest_side:

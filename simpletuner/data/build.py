@@ -92,11 +92,11 @@ def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, capti
     sample = Sample(
         dataset_id=dataset.id,
         name=name,
-        path=folder.root / name,
+        root=folder.root,
         content=facts.content,
         original_size=facts.picture_size,
         geometry=geometry,
-        captions=folder.gone.get(name) or captions_for(name, captions),
+        captions=captions_for(name, captions),
         partner=partner,
         frames=frames,
         frame_rate=clips.rate if clips else None,
@@ -194,10 +194,11 @@ class _Builder:
             latent_dir=Path(entry.cache_dir_vae or ""),
             rules=rules,
             seed=self.context.seed or 0,
-            facts={**folder.facts, **folder.damaged},
+            facts=captions.facts,
             partners=tuple(partner for partner in partners if partner is not None),
             clips=clips,
             origins=folder.listing.origins,
+            indexed=folder.indexed,
         )
         dataset = self._read_masks(self._choose(self._fill(dataset, folder, captions)))
         summarise_rejected(dataset, self.problems)
@@ -283,7 +284,8 @@ class _Builder:
                 message = f"{len(unused)} names in the table have no picture: {shorten(unused)}."
                 self.problems.append(Problem(f"{entry.id}.parquet.path", message, fatal=False))
         edits = tuple(edit for edit in (self._filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
-        return CaptionSource(entry, folder.root, folder.listing.captions, table, edits)
+        facts = {**folder.facts, **folder.damaged}
+        return CaptionSource(entry, folder.root, folder.listing.captions, table, edits, facts, folder.gone)
 
     def _filter(self, entry: DatasetConfig) -> Edit | None:
         text_entry = text_entry_of(entry, self.entries)
@@ -355,4 +357,5 @@ def _conditioning_dataset(
         seed=context.seed or 0,
         facts=partners.facts,
         origins=folder.listing.origins,
+        indexed=folder.indexed,
     )

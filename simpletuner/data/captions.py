@@ -8,10 +8,13 @@ from __future__ import annotations
 import codecs
 import importlib
 import json
+import os
 import re
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,10 +23,11 @@ import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
 from simpletuner.data.chance import generator
-from simpletuner.data.discovery import pair_key
+from simpletuner.data.discovery import FileFacts, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, UnreadableError, read
 from simpletuner.errors import Problem, UserError, did_you_mean
 
+COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
 LONGEST_SHOWN = 200  # characters of a caption in a message
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -54,6 +58,8 @@ class CaptionSource:
         files: caption file by `pair_key`, as found by the scan.
         table: captions by picture name, from a table or from the hub.
         edits: applied to each caption, in this order.
+        facts: of the files, by name; a caption file is read only if it has changed, and is added here then.
+        gone: names of files that are used although they are gone, with the captions in `facts`.
     """
 
     config: DatasetConfig
@@ -61,6 +67,8 @@ class CaptionSource:
     files: Mapping[str, str]
     table: Mapping[str, tuple[str, ...]]
     edits: tuple[Edit, ...] = ()
+    facts: dict[str, FileFacts] = field(default_factory=dict)
+    gone: frozenset[str] = frozenset()
 
 
 def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
@@ -74,7 +82,9 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         CaptionError: it has none.
         UserError: an expression of `caption_filter_list` takes too long.
     """
-    config = source.config
+    config, known = source.config, source.facts.get(name)
+    if known and name in source.gone and known.captions and not known.stamp:
+        return known.captions
     prompts = tuple(config.instance_prompt or ())
     if config.only_instance_prompt or config.caption_strategy in ("instanceprompt", "instance_prompt"):
         captions = prompts
@@ -87,7 +97,7 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
             captions = tuple(edited for caption in captions for edited in edit(caption))
         except TimeoutError as error:
             raise UserError(f"{str(source.root / name)!r}: {error}.") from None
-    captions = tuple(caption for caption in captions if caption)
+    captions = tuple(filter(None, captions))
     if not captions:
         raise CaptionError("has a caption that caption_filter_list leaves empty")
     for caption in captions:
@@ -105,10 +115,30 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
         if not captions:
             raise CaptionError("has no caption in the table")
         return captions
-    file = source.files.get(pair_key(name))
+    file, known = source.files.get(pair_key(name)), source.facts.get(name, FileFacts(0, 0, ""))
+    if file is None and name in source.gone and known.stamp:
+        return known.captions
     if file is None:
         raise CaptionError(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
-    return read_caption_file(source.root / file, whole=source.config.disable_multiline_split)
+    whole = source.config.disable_multiline_split
+    stamp = stamp_of(f"{source.root}/{file}", whole=whole)
+    if stamp is None or stamp != known.stamp:
+        captions = read_caption_file(source.root / file, whole=whole)
+        known = source.facts[name] = replace(known, captions=captions, stamp=stamp)
+    return known.captions
+
+
+def stamp_of(path: str, *, whole: bool) -> str | None:
+    """What differs if the captions of a file may: how it is split, its size, times and number.
+
+    The time of change cannot be set, so even an edit that restores the time of modification is noticed. None if the
+    file is missing, or so new that a later change might bear the same times.
+    """
+    with suppress(OSError):
+        status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
+        if time.time() - status.st_ctime >= COARSEST_CLOCK:
+            return f"{whole:d} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+    return None
 
 
 def caption_of_name(name: str) -> str:

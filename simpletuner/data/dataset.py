@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from simpletuner.config.datasets import MASKS, ConditioningType, DatasetConfig
@@ -63,7 +64,7 @@ class Partners:
         own = geometry
         if self.conditioning_type == "reference_loose":
             own = self.rules.follow(facts.picture_size, geometry, *token)
-        return Sample(self.dataset_id, name, self.root / name, facts.content, facts.picture_size, own)
+        return Sample(self.dataset_id, name, self.root, facts.content, facts.picture_size, own)
 
     def mask_of(self, sample: Sample) -> Sample:
         """The mask of a sample; if it is a clip, the same frames of it.
@@ -108,6 +109,7 @@ class Dataset:
         epoch: the epoch that random crops were drawn for.
         clips: how many frames are trained at which rate; None for pictures.
         origins: where downloaded files come from, by name.
+        indexed: what the index held when the folder was read.
     """
 
     config: DatasetConfig
@@ -122,6 +124,7 @@ class Dataset:
     epoch: int = 1
     clips: ClipRules | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
+    indexed: Mapping[str, FileFacts] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -132,12 +135,12 @@ class Dataset:
         """Its folder."""
         return Path(self.config.instance_data_dir or "")
 
-    @property
+    @cached_property
     def references(self) -> list[Partners]:
         """The datasets of source pictures; each sample has a partner in one of them."""
         return [each for each in self.partners if each.conditioning_type not in MASKS]
 
-    @property
+    @cached_property
     def masks(self) -> Partners | None:
         """The dataset of its masks, or None."""
         return next((each for each in self.partners if each.conditioning_type in MASKS), None)
@@ -220,7 +223,7 @@ class Dataset:
             LedgerEntry(
                 self.id,
                 sample.name,
-                note=self._note(sample),
+                note=self._note(sample) if self.origins or sample.clip else "",
                 original_size=sample.original_size,
                 geometry=sample.geometry,
                 captions=len(sample.captions),
@@ -250,10 +253,14 @@ class Dataset:
         Raises:
             DiskFullError: no space left; the index that was there is kept.
         """
-        captions = {sample.name: sample.captions for sample in self.samples}
-        kept = {name: fact for name, fact in self.facts.items() if name not in except_for}
-        facts = {name: replace(fact, captions=captions.get(name, ())) for name, fact in kept.items()}
-        save_index(self.latent_dir, self.root, facts)
+        used = {sample.name: sample.captions for sample in self.samples}
+        # Files that could not be read are left out, too: the next run tries them again.
+        files = {name: fact for name, fact in self.facts.items() if fact.content and name not in except_for}
+        for name, fact in files.items():
+            if not fact.stamp and fact.captions != used.get(name, ()):
+                files[name] = replace(fact, captions=used.get(name, ()))
+        if except_for or files != self.indexed:
+            save_index(self.latent_dir, self.root, files)
 
 
 def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str], str]) -> list[Dataset]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +96,8 @@ class BatchLoader:
     def _read_epoch(self) -> Iterator[Batch]:
         """The rest of the current epoch."""
         self.prepare_epoch(self.epoch)
-        planned = self.sampler.batches(self.epoch)[self.index :]
+        batches = self.sampler.batches(self.epoch)
+        planned = (batches[index] for index in range(self.index, len(batches)))
         return read_ahead(planned, self._make, self.ahead)
 
     def _make(self, planned: PlannedBatch) -> Batch:
@@ -104,7 +105,7 @@ class BatchLoader:
         return batch.pin_memory() if self.pin and torch.cuda.is_available() else batch
 
 
-def read_ahead(planned: Sequence[PlannedBatch], make: ReadBatch, ahead: int) -> Iterator[Batch]:
+def read_ahead(planned: Iterable[PlannedBatch], make: ReadBatch, ahead: int) -> Iterator[Batch]:
     """Batches in order, built by a background thread that stays at most `ahead` batches in front."""
     ready: queue.Queue[Batch | _Failure | None] = queue.Queue(maxsize=ahead)
     stopped = threading.Event()

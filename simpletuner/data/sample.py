@@ -40,14 +40,14 @@ NOTEWORTHY: frozenset[Reason] = frozenset(get_args(Reason)) - EXPECTED
 RATE_TOLERANCE = 5e-4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One picture or clip as it is trained.
 
     Attributes:
         dataset_id: the dataset it comes from.
         name: path below the dataset's folder, with `/`, spelled as on the disk.
-        path: where the file is.
+        root: that folder.
         content: SHA-256 of the file's bytes in hex.
         original_size: width and height in pixels as shown, after any rotation.
         geometry: training size and crop.
@@ -63,7 +63,7 @@ class Sample:
 
     dataset_id: str
     name: str
-    path: Path
+    root: Path
     content: str
     original_size: Size
     geometry: Geometry
@@ -75,6 +75,15 @@ class Sample:
     clip: ClipFacts | None = None
     is_i2v: bool = False
     is_segmentation: bool = False
+
+    def __hash__(self) -> int:
+        # Samples are the keys of large tables, and few differ in nothing but other fields.
+        return hash((self.dataset_id, self.name))
+
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self.root / self.name
 
     @property
     def first_frame(self) -> Sample:
@@ -107,7 +116,7 @@ class Sample:
         return f"{self.dataset_id}/{self.name}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rejected:
     """A file that is not trained on: `reason` is the category, `detail` reads as text after the file's name."""
 
@@ -117,7 +126,7 @@ class Rejected:
     detail: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LedgerEntry:
     """One line of the plan: a file and how it is used.
 

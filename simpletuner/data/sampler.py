@@ -6,8 +6,9 @@ uninterrupted one. `loader.BatchLoader` knows the position: epoch and index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Literal
 
@@ -24,7 +25,7 @@ POSITIVE, NEGATIVE, NEUTRAL = range(3)
 Sampling = Literal["auto-weighting", "uniform"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlannedBatch:
     """One micro-batch of one process.
 
@@ -45,6 +46,25 @@ class PlannedBatch:
     samples: tuple[Sample, ...]
     captions: tuple[str, ...]
     slots: range
+
+
+@dataclass(frozen=True, eq=False)
+class Epoch(Sequence[PlannedBatch]):
+    """The batches of an epoch, each planned when it is asked for.
+
+    Attributes:
+        groups: dataset and samples of each global batch.
+        plan: (dataset, samples, index) -> this process's part.
+    """
+
+    groups: Sequence[tuple[str, list[Sample]]]
+    plan: Callable[[str, list[Sample], int], PlannedBatch]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: int) -> PlannedBatch:  # type: ignore[override]  # nobody needs slices
+        return self.plan(*self.groups[index], range(len(self))[index])
 
 
 class Sampler:
@@ -74,7 +94,7 @@ class Sampler:
         self.sampling = sampling
         self.accumulation = accumulation
         self.world = world
-        self._batches: dict[int, list[PlannedBatch]] = {}
+        self._batches: dict[int, Epoch] = {}
         self._lengths: dict[int, int] = {}
 
     def batches_per_epoch(self, epoch: int) -> int:
@@ -88,7 +108,7 @@ class Sampler:
                 self._lengths[epoch] = sum(self._group_count(dataset, epoch) for dataset in active)
         return self._lengths[epoch]
 
-    def batches(self, epoch: int) -> list[PlannedBatch]:
+    def batches(self, epoch: int) -> Epoch:
         """All batches of an epoch, in order.
 
         Raises:
@@ -98,16 +118,18 @@ class Sampler:
             planned = self._plan(epoch)
             if not planned:
                 raise UserError(f"no dataset takes part in epoch {epoch}: see start_epoch, end_epoch and their steps.")
-            self._batches = {epoch: planned}  # keep one epoch: others are quick to plan again
+            # Keep one epoch: others are quick to plan again.
+            self._batches = {epoch: Epoch(planned, partial(self._batch, epoch))}
         return self._batches[epoch]
 
-    def _plan(self, epoch: int) -> list[PlannedBatch]:
+    def _plan(self, epoch: int) -> list[tuple[str, list[Sample]]]:
+        """Dataset and samples of each global batch."""
         active = self._active(epoch)
         queues = [_Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch)) for dataset in active]
         windows = any(_has_step_window(dataset) for dataset in active)
         before = sum(self.batches_per_epoch(earlier) for earlier in range(1, epoch)) if windows else 0
         random = generator(self.seed, epoch, "datasets")
-        batches: list[PlannedBatch] = []
+        batches: list[tuple[str, list[Sample]]] = []
         side = NEUTRAL
         while True:
             step = (before + len(batches)) // self.accumulation + 1
@@ -117,7 +139,7 @@ class Sampler:
             ready = next_side(ready, side)
             queue = ready[0] if len(ready) == 1 else random.choices(ready, self._weights(ready))[0]
             side = queue.side
-            batches.append(self._batch(queue.dataset.id, queue.groups.pop(), epoch, len(batches)))
+            batches.append((queue.dataset.id, queue.groups.pop()))
         return batches
 
     def _active(self, epoch: int) -> list[Dataset]:
@@ -150,7 +172,7 @@ class Sampler:
         generator(self.seed, epoch, dataset.id, "batches").shuffle(groups)
         return groups
 
-    def _batch(self, dataset_id: str, group: Sequence[Sample], epoch: int, index: int) -> PlannedBatch:
+    def _batch(self, epoch: int, dataset_id: str, group: Sequence[Sample], index: int) -> PlannedBatch:
         """This process's part of a group."""
         slots = self.world.slots(len(group) // self.world.size)
         samples = tuple(group[slots.start : slots.stop])

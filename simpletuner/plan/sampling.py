@@ -286,4 +286,4 @@ def _picture(path: Path, problems: list[Problem]) -> Iterator[Sample]:
     except MediaError as error:
         problems.append(Problem("--image", f"{str(path)!r} {error}."))
         return
-    yield Sample("image", path.name, path, content_hash(path), size, Geometry("", size, size, (0, 0)))
+    yield Sample("image", path.name, path.parent, content_hash(path), size, Geometry("", size, size, (0, 0)))

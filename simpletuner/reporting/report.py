@@ -6,6 +6,7 @@ is something new to show. Its ledger lists every input file as used, or with the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,9 @@ def write_report(path: Path, data: ReportData) -> None:
 
 def render_page(data: ReportData) -> str:
     """The whole document."""
+    used = [entry for entry in data.ledger if not entry.use]
+    # Unused files come first, since readers look for those.
+    rows = [*(entry for entry in data.ledger if entry.use), *used][:LEDGER_ROWS]
     return render(
         "report.html.jinja",
         data=data,
@@ -126,7 +130,8 @@ def render_page(data: ReportData) -> str:
         facts=list(facts(data)),
         **gallery(data.metrics, data.previews, data.output_dir, with_mfu=has_accelerator(data)),
         datasets=by_dataset(data.ledger),
-        ledger_rows=LEDGER_ROWS,
+        rows=rows,
+        used=len(used),
         open_up_to=OPEN_UP_TO,
         refresh=REFRESH if data.state == "running" else None,
     )
@@ -168,10 +173,13 @@ def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return shares(sums[0], sums[1], sums[2] if streamed else None)
 
 
-def by_dataset(ledger: Sequence[LedgerEntry]) -> dict[str, list[LedgerEntry]]:
-    """The files of each dataset."""
-    names = dict.fromkeys(entry.dataset_id for entry in ledger)
-    return {name: [entry for entry in ledger if entry.dataset_id == name] for name in names}
+def by_dataset(ledger: Sequence[LedgerEntry]) -> list[tuple[str, int, int, list[str]]]:
+    """Each dataset with the number of its files, of those in use, and the sizes that they are trained at."""
+    files = Counter(entry.dataset_id for entry in ledger)
+    used = Counter(entry.dataset_id for entry in ledger if not entry.use)
+    trained = {(each.dataset_id, each.geometry, each.frames): each for each in ledger if not each.use}.values()
+    sizes = {name: {each.trained_size for each in trained if each.dataset_id == name} for name in files}
+    return [(name, count, used[name], sorted(filter(None, sizes[name]))) for name, count in files.items()]
 
 
 def settings_of(config: RunConfig) -> list[SettingRow]:

@@ -306,6 +306,8 @@ def prepare_caches(
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
     filler = CacheFiller(plan, adapter, device, events, listing, world, share)
+    if world.is_main:  # a start after an interruption need not read the files again
+        save_indexes(plan.datasets)
     filler.fill()
     if world.is_main:
         save_indexes(filler.plan.datasets)

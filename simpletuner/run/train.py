@@ -157,7 +157,7 @@ def sweep_strays(plan: Plan) -> None:
         sweep_files(plan.output_dir / below)
     caches = {text_folder(plan), *(text_folder(plan, each) for each in plan.datasets)}
     for folder in caches | {each.latent_dir for each in plan.datasets}:
-        sweep_files(folder, "**/", older_than=ABANDONED)
+        sweep_files(folder, deep=True, older_than=ABANDONED)
 
 
 def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.caching import keys
-from simpletuner.caching.keys import digest
+from simpletuner.caching.keys import hash_text
 from simpletuner.headers import read_header
 from simpletuner.models import source
 from tests.workspace import DATASETS, Workspace
@@ -47,12 +47,13 @@ def test_a_run_digests_every_key_once_and_reads_every_header_once(
         caption.write_text(f"picture {caption.stem}")
     evaluated = {**DATASETS[0], "id": "seen", "dataset_type": "eval", "repeats": None}
     workspace.write_datasets([DATASETS[0], DATASETS[1], evaluated])
-    digests: list[object] = []
+    hashed: list[str] = []
     headers: list[Path] = []
-    monkeypatch.setattr(keys, "digest", lambda asked: digests.append(asked) or digest(asked))
+    monkeypatch.setattr(keys, "hash_text", lambda text: hashed.append(text) or hash_text(text))
     monkeypatch.setattr(source, "read_header", lambda path: headers.append(path) or read_header(path))
     source._shapes.cache_clear()
     assert workspace.train("eval_steps_interval=2", "validation_disable=true") == 0
     pictures = 8
+    digests = [text for text in hashed if '"kind":' in text]
     assert len(digests) == 2 * pictures + pictures + 1  # the evaluated folder's own latents, and the empty caption
     assert len(headers) == len(set(headers)) == 4

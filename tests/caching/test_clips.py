@@ -70,14 +70,16 @@ def film(tmp_path: Path) -> Sample:
     geometry = Geometry("1.5", SIZE, SIZE, (0, 0))
     content = content_hash(path)
     clip = probe_clip(path)
-    return Sample("films", "film.mp4", path, content, SIZE, geometry, ("a film",), frames=17, frame_rate=24, clip=clip)
+    return Sample(
+        "films", path.name, path.parent, content, SIZE, geometry, ("a film",), frames=17, frame_rate=24, clip=clip
+    )
 
 
 def copy_of(film: Sample) -> Sample:
     """The same clip in a file of other bytes."""
     path = film.path.with_name("copy.mp4")
     path.write_bytes(film.path.read_bytes() + b"\0\0\0\x08free")
-    return replace(film, name=path.name, path=path, content=content_hash(path))
+    return replace(film, name=path.name, content=content_hash(path))
 
 
 def config_of(**changes: object) -> CachingConfig:
@@ -135,8 +137,9 @@ def test_a_batch_carries_its_conditions(catalogue: Catalogue, film: Sample) -> N
 def test_a_clip_that_cannot_be_decoded_is_named(catalogue: Catalogue, film: Sample) -> None:
     broken = film.path.with_name("broken.mp4")
     broken.write_bytes(film.path.read_bytes()[:500])
-    broken_film = replace(film, name="broken.mp4", path=broken, content=content_hash(broken))
+    broken_film = replace(film, name="broken.mp4", content=content_hash(broken))
     short = replace(film, name="short.mp4", frames=81)
+    short.path.write_bytes(film.path.read_bytes())
     entries = [catalogue.latent(each) for each in (broken_film, film, short)]
     failures = fill_latents(entries, SmallEncoder, config_of(), Silent())
     assert set(failures) == {("films", "broken.mp4"), ("films", "short.mp4")}

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.caching.keys import EncoderIdentity, LatentKey, TextKey, canonical_json, hash_file, provenance_of
+from simpletuner.caching.keys import (
+    EncoderIdentity,
+    FeatureKey,
+    LatentKey,
+    TextKey,
+    canonical_json,
+    hash_file,
+    provenance_of,
+)
 
 ENCODER = EncoderIdentity(family="kandinsky5-image", checkpoint="c" * 64, dtype="bf16")
 LATENT = LatentKey(content="a" * 64, size=(512, 384), resized=(576, 384), crop=(32, 0), encoder=ENCODER)
@@ -33,6 +41,24 @@ def test_the_lists_of_changes_are_complete() -> None:
     assert fields(LATENT) == set(LATENT_CHANGES)
     assert fields(TEXT) == set(TEXT_CHANGES)
     assert fields(ENCODER) == set(ENCODER_CHANGES)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        LATENT,
+        dataclasses.replace(LATENT, rate=23.976, frames=5, read_as=('a "b"', "BT.709")),
+        TEXT,
+        dataclasses.replace(TEXT, caption='"quoted"\n\\ \ud800\x7f', picture="d" * 64),
+        FeatureKey("crepa", "a" * 64, (("size", 1.5), ("encoder", "é"))),
+    ],
+)
+def test_the_text_of_a_key_is_the_canonical_json_of_its_fields(key: LatentKey | TextKey | FeatureKey) -> None:
+    found = {"kind": key.ingredients()["kind"], "version": 1, **dataclasses.asdict(key)}
+    found |= {f"encoder.{name}": value for name, value in found.pop("encoder", {}).items()}
+    if found.get("read_as") == ():
+        del found["read_as"]
+    assert key.text() == canonical_json(found)
 
 
 @pytest.mark.parametrize(("key", "changes"), [(LATENT, LATENT_CHANGES), (TEXT, TEXT_CHANGES)])

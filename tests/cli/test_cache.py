@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner.data import discovery
+from simpletuner.run.caches import CacheFiller
 from tests.complaints import complaint
 from tests.workspace import Workspace
 
@@ -112,3 +114,16 @@ def test_explain_of_a_file_that_is_not_used(workspace: Workspace, capsys: Captur
 @pytest.mark.parametrize("command", ["fill", "verify", "gc"])
 def test_bad_settings_are_told_as_in_train(workspace: Workspace, capsys: Capture, command: str) -> None:
     assert complaint(workspace, capsys, "cache", command, "lora_rank=0").startswith("lora_rank: 0 is out of range")
+
+
+def test_files_that_were_read_are_not_read_again_after_an_interruption(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(filler: CacheFiller) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheFiller, "fill", interrupt)
+        assert workspace.run("cache", "fill") == 130
+    monkeypatch.setattr(discovery, "_inspect", lambda path: pytest.fail(f"{path} was read"))
+    assert workspace.run("cache", "fill") == 0

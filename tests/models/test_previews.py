@@ -22,7 +22,7 @@ from tests.tiny import make_checkpoint
 
 def test_a_sample_is_fitted_to_another_size_in_the_middle() -> None:
     trained = Geometry("1.0", (64, 64), (192, 64), (7, 0))
-    sample = Sample("photos", "a.png", Path("a.png"), "", (300, 100), trained)
+    sample = Sample("photos", "a.png", Path(), "", (300, 100), trained)
     assert sample.fitted((64, 64)) is sample, "a crop of its own stays"
     assert sample.fitted((128, 64)).geometry == Geometry("1.0", (128, 64), (192, 64), (32, 0))
     assert sample.fitted((128, 128)).geometry == Geometry("1.0", (128, 128), (384, 128), (128, 0))

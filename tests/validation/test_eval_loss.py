@@ -35,7 +35,7 @@ LORA = "output/pytorch_lora_weights.safetensors"
 
 def sample(name: str) -> Sample:
     geometry = Geometry("1.0", (32, 32), (32, 32), (0, 0))
-    return Sample("d", name, Path(name), "a" * 64, (32, 32), geometry, ("a star",))
+    return Sample("d", name, Path(), "a" * 64, (32, 32), geometry, ("a star",))
 
 
 def evaluation(batch: Batch, ema: Ema | None = None, **settings: Any) -> EvaluationLoss:

@@ -128,7 +128,7 @@ class Store:
             UserError: no server answers at all, or the disk is too small.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        sweep_files(self.root, "**/", older_than=3600)
+        sweep_files(self.root, deep=True, older_than=3600)
         needed, free = sum(item.size for item in items), shutil.disk_usage(self.root).free
         if needed > free:
             raise UserError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import importlib.util
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -76,5 +75,4 @@ def _encoding_fixer() -> Callable[[str], str]:
 
 def clean_caption(caption: str) -> str:
     """Clean a caption as the pipelines do: fix broken encodings, unescape HTML, collapse whitespace."""
-    text = html.unescape(html.unescape(_encoding_fixer()(caption)))
-    return re.sub(r"\s+", " ", text).strip()
+    return " ".join(html.unescape(html.unescape(_encoding_fixer()(caption))).split())
