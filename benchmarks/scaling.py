@@ -8,8 +8,8 @@ import pickle
 import signal
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,7 +70,7 @@ class Sent(TorchDispatchMode):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.share, self.kind = (size - 1) / size, "tensors"
-        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.bytes: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname != "barrier":
@@ -133,7 +133,6 @@ def scale(case: Case, device: str, size: str, samples: int) -> Iterator[Line]:
         settle_meeting(place, os.environ)
         joined = _measured(place)
     with joined as world:
-        # One that found nothing must not leave the others waiting.
         yield from _lines(case, device, size, samples, world)
 
 
@@ -144,6 +143,7 @@ def _measured(place: World) -> Iterator[World]:
 
 
 def _lines(case: Case, device: str, size: str, samples: int, world: World) -> Iterator[Line]:
+    """All results; every process computes them, since each takes part in what they come from."""
     model, latents = case.shape(size)
     settings = {**case.settings, "num_processes": world.size}
     variant = Variant(model, device, settings, latents=latents, world=world)
@@ -153,7 +153,7 @@ def _lines(case: Case, device: str, size: str, samples: int, world: World) -> It
         torch.cuda.reset_peak_memory_stats()
     yield Line(WEAK, median_seconds(variant, world), "s")
     if isinstance(world, MeasuredWorld):
-        yield from _control(world, variant)
+        yield from _control(world)
         yield from _sent(world, variant)
     if device == "cuda" or variant.assembly.streamer is None:  # on a CPU, streaming leaves the weights where they are
         peak = max(world.gather(peak_of_step(variant, device)))
@@ -162,9 +162,8 @@ def _lines(case: Case, device: str, size: str, samples: int, world: World) -> It
         micro_steps = samples // world.size
         assembly = variant.assembly
         assembly.settings = replace(assembly.settings, accumulation=micro_steps)
-        yield Line(
-            STRONG, median_seconds(variant, world, 2), "s", f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
-        )
+        note = f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
+        yield Line(STRONG, median_seconds(variant, world, 2), "s", note)
 
 
 def step(variant: Variant) -> float:
@@ -184,28 +183,29 @@ def median_seconds(variant: Variant, world: World, steps: int = STEPS) -> float:
     return max(world.gather(statistics.median(step(variant) for _ in range(steps))))
 
 
-def _control(world: MeasuredWorld, variant: Variant) -> Iterator[Line]:
+def _control(world: MeasuredWorld) -> Iterator[Line]:
     """What the agreements of a step cost, those of the steps measured just now."""
     values, seconds = world.values[:-1], world.seconds[:-1]  # without the gathering of the result
     count = len(values) // STEPS
-    yield Line("agreements in a step", count, "gathers", f"{_pickled(values[:count])} bytes of values")
+    yield Line("agreements in a step", count, "gathers", f"{len(pickle.dumps(values[:count]))} bytes of values")
     yield Line("agreements, waiting included", 1e3 * sum(seconds) / STEPS, "ms a step")
+    alone: dict[str, Sequence[object]] = {
+        "agreements of processes that need not wait": values[:count],
+        "the same in one gather": [values[:count]],
+    }
+    for name, gathered in alone.items():
+        spent = _gathering(world, gathered)
+        yield Line(name, 1e3 * spent, "ms a step", f"{spent / 0.25:.2%} of 0.25 s")
+
+
+def _gathering(world: MeasuredWorld, values: Sequence[object]) -> float:
+    """Seconds of gathering these values one by one, when all processes do nothing else."""
     world.barrier()
     started = time.perf_counter()
     for _ in range(GATHERS):
-        for value in values[:count]:
+        for value in values:
             world.gather(value)
-    alone = (time.perf_counter() - started) / GATHERS
-    yield Line("agreements of processes that need not wait", 1e3 * alone, "ms a step", f"{alone / 0.25:.2%} of 0.25 s")
-    started = time.perf_counter()
-    for _ in range(GATHERS):
-        world.gather(values[:count])
-    merged = (time.perf_counter() - started) / GATHERS
-    yield Line("the same in one gather", 1e3 * merged, "ms a step", f"{merged / 0.25:.2%} of 0.25 s")
-
-
-def _pickled(values: object) -> int:
-    return len(pickle.dumps(values))
+    return (time.perf_counter() - started) / GATHERS
 
 
 def _sent(world: MeasuredWorld, variant: Variant) -> Iterator[Line]:
