@@ -133,7 +133,7 @@ def _prepare(
         encoder: Any = build_adapter(plan).load_text_encoder(device, torch.float32)
     encoder.qwen = build_medium_qwen(encoder.processor.tokenizer).requires_grad_(False).eval().to(device)
     root = run.folder
-    found = [replace(entry, sample=replace(entry.sample, path=root / entry.sample.path)) for entry in listing.latents]
+    found = [replace(entry, sample=replace(entry.sample, root=root / entry.sample.root)) for entry in listing.latents]
     return listing.texts, found, encoder
 
 

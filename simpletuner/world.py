@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import threading
 import time
@@ -26,6 +27,7 @@ PATIENCE = timedelta(days=30)
 # The longest that a step may take to exchange tensors, in seconds.
 EXCHANGE_SECONDS = 1800.0
 POLL_SECONDS = 0.5
+ROOM = 4096  # bytes of a value that processes exchange at once
 LOST = "A process has ended without a word: it was killed, or the system ran out of memory."
 FAILURE, STOP, DOING = "failure", "stop", "doing"
 
@@ -211,11 +213,22 @@ class ConnectedWorld(World):
     watch: Watch | None = None
 
     def gather(self, value: Value) -> list[Value]:
-        from torch.distributed import all_gather_object
+        content = pickle.dumps(value)
+        # Nearly all values are small, and one exchange of a fixed size takes a third of the time of torch's two.
+        heads = self._exchange(len(content).to_bytes(8, "big") + content[:ROOM], 8 + ROOM)
+        sizes = [int.from_bytes(head[:8], "big") for head in heads]
+        found = [head[8:] for head in heads] if max(sizes) <= ROOM else self._exchange(content, max(sizes))
+        return [pickle.loads(each) for each in found]
 
-        values: list[Value] = [value] * self.size
-        all_gather_object(values, value, self.control)
-        return values
+    def _exchange(self, content: bytes, size: int) -> list[bytes]:
+        """The content of each process, filled up to `size` bytes."""
+        import torch
+        from torch.distributed import all_gather
+
+        own = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        all_gather(found, own, group=self.control)
+        return [each.numpy().tobytes() for each in found]
 
     def first_failure(self, error: BaseException) -> str | None:
         from torch.distributed import DistError

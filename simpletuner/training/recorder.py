@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -107,10 +108,12 @@ class RequestHandler:
         if assembly.world.is_main:
             take_requests(self.output_dir)  # discard those made to an earlier session
             self.events.stop.ask = lambda: self._is_asked_to_stop(assembly, state)
+            if assembly.world.size > 1:
+                assembly.take_requests = partial(take_requests, self.output_dir)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        world = assembly.world
-        for request in world.broadcast(take_requests(self.output_dir) if world.is_main else []):
+        alone = assembly.world.size == 1
+        for request in take_requests(self.output_dir) if alone else report.requests:
             if request == "stop":
                 self._stop(assembly, state, "as a file requests.")
             elif request == "stop_at_epoch_end":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig, OptimizerConfig
 from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.reporting.requests import Request
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.hidden_states import HiddenStates
 from simpletuner.training.optimizers import sampling_weights
@@ -96,6 +97,7 @@ class Assembly:
         world: the processes that train together.
         is_sharded: whether each process holds a part of every weight only, so that they compute everything together.
         passes: forward passes of this session's steps.
+        take_requests: what the main process was asked for since the last call; all processes learn it in a step.
     """
 
     adapter: FamilyAdapter
@@ -115,6 +117,7 @@ class Assembly:
     world: World = field(default_factory=World)
     is_sharded: bool = False
     passes: int = 0
+    take_requests: Callable[[], Sequence[Request]] = tuple
 
     @property
     def module_parameters(self) -> dict[str, nn.Parameter]:

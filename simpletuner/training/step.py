@@ -25,6 +25,7 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas, slowed_sigmas
 from simpletuner.diffusion.loss import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import Place, seed_device
+from simpletuner.reporting.requests import Request
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.meter import StepMeter, tokens_of
 from simpletuner.training.optimizers import RATE_RATIO, learning_rate_at
@@ -77,6 +78,7 @@ class StepReport:
         flops: model FLOPs of these samples; None if the family's cost is unknown.
         shapes: latent shape of each micro-batch, smallest first.
         passes: forward passes, with those of techniques; steps of equal shapes and passes take comparable time.
+        requests: to the run, as the main process found them.
     """
 
     step: int
@@ -90,6 +92,7 @@ class StepReport:
     flops: float | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     passes: int = 0
+    requests: Sequence[Request] = ()
 
 
 @dataclass
@@ -180,7 +183,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         with assembly.world.exchanging(f"Step {global_step + 1}"):
             run_micro_step(assembly, batch, global_step, micro_step, losses)
 
-    everyone = HostLosses.merged(assembly.world.gather(losses.on_host()))
+    gathered = assembly.world.gather((losses.on_host(), assembly.take_requests()))
+    everyone = HostLosses.merged([each for each, _ in gathered])
     assembly.scaler.unscale_(assembly.optimizer)
     every = assembly.parameters | assembly.module_parameters
     equalise_samples(every.values(), losses.counts)
@@ -203,6 +207,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         flops=meter.flops,
         shapes=meter.shapes,
         passes=assembly.passes - passes,
+        requests=gathered[0][1],
     )
 
 

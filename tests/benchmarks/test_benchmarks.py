@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compile_graphs
+from benchmarks import compile_graphs, many_files
 from benchmarks.models import SHAPES
+from tests.workspace import Workspace
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALLEST = {
@@ -29,7 +30,7 @@ SMALLEST = {
     "tread": "",
     "webhooks": "--size tiny --steps 1",
 }
-ELSEWHERE = {"ablation", "first_gpu", "first_gpus", "cost_table"}  # their parts have tests of their own
+ELSEWHERE = {"ablation", "first_gpu", "first_gpus", "cost_table", "many_files"}  # their parts have tests of their own
 
 
 def test_none_is_left_out() -> None:
@@ -51,6 +52,21 @@ def test_it_runs(
     assert ratios
     assert all(len(ratio["rounds"]) >= 1 and min(ratio["rounds"]) >= 0 for ratio in ratios)
     assert ratios[0]["name"] in capsys.readouterr().out
+
+
+def test_generated_files_are_all_cached(
+    tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.create(tmp_path / "run", t2i_checkpoint, pictures=0, **many_files.SETTINGS)
+    pictures = workspace.path("datasets/pictures")
+    many_files.add_pictures(pictures, 0, many_files.FEW)
+    assert workspace.run("cache", "fill") == 0
+    many_files.add_pictures(pictures, many_files.FEW, many_files.FEW + 4)
+    with workspace.inside():
+        many_files.copy_entries()
+    capsys.readouterr()
+    assert workspace.run("plan") == 0
+    assert f"{many_files.FEW + 4} of {many_files.FEW + 4} are there, 0 to encode" in capsys.readouterr().out
 
 
 def test_a_missing_package_of_the_dev_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
