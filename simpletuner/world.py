@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -207,10 +207,11 @@ class ConnectedWorld(World):
 
     Attributes:
         control: the group, on the CPU, in which values are gathered.
+        watch: notices what happens to the others.
     """
 
-    control: Any = None
-    watch: Watch | None = None
+    control: Any = field(kw_only=True)
+    watch: Watch = field(kw_only=True)
 
     def gather(self, value: Value) -> list[Value]:
         content = pickle.dumps(value)
@@ -234,7 +235,7 @@ class ConnectedWorld(World):
         from torch.distributed import DistError
 
         lost = isinstance(error, DistError) or "gloo" in str(error)  # which raises a plain RuntimeError
-        return self._watch.failure() or (LOST if lost else None)
+        return self.watch.failure() or (LOST if lost else None)
 
     def counters(self) -> Callable[[str, int], int]:
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -245,18 +246,13 @@ class ConnectedWorld(World):
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
-        with self._watch.exchanging(what):
+        with self.watch.exchanging(what):
             yield
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        with self._watch.writing:
+        with self.watch.writing:
             yield
-
-    @property
-    def _watch(self) -> Watch:
-        assert self.watch is not None
-        return self.watch
 
 
 @contextmanager
@@ -287,7 +283,7 @@ def connect(
     watch = Watch(place.rank, place.size, store.clone(), limit)  # a connection of its own: the other may be waiting
     watch.start()
     try:
-        yield ConnectedWorld(place.rank, place.size, place.local_rank, place.local_size, control, watch)
+        yield ConnectedWorld(*astuple(place), control=control, watch=watch)
         distributed.barrier(control)  # the store lives in one of them
     finally:
         watch.close()

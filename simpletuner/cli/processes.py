@@ -145,10 +145,8 @@ def joined(place: World | None) -> Iterator[World]:
     if missing:
         raise ConfigError(missing)
     with quiet_output(place), connect(place) as world:
-        watch = world.watch
-        assert watch is not None
         if world.is_main:
-            watch.ended = complain
+            world.watch.ended = complain
         try:
             yield world
         except BaseException as error:
@@ -168,20 +166,18 @@ def quiet_output(place: World) -> Iterator[None]:
 
 def together(world: ConnectedWorld, error: BaseException) -> BaseException:
     """Announce a failure; returns the one that came first, as this process should raise it."""
-    watch = world.watch
-    assert watch is not None
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it once the first of them has gone
     code = exit_code(error)
     if code == Interrupted.exit_code and not world.is_main:
         time.sleep(LINGER)  # all were asked to stop; the first process has more to finish, and its end ends this one
-    watch.close()
+    world.watch.close()
     known, own = world.first_failure(error), str(error) or type(error).__name__
     if not world.is_main:
         if known is None and not isinstance(error, SimpleTunerError):
             logger.error("Process %d failed.", world.rank, exc_info=error)
             own = f"{type(error).__name__}: {own} (the traceback is in debug.log)"
         own = f"Process {world.rank} on {socket.gethostname()}: {own}"
-    first, first_code = watch.fail(known or own, code)
+    first, first_code = world.watch.fail(known or own, code)
     # Until the others have noticed: the first process may hold their store, and prints what another one announces.
     time.sleep(2 * POLL_SECONDS if world.is_main else LINGER)
     if not world.is_main:
@@ -191,7 +187,7 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
 
 def shared_events(events: EventStream, world: World, total_steps: int) -> EventStream:
     """The stream of this process: a stop that one process is asked for stops all, and a failure ends the records."""
-    if isinstance(world, ConnectedWorld) and world.watch is not None:
+    if isinstance(world, ConnectedWorld):
         watch, stop = world.watch, events.stop
 
         def ended(message: str, code: int) -> None:
