@@ -37,6 +37,12 @@ def make_request(output_dir: Path, request: Request) -> None:
     (folder / request).touch()
 
 
+def expect_requests(output_dir: Path) -> None:
+    """Make the folder that requests are made in, and discard those made to an earlier session."""
+    (output_dir / FOLDER).mkdir(exist_ok=True)
+    take_requests(output_dir)
+
+
 def take_requests(output_dir: Path) -> list[Request]:
     """The requests since the last call; their files are removed. Other files stay."""
     return [request for request in REQUESTS if take_request(output_dir, request)]
