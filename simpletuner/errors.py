@@ -79,6 +79,12 @@ class Interrupted(SimpleTunerError):
     exit_code = 130
 
 
+def full_text(error: BaseException) -> str:
+    """The message of an error and its notes, such as where the details of a failure are."""
+    text, notes = str(error) or type(error).__name__, vars(error).get("__notes__", ())
+    return ". ".join([text.removesuffix("."), *notes]) if notes else text
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word most similar to `word`, or None if nothing comes close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)

@@ -15,7 +15,7 @@ from typer.exceptions import TyperException
 
 from simpletuner.atomic import DISK_FULL_CODES, READ_ONLY_CODES
 from simpletuner.cli import cache, caption, examples, help, publish, sample, server, train
-from simpletuner.errors import ConfigError, SimpleTunerError
+from simpletuner.errors import ConfigError, SimpleTunerError, full_text
 from simpletuner.redaction import redact
 
 USAGE = 2
@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _complain_about_problems(error)
     except SimpleTunerError as error:
-        return _complain(f"error: {error}" if error.exit_code == USAGE else str(error), error.exit_code)
+        text = full_text(error)
+        return _complain(f"error: {text}" if error.exit_code == USAGE else text, error.exit_code)
     except BrokenPipeError:
         # The reader of a pipe (head, less) is gone. The flush of stdout at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno in READ_ONLY_CODES | DISK_FULL_CODES:
             return _complain(f"error: {error.filename or 'writing'}: {error.strerror}.", USAGE)
         print(redact(traceback.format_exc()), file=sys.stderr, end="")
-        return _complain(f"{type(error).__name__}: {error}", 1)
+        return _complain(f"{type(error).__name__}: {full_text(error)}", 1)
     if code == INTERRUPTED:
         return _complain("Interrupted.", INTERRUPTED)
     return code if isinstance(code, int) else 0

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, shorten
+from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, full_text, shorten
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.world import LOST, POLL_SECONDS, ConnectedWorld, World, connect, settle_meeting
@@ -168,10 +168,11 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
     """Announce a failure; returns the one that came first, as this process should raise it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it once the first of them has gone
     code = exit_code(error)
-    if code == Interrupted.exit_code and not world.is_main:
-        time.sleep(LINGER)  # all were asked to stop; the first process has more to finish, and its end ends this one
+    at_once = code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError))
+    if at_once and not world.is_main:
+        time.sleep(LINGER)  # all end at once; the first process has more to finish, and its end ends this one
     world.watch.close()
-    known, own = world.first_failure(error), str(error) or type(error).__name__
+    known, own = world.first_failure(error), full_text(error)
     if not world.is_main:
         if known is None and not isinstance(error, SimpleTunerError):
             logger.error("Process %d failed.", world.rank, exc_info=error)

@@ -56,11 +56,15 @@ def train(
         int | None,
         typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535),
     ] = None,
+    replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the step that left FOLDER.")] = None,
+    bisect: Annotated[bool, typer.Option("--bisect", help="With --replay: find the sample at fault.")] = False,
 ) -> None:
     """Train with config/config.json, or another file.
 
     --config FILE uses that file, env=NAME config/NAME/config.json, example=NAME a packaged example.
     """
+    if (bisect and replay is None) or (replay is not None and (dry_run or page or page_port)):
+        raise UserError("--bisect needs --replay FOLDER, which goes without --dry-run and --page.")
     arguments, problems = parse_settings(context.args)
     if dry_run:
         _show_plan(arguments, problems)
@@ -71,6 +75,9 @@ def train(
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if replay is not None:
+        _replay(replay, arguments, problems, bisect)
+        return
     place, port = launched(os.environ), (page_port or PORT) if page or page_port else None
     if place is None:
         with uncollected():
@@ -83,6 +90,19 @@ def train(
     with joined(place) as world:
         plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed), problems))
         _train(world, plan, budget, port)
+
+
+def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect: bool) -> None:
+    """Repeat a step that failed; exits with 1 if it fails again."""
+    from simpletuner.reporting.log import setup_logging
+    from simpletuner.reporting.progress import shown_events
+
+    setup_logging(None)
+    with shown_events() as events:
+        with events.phase("Loading torch"):
+            from simpletuner.run.replay import prepare, replay_step
+        if replay_step(*prepare(folder, arguments, problems), events, bisect=bisect):
+            raise typer.Exit(1)
 
 
 def _train(world: World, plan: Plan, budget: Budget, port: int | None) -> None:

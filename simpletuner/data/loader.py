@@ -87,6 +87,15 @@ class BatchLoader:
         self.close()
         self.epoch, self.index = state["epoch"], state["position"]
 
+    def planned(self, state: dict[str, Any], count: int) -> list[PlannedBatch]:
+        """The next `count` batches after a position, as planned."""
+        epoch, index, found = state["epoch"], state["position"], list[PlannedBatch]()
+        while len(found) < count:
+            batches = self.sampler.batches(epoch)
+            found += [batches[each] for each in range(index, len(batches))[: count - len(found)]]
+            epoch, index = epoch + 1, 0
+        return found
+
     def close(self) -> None:
         """Stop reading ahead."""
         if self._supply is not None:

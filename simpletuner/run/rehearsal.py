@@ -58,7 +58,7 @@ def rehearse(
     samples = planned.samples
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
     title = f"the largest micro-step ({len(samples)} x {width}x{height}{frames})"
-    with _unchanged(assembly):
+    with unchanged(assembly):
         yield _measure(assembly, budget, title, "training", lambda: rehearse_micro_step(assembly, read(planned)))
     if validation.subjects:
         yield _measure(assembly, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
@@ -70,7 +70,7 @@ def _size(planned: PlannedBatch) -> int:
     return len(planned.samples) * planned.samples[0].frames * width * height
 
 
-def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], None]) -> Rehearsal:
+def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], object]) -> Rehearsal:
     expected = max((each.device for each in budget.phases if each.name.startswith(phase)), default=0.0)
     on_gpu = assembly.accelerator.device.type == "cuda"
     if on_gpu:
@@ -101,7 +101,7 @@ def coming_state(assembly: Assembly, budget: Budget) -> float:
 
 
 @contextmanager
-def _unchanged(assembly: Assembly) -> Iterator[None]:
+def unchanged(assembly: Assembly) -> Iterator[None]:
     """Restore random states and the techniques' state afterwards, and clear the gradients."""
     states = random_states()
     kept = [copy.deepcopy(technique.state_dict()) for technique in assembly.techniques]

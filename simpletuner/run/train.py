@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch
+from accelerate import Accelerator
 
 from simpletuner.atomic import sweep_files, sweep_folders
 from simpletuner.budget.budget import Budget
@@ -21,7 +22,7 @@ from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.data.loader import BatchLoader
-from simpletuner.errors import Interrupted
+from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import feature_kinds, text_folder
@@ -30,7 +31,8 @@ from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
 from simpletuner.reporting.upload import Destination
-from simpletuner.run.caches import build_adapter, prepare_caches
+from simpletuner.run.autopsy import Doing, autopsied
+from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches
 from simpletuner.run.publish import publish_result, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
@@ -80,7 +82,8 @@ def _run(
 ) -> None:  # fmt: skip
     prepare_machine(plan)
     accelerator = make_accelerator()
-    device, config = accelerator.device, plan.config
+    device, config, doing = accelerator.device, plan.config, Doing()
+    events.subscribe(doing)
     adapter = build_adapter(plan)
     if world.is_main:
         plan.output_dir.mkdir(parents=True, exist_ok=True)
@@ -93,14 +96,7 @@ def _run(
     # Measured before the transformer is loaded: it needs memory, too.
     dtype = DTYPES[transformer_dtype(config.precision)]
     rates = device_rates(plan.output_dir, device, dtype) if world.is_main else None
-    with events.phase("Loading the transformer", stage="init_load_base_model"):
-        techniques = [technique.build() for technique in plan.techniques]
-        assembly = assemble(config, training_spec(plan), adapter, techniques, accelerator, world)
-    ema = Ema(assembly.parameters, config.ema, device) if config.ema.use_ema else None
-    dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
-    reader = BatchReader(caches.catalogue, dropout, plan.seed, caches.restore, caches.encode, features)
-    loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
-    state = begin(plan, assembly, loader, ema)
+    assembly, ema, reader, loader, state = load(plan, caches, accelerator, events, world)
     if plan.resume:
         events.say(f"Continuing from {plan.resume.path.name}")
 
@@ -115,7 +111,10 @@ def _run(
                 for tried in rehearse(assembly, loader.sampler.batches(loader.epoch), reader, validation, budget):
                     events.say(str(tried))
         total_steps = plan.length.total_steps
-        with stop_on_interrupt(events, lambda: StateChanged("stopping", state.global_step, total_steps, STOPPING)):
+        with (
+            autopsied(session, assembly, state, doing),
+            stop_on_interrupt(events, lambda: StateChanged("stopping", state.global_step, total_steps, STOPPING)),
+        ):
             train(assembly, loader, state, callbacks, events.stop)
         note = weight_note(plan, state)
         result = publish_result(plan, assembly, ema, note, lambda: reader(loader.sampler.batches(loader.epoch)[0]))
@@ -125,6 +124,21 @@ def _run(
         events.publish(StateChanged("finished", state.global_step, total_steps, lines))
 
 
+def load(
+    plan: Plan, caches: CacheFiller, accelerator: Accelerator, events: EventStream, world: World
+) -> tuple[Assembly, Ema | None, BatchReader, BatchLoader, TrainState]:
+    """Everything that takes part in training, in the state in which this session starts."""
+    config = plan.config
+    with events.phase("Loading the transformer", stage="init_load_base_model"):
+        techniques = [technique.build() for technique in plan.techniques]
+        assembly = assemble(config, training_spec(plan), caches.adapter, techniques, accelerator, world)
+    ema = Ema(assembly.parameters, config.ema, accelerator.device) if config.ema.use_ema else None
+    dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
+    reader = BatchReader(caches.catalogue, dropout, plan.seed, caches.restore, caches.encode, features)
+    loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
+    return assembly, ema, reader, loader, begin(plan, assembly, loader, ema)
+
+
 @contextmanager
 def announced_end(events: EventStream, total_steps: int, world: World) -> Iterator[None]:
     """Publish if the run fails or is interrupted, so that all records are closed and say so."""
@@ -132,7 +146,7 @@ def announced_end(events: EventStream, total_steps: int, world: World) -> Iterat
         yield
     except BaseException as error:
         how: RunState = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        message = world.first_failure(error) or str(error) or type(error).__name__
+        message = world.first_failure(error) or full_text(error)
         events.publish(StateChanged(how, events.step, total_steps, message))
         raise
 

@@ -48,12 +48,13 @@ def train(
     assembly.transformer.train()
     _tell(callbacks, lambda callback: callback.on_train_start(assembly, state))
     while state.global_step < assembly.settings.total_steps and not assembly.world.any(stop.requested):
-        position = loader.state_dict()
+        state.data_before = before = loader.state_dict()
         try:
             report = optimizer_step(assembly, loader, state.global_step)
         except Interrupted:  # while the new crops of an epoch were being encoded, so the step has not happened
-            loader.load_state_dict(position)  # its first micro-batches will be read again
+            loader.load_state_dict(before)  # its first micro-batches will be read again
             break
+        state.data_before = None
         state.global_step, state.epoch = report.step, report.epoch
         _tell(callbacks, lambda callback: callback.on_step_end(assembly, state, report))  # noqa: B023 - called at once
         state.epochs_done = report.epochs_done

@@ -44,11 +44,13 @@ class TrainState:
         global_step: optimizer steps done.
         epoch: epoch of the last sample, counted from 1.
         epochs_done: completed epochs.
+        data_before: position in the data before the step in progress; None between two steps.
     """
 
     global_step: int = 0
     epoch: int = 1
     epochs_done: int = 0
+    data_before: dict[str, Any] | None = None
 
     def passed(self, interval: int | None, report_epochs_done: int) -> bool:
         """Whether the last step completed an epoch that is a multiple of `interval`."""

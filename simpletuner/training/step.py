@@ -227,10 +227,12 @@ def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) 
         torch._foreach_mul_([local(each.grad) for each in parameters if each.grad is not None], factor)
 
 
-def rehearse_micro_step(assembly: Assembly, batch: Batch) -> None:
-    """Forward and backward of one micro-batch as in step 0; the caller clears the gradients."""
+def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0) -> HostLosses:
+    """Forward and backward of one micro-batch as at a place in the run; the caller clears the gradients."""
+    losses = _Losses()
     assembly.transformer.train()
-    run_micro_step(assembly, batch.to(assembly.accelerator.device), 0, 0, _Losses())
+    run_micro_step(assembly, batch.to(assembly.accelerator.device), global_step, micro_step, losses)
+    return losses.on_host()
 
 
 def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: _Losses) -> None:

@@ -80,7 +80,7 @@ class Counting(Technique):
 def test_techniques_forget_it(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint, Counting())
     (technique,) = assembly.techniques
-    with rehearsal._unchanged(assembly):
+    with rehearsal.unchanged(assembly):
         technique.seen = 1  # type: ignore[attr-defined]
     assert technique.state_dict() == {"seen": 0}
 

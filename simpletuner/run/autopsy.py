@@ -1,0 +1,198 @@
+"""What a failed run leaves behind: `output_dir/failures/step-<n>/`, from which `run.replay` repeats the step.
+
+failure.json    the cause, the step and its samples, settings, versions, memory, the last metrics
+config.json     what the user had set, as a config file for the same working directory
+traceback.txt
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+
+from simpletuner.atomic import build_folder, write_atomically, write_json
+from simpletuner.caching.read import BatchReader
+from simpletuner.caching.shrink import is_out_of_memory
+from simpletuner.data.sampler import PlannedBatch
+from simpletuner.errors import Interrupted, NonFiniteError, UserError, WriteError
+from simpletuner.plan.build import Plan
+from simpletuner.redaction import HIDDEN, redact, redact_settings
+from simpletuner.reporting.environment import describe_environment
+from simpletuner.reporting.events import Event, PhaseEnded, PhaseStarted, StepDone
+from simpletuner.reporting.metrics import METRICS_FILE, read_steps
+from simpletuner.run.rehearsal import unchanged
+from simpletuner.run.watchers import Session, identity_of
+from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite, watched_outputs
+from simpletuner.training.manifest import Checkpoint, find_checkpoints
+from simpletuner.training.recorder import peak_memory
+from simpletuner.training.state import Assembly, TrainState
+from simpletuner.training.step import clip_gradients, rehearse_micro_step
+
+FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
+LAST_STEPS = 20  # rows of the record in a failure's folder
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The content of `failure.json`.
+
+    Attributes:
+        cause: in one line.
+        advice: the change that helps, and for NaN the first module whose output it was in.
+        step: that failed, counted from 1; between two steps, the one before.
+        batches: the samples of the step by micro-batch; empty if it failed between two steps.
+        checkpoint: the one to start from; None for the beginning.
+        facts: settings, versions, models and data; what is different makes another run.
+        metrics: the last rows of the record.
+        memory: in bytes, what the plan expected by phase and the peak at the end of each, and the state of a GPU's
+            allocator.
+    """
+
+    cause: str
+    advice: str
+    step: int
+    batches: list[dict[str, Any]]
+    checkpoint: str | None
+    facts: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    memory: dict[str, Any]
+
+
+@dataclass
+class Doing:
+    """Subscriber that knows what a run does, and how much memory it had needed at the end of each phase."""
+
+    phase: str = ""
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case PhaseStarted():
+                self.phase = event.title
+            case PhaseEnded():
+                self.peaks[event.phase.title] = peak_memory()
+            case StepDone():
+                self.phase, self.peaks["training"] = f"what follows step {event.step}", peak_memory()
+
+
+@contextmanager
+def autopsied(session: Session, assembly: Assembly, state: TrainState, doing: Doing) -> Iterator[None]:
+    """Leave a folder about a failure in this context, and add to the error where it is.
+
+    A full disk or the failure of another process leaves none. A failure of its own is only logged.
+    """
+    try:
+        yield
+    except Exception as error:
+        world = assembly.world
+        # Of NaN all processes learn at the same time, and each fails of its own accord.
+        own = isinstance(error, NonFiniteError) or world.first_failure(error) is None
+        if world.is_main and own and not isinstance(error, Interrupted | WriteError):
+            try:
+                with world.undisturbed():
+                    error.add_note(_leave(session, assembly, state, doing, error))
+            except Exception as failed:  # noqa: BLE001 - it must not hide why the run failed
+                session.events.say(f"There is no folder about this failure: {failed}", warning=True)
+        raise
+
+
+def _leave(session: Session, assembly: Assembly, state: TrainState, doing: Doing, error: Exception) -> str:
+    """Write the folder; returns what to add to the message."""
+    plan, done, before = session.plan, state.global_step, state.data_before
+    step, batches = done + (before is not None), list[PlannedBatch]()
+    if before is not None:
+        batches = session.loader.planned(before, assembly.settings.accumulation)
+    during = f"step {step}" if batches else doing.phase
+    cause, advice = cause_of(error, during, assembly, session.reader, batches, done)
+    start, rows = checkpoint_before(plan, done), read_steps(plan.output_dir / METRICS_FILE)[-LAST_STEPS:]
+    memory = {
+        "planned": [asdict(each) for each in session.budget.phases],
+        "peaks": {**doing.peaks, "at the failure": peak_memory()},
+        "allocator": torch.cuda.memory_summary().splitlines() if torch.cuda.is_available() else [],
+    }
+    samples, origin = [_describe(each) for each in batches], str(start.path) if start else None
+    failure = Failure(cause, advice, step, samples, origin, facts_of(plan), rows, memory)
+    names = (f"{FOLDER}/step-{step}{f'-{number}' if number > 1 else ''}" for number in count(1))
+    folder = next(path for name in names if not (path := plan.output_dir / name).exists())
+    with build_folder(folder) as unfinished:
+        write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
+        write_json(unfinished / CONFIG_FILE, _explicit_settings(plan))
+        write_atomically(unfinished / "traceback.txt", redact("".join(traceback.format_exception(error))))
+    return " ".join(filter(None, (advice, f"What happened: {folder}")))
+
+
+def cause_of(
+    error: Exception, during: str, assembly: Assembly, reader: BatchReader, batches: Sequence[PlannedBatch], done: int
+) -> tuple[str, str]:
+    """Why a run failed, in one line, and the change that helps.
+
+    Args:
+        batches: micro-batches of the step that failed, as planned.
+        done: steps done before it.
+    """
+    if is_out_of_memory(error):
+        return f"Out of memory in {during}.", "Lower resolution, frames or train_batch_size, or set offload auto."
+    if not isinstance(error, UserError | NonFiniteError):
+        return f"{type(error).__name__}: {error}".splitlines()[0], "Start again to continue from the last checkpoint."
+    if isinstance(error, UserError) or not batches:  # which say what helps
+        return str(error), ""
+    # Several processes would have to repeat the step together.
+    module = first_not_finite(assembly, reader, batches, done) if assembly.world.size == 1 else None
+    bf16 = " or mixed_precision bf16" if assembly.scaler.is_enabled() else ""
+    advice = f"Continue from the last checkpoint with a lower learning_rate{bf16}, or leave out a file at fault."
+    return str(error), f"The first module whose output is not finite is {module}. {advice}" if module else advice
+
+
+def first_not_finite(assembly: Assembly, reader: BatchReader, batches: Sequence[PlannedBatch], done: int) -> str | None:
+    """Repeat the micro-steps of a step; returns the first module whose output is NaN or infinite."""
+    with watched_outputs(assembly.transformer) as modules:
+        for micro_step, planned in enumerate(batches):
+            with suppress(NonFiniteError):
+                attempt(assembly, reader, planned, done, micro_step)
+    return modules[0] if modules else None
+
+
+def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done: int, micro_step: int) -> None:
+    """Forward and backward of a micro-batch after `done` steps of the run, without compilation; nothing is changed.
+
+    Raises:
+        NonFiniteError: the loss or the gradient is NaN or infinite.
+    """
+    with unchanged(assembly), torch.compiler.set_stance("force_eager"):
+        losses = rehearse_micro_step(assembly, reader(planned), done, micro_step)
+        stop_if_losses_not_finite(losses.total, losses.names)
+        every = assembly.parameters | assembly.module_parameters
+        sizes = clip_gradients(every.values(), assembly.settings.optimizer).values()
+        stop_if_gradients_not_finite(sizes, every, assembly.scaler, losses.names)
+
+
+def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
+    """The newest checkpoint with at most this many steps done."""
+    known = [*find_checkpoints(plan.output_dir)[0], *([plan.resume] if plan.resume else [])]
+    before = (each for each in known if each.step <= step)
+    return max(before, key=lambda each: (each.step, not each.rolling), default=None)
+
+
+def facts_of(plan: Plan) -> dict[str, Any]:
+    """What a repetition depends on, by name: every setting without secrets, versions, models and data."""
+    identity = identity_of(plan)
+    found = identity.weights | identity.order | {"content of the data": identity.datasets, "seed": plan.seed}
+    return redact_settings(plan.config.flat()) | describe_environment() | found
+
+
+def _explicit_settings(plan: Plan) -> dict[str, Any]:
+    values = redact_settings(plan.config.flat()).items()
+    mine = {key: value for key, value in values if plan.config.is_explicit(key) and value != HIDDEN}
+    return mine | {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}
+
+
+def _describe(planned: PlannedBatch) -> dict[str, Any]:
+    each = zip(planned.samples, planned.captions, planned.slots, strict=True)
+    samples = [{"name": sample.full_name, "caption": caption, "slot": slot} for sample, caption, slot in each]
+    return {"size": planned.size, "frames": planned.samples[0].frames, "samples": samples}

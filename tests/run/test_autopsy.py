@@ -1,0 +1,231 @@
+"""What a failed run leaves behind, and the repetition of its step from that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner.budget.ready import weigh_plan
+from simpletuner.caching.fill import write_latents
+from simpletuner.caching.read import CacheStore
+from simpletuner.cli.train import parse_settings
+from simpletuner.run import autopsy
+from simpletuner.run import train as run_train
+from simpletuner.training import step
+from tests import processes
+from tests.workspace import DATASETS, Workspace
+
+SETTINGS: dict[str, Any] = {
+    "max_train_steps": 8,
+    "checkpoint_step_interval": 2,
+    "gradient_accumulation_steps": 2,
+    "lora_dropout": 0.1,
+    "caption_dropout_probability": 0.3,
+}
+TOKEN = "hf_abcdefghijklmnopqrstuvwx"
+Loss = Callable[[torch.Tensor, Any, Any], torch.Tensor]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any, torch.Tensor], None]], None]:
+    """Lets a function see each noisy batch and its loss, to fail as it likes."""
+    original: Loss = step.elementwise_loss
+
+    def install(look: Callable[[Any, torch.Tensor], None]) -> None:
+        def loss(prediction: torch.Tensor, noisy: Any, config: Any) -> torch.Tensor:
+            value = original(prediction, noisy, config)
+            look(noisy, value)
+            return value
+
+        monkeypatch.setattr(step, "elementwise_loss", loss)
+
+    return install
+
+
+def only_failure(workspace: Workspace) -> tuple[Path, dict[str, Any]]:
+    (folder,) = workspace.path("output/failures").iterdir()
+    return folder, json.loads((folder / "failure.json").read_text())
+
+
+def files_of(workspace: Workspace) -> dict[str, bytes]:
+    output = workspace.path("output")
+    return {str(path.relative_to(output)): path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+
+def poison(workspace: Workspace, name: str) -> Path:
+    """Write numbers that overflow into the cached latents of a picture; returns the folder of the cache."""
+    assert workspace.run("cache", "fill") == 0
+    with workspace.inside():
+        listing = weigh_plan(*parse_settings([]))[1].listing
+        assert listing is not None
+        (entry,) = [each for each in listing.latents if each.sample.name == name]
+        latents = CacheStore(entry.folder).read(entry.key.digest())["latents"]
+        write_latents(entry, torch.full_like(latents, 3e38))
+        return entry.folder.absolute()
+
+
+def test_a_poisoned_sample_is_named_found_again_and_gone_when_mended(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace.write_config(max_train_steps=8, checkpoint_step_interval=2)
+    cache = poison(workspace, "p7.png")
+    assert workspace.train("hub_model_id=someone/else", "learning_rate=2e-3") == 1
+    folder, failure = only_failure(workspace)
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.endswith(str(folder.relative_to(workspace.folder)))
+    assert "The first module whose output is not finite is " in message
+    assert "pictures/p7.png" in failure["cause"]
+    samples = [sample for batch in failure["batches"] for sample in batch["samples"]]
+    assert "pictures/p7.png" in [sample["name"] for sample in samples]
+    assert folder.name == f"step-{failure['step']}"
+    assert [row["step"] for row in failure["metrics"]] == list(range(1, failure["step"]))
+    assert {"planned", "peaks"} <= failure["memory"].keys()
+    assert "NonFiniteError" in (folder / "traceback.txt").read_text()
+    assert json.loads((folder / "config.json").read_text())["learning_rate"] == 2e-3
+
+    before = files_of(workspace)
+    assert workspace.train("--replay", str(folder), "--bisect") == 1
+    shown = capsys.readouterr().out
+    assert "fails again, with the same cause" in shown
+    assert "Fails on its own: pictures/p7.png" in shown
+    assert "was" not in shown, "nothing has changed"
+    assert files_of(workspace) == before
+
+    for path in cache.rglob("*.safetensors*"):
+        path.unlink()
+    assert workspace.train("--replay", str(folder), "lora_dropout=0.2") == 0
+    shown = "".join(capsys.readouterr())
+    assert f"Step {failure['step']} does not fail now." in shown
+    assert "lora_dropout was 0.0 and is 0.2 now." in shown
+
+
+def test_the_same_step_bit_for_bit(workspace: Workspace, failing: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def crash(noisy: Any, loss: torch.Tensor) -> None:
+        if (noisy.place.global_step, noisy.place.micro_step) == (3, 1):
+            raise RuntimeError(f"The loss of {noisy.batch.names} is {loss.tolist()!r} with {TOKEN}")
+
+    failing(crash)
+    workspace.write_config(**SETTINGS)
+    workspace.write_datasets([DATASETS[0], {key: value for key, value in DATASETS[1].items() if key != "cache_dir"}])
+    assert workspace.train() == 1
+    folder, failure = only_failure(workspace)
+    before = files_of(workspace)
+    assert (failure["step"], Path(failure["checkpoint"]).name) == (4, "checkpoint-2")
+    capsys.readouterr()
+    assert workspace.train("--replay", str(folder)) == 1
+    shown = capsys.readouterr().out
+    assert "Repeating step 4 from checkpoint-2" in shown
+    assert "Step 4 fails again, with the same cause: RuntimeError: The loss of" in shown
+    assert "Encoding" not in shown
+    assert not any(TOKEN.encode() in path.read_bytes() for path in folder.iterdir())
+    assert files_of(workspace) == before
+
+    failing(lambda noisy, loss: loss.detach().fill_(float("nan")))
+    assert workspace.train("--replay", str(folder)) == 1
+    assert "Step 3 fails already" in capsys.readouterr().out
+
+
+def test_memory_that_only_the_whole_batch_exceeds(
+    workspace: Workspace, failing: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exceed(noisy: Any, loss: torch.Tensor) -> None:
+        if len(noisy.batch.names) == 2 and noisy.place.global_step == 1:
+            raise torch.OutOfMemoryError("Tried to allocate 12.34 GiB")
+
+    failing(exceed)
+    assert workspace.train() == 1
+    folder, failure = only_failure(workspace)
+    assert failure["cause"] == "Out of memory in step 2."
+    assert "train_batch_size" in capsys.readouterr().err.splitlines()[-1]
+    assert workspace.train("--replay", str(folder), "--bisect") == 1
+    shown = capsys.readouterr().out
+    assert "with the same cause: Out of memory" in shown
+    assert "No sample fails on its own, but together: pictures/" in shown
+
+
+def test_a_file_damaged_after_the_plan_and_then_a_module(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = run_train.load
+
+    def damage(*given: Any) -> Any:
+        for path in workspace.path("datasets/pictures").glob("*.png"):
+            path.write_bytes(path.read_bytes()[:100])
+        return original(*given)
+
+    monkeypatch.setattr(run_train, "load", damage)
+    whole = {path: path.read_bytes() for path in workspace.path("datasets/pictures").iterdir()}
+    assert workspace.train("vae_cache_ondemand=true") == 2
+    folder, failure = only_failure(workspace)
+    assert "datasets/pictures/p" in failure["cause"]
+    assert str(folder.relative_to(workspace.folder)) in capsys.readouterr().err
+    for path, content in whole.items():
+        path.write_bytes(content)
+
+    def break_a_module(*given: Any) -> Any:
+        parts = original(*given)
+        layer = parts[0].transformer.get_submodule("visual_transformer_blocks.1.feed_forward")
+        layer.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+        return parts
+
+    monkeypatch.setattr(run_train, "load", break_a_module)
+    assert workspace.train() == 1
+    assert workspace.path("output/failures/step-1-2").is_dir(), "beside the other"
+    assert "whose output is not finite is visual_transformer_blocks.1.feed_forward." in capsys.readouterr().err
+
+
+def test_two_processes_leave_one_folder_and_one_process_repeats_their_step(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace.write_config(max_train_steps=8, train_batch_size=1)
+    poison(workspace, "p7.png")
+    assert processes.train(workspace, 2) == [1, 1]
+    folder, _ = only_failure(workspace)
+    assert processes.printed(workspace).strip().endswith(str(folder.relative_to(workspace.folder)))
+    capsys.readouterr()
+    assert workspace.train("--replay", str(folder)) == 2
+    advice = "num_processes=1 train_batch_size=2"
+    assert advice in capsys.readouterr().err
+    assert workspace.train("--replay", str(folder), "--bisect", *advice.split()) == 1
+    shown = capsys.readouterr().out
+    assert "fails again" in shown
+    assert "Fails on its own: pictures/p7.png" in shown
+
+
+def test_no_folder_without_a_failure_and_its_own_failure_hides_nothing(
+    workspace: Workspace, failing: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def act(noisy: Any, loss: torch.Tensor) -> None:
+        raise errors.pop()
+
+    errors: list[BaseException] = [ValueError("the first"), KeyboardInterrupt()]
+    failing(act)
+    assert workspace.train("learning_rte=1") == 2
+    assert workspace.train() == 130
+    monkeypatch.setattr(autopsy, "describe_environment", lambda: 1 / 0)
+    assert workspace.train() == 1
+    assert "ValueError: the first" in capsys.readouterr().err
+    assert not workspace.path("output/failures").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(None, "cannot be read"), ("{}", "is damaged"), ('{"step": 1', "is damaged")],
+)
+def test_a_folder_that_cannot_be_replayed(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], content: str | None, expected: str
+) -> None:
+    folder = workspace.path("elsewhere")
+    folder.mkdir()
+    if content is not None:
+        (folder / "failure.json").write_text(content)
+    assert workspace.train("--bisect") == 2
+    assert "--replay FOLDER" in capsys.readouterr().err
+    assert workspace.train("--replay", str(folder)) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert expected in line
