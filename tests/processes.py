@@ -56,7 +56,12 @@ def _run(rank: int, size: int, port: int, arguments: list[str]) -> None:
     os.environ.update(
         {name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    output = Path(f"rank{rank}.txt").open("w")  # noqa: SIM115 - until the process ends
+    run_into(f"rank{rank}.txt", arguments)
+
+
+def run_into(file: str, arguments: list[str]) -> None:
+    """`simpletuner <arguments>` as all that this process does; it and its children print into a file."""
+    output = Path(file).open("w")  # noqa: SIM115 - until the process ends
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     sys.exit(main(arguments))

@@ -53,7 +53,7 @@ DATASETS: list[dict[str, Any]] = [
 
 # Processes that start with everything imported, which takes longer than a tiny run.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.conftest", "tests.training.sharded_run"])
+FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
 @dataclass

@@ -1,0 +1,20 @@
+# ruff: noqa: F401
+"""What processes of tests are forked with: everything that a run imports, out of the garbage collector's sight.
+
+A run collects after each encoder that it releases; looking through torch takes longer than the rest of a tiny run.
+"""
+
+import gc
+
+import diffusers.guiders
+import PIL.ImageDraw
+import PIL.ImageFont
+import torch.profiler
+
+import simpletuner.budget.ready
+import simpletuner.run.train
+import tests.conftest
+import tests.training.sharded_run
+
+gc.collect()
+gc.freeze()
