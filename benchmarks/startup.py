@@ -135,15 +135,16 @@ def main() -> None:
     measured: dict[str, list[Usage]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run(
-            [sys.executable, "-c", MAKE_FOLDER, name], check=True, env=environment, stderr=subprocess.DEVNULL
-        )
         timed = {
             title: command
             for title, command in commands(folder).items()
             if title == UNIT or not options.only or title in options.only
         }
+        if any(command.folder == folder / "run" for command in timed.values()):
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            subprocess.run(
+                [sys.executable, "-c", MAKE_FOLDER, name], check=True, env=environment, stderr=subprocess.DEVNULL
+            )
         for number in range(options.rounds + 1):
             for title, command in timed.items():
                 usage = command.run(options.python)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compile_graphs, many_files
+from benchmarks import compile_graphs, many_files, startup
 from benchmarks.models import SHAPES
 from tests.workspace import Workspace
 
@@ -26,7 +26,7 @@ SMALLEST = {
     "planned_peak": "--size tiny",
     "startup": "--only help",
     "step": "--size tiny --batches 1 --steps 1",
-    "text_cache": "--captions 1",
+    "text_cache": "--captions 1 --kinds pictures sana",
     "tread": "",
     "webhooks": "--size tiny --steps 1",
 }
@@ -52,6 +52,14 @@ def test_it_runs(
     assert ratios
     assert all(len(ratio["rounds"]) >= 1 and min(ratio["rounds"]) >= 0 for ratio in ratios)
     assert ratios[0]["name"] in capsys.readouterr().out
+
+
+def test_the_folder_that_start_up_is_timed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path)])
+    exec(startup.MAKE_FOLDER, {})
+    folders = {command.folder for command in startup.commands(tmp_path).values()}
+    assert Workspace(tmp_path / "run").run("plan") == 0
+    assert tmp_path / "run" in folders
 
 
 def test_generated_files_are_all_cached(
