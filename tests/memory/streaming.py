@@ -69,11 +69,11 @@ class Trained:
 
     def __init__(
         self, *, checkpointing: bool = True, interval: int | None = None, block_inputs: BlockInputs | None = None,
-        prepare: Any = None, compiled: str | None = None, dtype: torch.dtype = torch.float32,
+        prepare: Any = None, compiled: str | None = None, dtype: torch.dtype = torch.float32, blocks: int = BLOCKS,
     ) -> None:  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.model: nn.Module = build_kandinsky(visual_blocks=BLOCKS - 1)
+            self.model: nn.Module = build_kandinsky(visual_blocks=blocks - 1)
             self.latents, self.pooled = torch.randn(2, 1, 4, 4, 16), torch.randn(2, WIDTH)
             self.texts: tuple[Tensor, ...] = torch.randn(5, WIDTH), torch.randn(3, WIDTH)  # of two lengths
         for name, parameter in self.model.named_parameters():
