@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,7 @@ def test_with_files_the_plan_has_nothing_to_say(
     name: str, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12))
     workspace = Workspace(tmp_path)
     for entry in read(name, "multidatabackend.json"):
         if entry["dataset_type"] == "video":
