@@ -309,7 +309,6 @@ LAUNCHERS = (
     ),
     Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-MEETING = ("MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT, PORTS = 20000, 20000
 
 
@@ -343,7 +342,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
     """Set what torch and accelerate need to know for `env://`; returns what only the user knows."""
     here = place.local_size == place.size
-    job = int(environment.get("SLURM_JOB_ID", "0"))
+    job = _number(environment, "SLURM_JOB_ID") or 0
     first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or ("127.0.0.1" if here else "")
     found = {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
     values = {name: environment.get(name) or value for name, value in found.items()}

@@ -75,12 +75,14 @@ def launch_arguments(plan: Plan, command: list[str]) -> Any:
     """
     from accelerate.commands.launch import launch_command_parser
 
+    from simpletuner.budget.device import usable_cores
+
     launch, extra = plan.config.launch, os.environ.get(EXTRA, "")
-    here = launch.num_processes // launch.num_machines
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // launch.local_processes))
     words = [
         *("--multi_gpu", "--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--monitor_interval", "0.2"),
-        *("--num_cpu_threads_per_process", os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // here))),
+        *("--num_cpu_threads_per_process", threads),
     ]
     try:
         words += shlex.split(extra)
@@ -105,13 +107,6 @@ def launch_arguments(plan: Plan, command: list[str]) -> Any:
     return arguments
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    from simpletuner.budget.device import usable_cores
-
-    return usable_cores()
-
-
 @contextmanager
 def signals_passed_on() -> Iterator[None]:
     """Pass Ctrl-C and SIGTERM on to the processes, which stop as one process does: in sessions of their own, they do
@@ -132,15 +127,12 @@ def signals_passed_on() -> Iterator[None]:
 
 
 @contextmanager
-def joined(place: World | None) -> Iterator[World]:
+def joined(place: World) -> Iterator[World]:
     """This process's world; what ends one process ends all of them, and the first says why.
 
     Args:
-        place: as a launcher has set it; None for a process that was started by itself.
+        place: as a launcher has set it.
     """
-    if place is None:
-        yield World()
-        return
     missing = settle_meeting(place, os.environ)
     if missing:
         raise ConfigError(missing)
@@ -149,7 +141,7 @@ def joined(place: World | None) -> Iterator[World]:
             world.watch.ended = complain
         try:
             yield world
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the others must learn of it
             raise together(world, error) from error
 
 
@@ -246,14 +238,9 @@ def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Budget]
 
 def describe(plan: Plan) -> dict[str, str]:
     """What must be the same in all processes, by what a person would look at."""
-    from simpletuner.plan.resume import identify
     from simpletuner.reporting.environment import package_versions
 
-    config = plan.config
-    identity = identify(
-        config, plan.spec, plan.flavour, plan.source, plan.lora_targets,
-        seed=plan.seed, trained=plan.trained, versions=package_versions(),
-    )  # fmt: skip
+    config, identity = plan.config, plan.identity(package_versions())
     step = "the beginning" if plan.resume is None else plan.resume.path.name
     return {
         **{key: repr(value) for key, value in config.flat().items()},

@@ -50,11 +50,11 @@ from simpletuner.plan.checks import (
 )
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import as_launched, check_environment
-from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
+from simpletuner.plan.resume import check_resume, decide_seed, has_same_data, identify
 from simpletuner.reporting.events import RunningPhase
 from simpletuner.reporting.progress import shown_events
 from simpletuner.techniques.spec import TechniqueSpec, chosen_techniques
-from simpletuner.training.manifest import Checkpoint, result_step
+from simpletuner.training.manifest import Checkpoint, Identity, result_step
 from simpletuner.validation.adapters import adapter_runs, check_adapters
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
 from simpletuner.world import World
@@ -141,6 +141,11 @@ class Plan:
         if self.resume is None or self.resume.step < self.length.total_steps:
             return False
         return result_step(self.output_dir, self.config.model.model_type) == self.resume.step
+
+    def identity(self, versions: dict[str, str]) -> Identity:
+        """What tells the run from others, with these versions of packages."""
+        own = self.config, self.spec, self.flavour, self.source, self.lora_targets
+        return identify(*own, seed=self.seed, trained=self.trained, versions=versions)
 
     @cached_property
     def techniques(self) -> tuple[TechniqueSpec, ...]:

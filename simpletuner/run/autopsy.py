@@ -23,11 +23,11 @@ from simpletuner.data.sampler import PlannedBatch
 from simpletuner.errors import Interrupted, NonFiniteError, UserError, WriteError
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
-from simpletuner.reporting.environment import describe_environment
+from simpletuner.reporting.environment import describe_environment, package_versions
 from simpletuner.reporting.events import Event, PhaseEnded, PhaseStarted, StepDone
 from simpletuner.reporting.metrics import METRICS_FILE, read_steps
 from simpletuner.run.rehearsal import unchanged
-from simpletuner.run.watchers import Session, identity_of
+from simpletuner.run.watchers import Session
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite, watched_outputs
 from simpletuner.training.manifest import Checkpoint, find_checkpoints
 from simpletuner.training.recorder import peak_memory
@@ -181,7 +181,7 @@ def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
 
 def facts_of(plan: Plan) -> dict[str, Any]:
     """What a repetition depends on, by name: every setting without secrets, versions, models and data."""
-    identity = identity_of(plan)
+    identity = plan.identity(package_versions())
     found = identity.weights | identity.order | {"content of the data": identity.datasets, "seed": plan.seed}
     return redact_settings(plan.config.flat()) | describe_environment() | found
 

@@ -22,7 +22,6 @@ from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, preview_sources
-from simpletuner.plan.resume import identify
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.card import NOBODY
 from simpletuner.reporting.environment import package_versions
@@ -35,7 +34,6 @@ from simpletuner.run.uploads import Uploads
 from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema, EmaUpdater
 from simpletuner.training.loop import Callback
-from simpletuner.training.manifest import Identity
 from simpletuner.training.recorder import Recorder, RequestHandler
 from simpletuner.training.state import TrainState
 from simpletuner.validation.adapters import fetched_runs
@@ -158,18 +156,12 @@ def build_checkpoints(session: Session) -> CheckpointWriter:
         config=config.checkpoints,
         loader=session.loader,
         ema=session.ema,
-        identity=identity_of(plan),
+        identity=plan.identity(package_versions()),
         settings=redact_settings(config.flat()),
         events=session.events,
         note=lambda state: weight_note(plan, state),
         in_use=session.uploads.in_use,
     )
-
-
-def identity_of(plan: Plan) -> Identity:
-    """What tells the run from others."""
-    own = plan.config, plan.spec, plan.flavour, plan.source, plan.lora_targets
-    return identify(*own, seed=plan.seed, trained=plan.trained, versions=package_versions())
 
 
 def build_uploads(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Uploads:
