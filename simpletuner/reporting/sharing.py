@@ -44,11 +44,13 @@ class SharedPhase:
     def wait(self, size: int) -> None:
         """Show what the others do until all have finished; a request to stop reaches them as it reached this one."""
         finished = self.count("finished", 1)
-        while finished < size:
+        while True:
+            with suppress(Interrupted):
+                self.advance(0)  # also when this process is the last: others have advanced since it last looked
+            if finished >= size:
+                return
             time.sleep(POLL_SECONDS)
             finished = self.count("finished", 0)
-            with suppress(Interrupted):
-                self.advance(0)
 
 
 def share_work(

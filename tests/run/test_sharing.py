@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,6 +26,7 @@ from simpletuner.data.files import MediaError
 from simpletuner.errors import Interrupted
 from simpletuner.plan.entries import evaluated
 from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, Event, EventStream, MediaRendered, PhaseAdvanced
+from simpletuner.reporting.sharing import SharedPhase
 from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches
 from simpletuner.run.train import training_spec
 from simpletuner.run.watchers import build_subjects
@@ -166,6 +168,23 @@ def build(process: Process, filler: CacheFiller) -> tuple[Assembly, ValidationRu
         config.evaluation, samples, reader.read_sample, plan.seed, 4.0, ema, "comparison", process.events
     )
     return assembly, validation, evaluation
+
+
+def test_the_last_to_finish_shows_what_the_others_have_done() -> None:
+    seen: list[Event] = []
+    done = Counter(done=6, finished=1)  # of another process, since this one last looked
+
+    def count(name: str, by: int) -> int:
+        done[name] += by
+        return done[name]
+
+    with EventStream(seen.append).phase("Encoding pictures", 10, "pictures", CACHING) as phase:
+        shared = SharedPhase(phase, count)
+        shared.advance(4)
+        done["done"] += 3
+        shared.wait(2)
+    assert isinstance(seen[-2], PhaseAdvanced)
+    assert seen[-2].done == 13
 
 
 def run(*ranks: tuple[Workspace, int, int]) -> list[dict[str, Any]]:
