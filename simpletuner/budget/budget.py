@@ -18,6 +18,7 @@ from simpletuner.budget.estimate import (
     TrainingSetup,
     average_memory,
     frozen_bytes,
+    gradient_bytes,
     inputs_on_host_bytes,
     sampling_bytes,
     saving_bytes,
@@ -205,21 +206,22 @@ def _phases_of_one(config: RunConfig, parts: Parts, workload: Workload, setup: T
     streamed = 0.0 if on_disk else streamed_bytes(cost, setup)  # the processes of a machine share them
     waiting = HOST_BASE + streamed + here.kept
     trained, frozen = trained_bytes(cost, setup), frozen_bytes(cost, setup)
+    idle = trained - gradient_bytes(cost, setup)  # between two steps
     live = not all(kind.is_cached for technique in parts.techniques for kind in technique.features)
     for bucket in workload.buckets:
         load = parts.load(bucket)
         resident, teaching = _teacher_bytes(config, parts, bucket, vae) if live else (0.0, 0.0)
         step = step_memory(cost, setup, load).total + resident
-        device = max(step, frozen + trained + teaching, frozen + trained + resident + there.updating)
+        device = max(step, frozen + trained + teaching, frozen + idle + resident + there.updating)
         host = waiting + max(inputs_on_host_bytes(cost, setup, load), here.updating)
         yield PhasePeak(f"training at {bucket.label}", device + beside, host, trains=True, common=streamed)
     if workload.previews:
         rendering = _preview_peak(config, parts, workload, setup, vae)
         rendering += parts.lora_bytes
-        device = trained + rendering + there.waiting + beside
+        device = idle + rendering + there.waiting + beside
         yield PhasePeak("rendering previews", device, waiting + here.waiting, common=streamed)
     written = saving_bytes(cost, setup)  # by one process
-    device = frozen + trained + there.waiting if there.waiting else 0.0
+    device = frozen + idle + there.waiting if there.waiting else 0.0
     yield PhasePeak("saving", device, waiting + written + here.waiting, common=streamed + written)
 
 

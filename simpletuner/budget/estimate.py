@@ -10,6 +10,7 @@ On the device, at the peak of a step:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -22,7 +23,8 @@ from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 
 AVERAGE = 4.0  # bytes per number of the moving average: float32
 GATHERED = 2  # blocks that FSDP2 has whole: one computes while the next is gathered, or the last one's gradients leave
-SHARD = 10e9  # bytes of the files that a full model is saved in, each assembled in host memory
+BUNDLE = 1 << 24  # numbers that an average is updated with at a time, unless one weight has more
+SHARD = 5e9  # bytes of the files that a full model is saved in, each assembled in host memory
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class TrainingSetup:
         overlapped: copies of streamed blocks run beside the compute.
         inputs_on_host: block inputs are offloaded to host memory.
         quantised: bytes per weight of the blocks' linear layers; 0 if not quantised.
+        released: gradients are freed as they arise, at most those of one block at a time.
         averaged: where a moving average of the trained weights is kept, `device` or `host`; empty without one.
         routes: windows of blocks that some tokens skip, in training only.
         techniques: techniques in use, which may have their own weights and compute.
@@ -65,6 +68,7 @@ class TrainingSetup:
     overlapped: bool = True
     inputs_on_host: bool = False
     quantised: float = 0.0
+    released: bool = False
     averaged: Literal["", "device", "host"] = ""
     routes: tuple[Route, ...] = ()
     techniques: tuple[TechniqueSpec, ...] = ()
@@ -110,9 +114,10 @@ def optimizer_state_bytes(name: OptimizerName, trained_bytes: float, *, compensa
     """Bytes of optimizer state per trained number.
 
     Args:
-        compensated: bf16 weights are trained with compensated summation, which needs one more tensor.
+        compensated: bf16 weights are trained, whose compensated summation needs one more tensor.
     """
     spec = OPTIMIZERS[name]
+    compensated = compensated and not spec.rounds_randomly
     size = trained_bytes if spec.moment_bytes is None else spec.moment_bytes
     return spec.moments * size + compensated * trained_bytes
 
@@ -125,7 +130,15 @@ def trained_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     """Bytes of trained weights, gradients, optimizer state, and a moving average on the device."""
     average = AVERAGE if setup.averaged == "device" else 0.0
     # Temporary copies during the update are left out: a few tensors of a full model, small ones of a LoRA.
-    return trained_numbers(cost, setup) * (2 * setup.trained_bytes + setup.state_bytes + average) / setup.trained_shares
+    kept = trained_numbers(cost, setup) * (setup.trained_bytes + setup.state_bytes + average) / setup.trained_shares
+    return kept + gradient_bytes(cost, setup)
+
+
+def gradient_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
+    """Bytes of the gradients of trained weights; of released ones, those that the largest block has at once."""
+    if setup.released:
+        return max(cost.block_bytes(setup.dtype, quantised=0.0))
+    return trained_numbers(cost, setup) * setup.trained_bytes / setup.trained_shares
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class AverageMemory:
 
     Attributes:
         kept: the average itself, throughout the run.
-        updating: float32 copies of the weights, during its update.
+        updating: float32 copies of some weights, during its update.
         waiting: the trained weights, while the average replaces them for previews and saving.
     """
 
@@ -146,7 +159,8 @@ class AverageMemory:
 def average_memory(cost: TransformerCost, setup: TrainingSetup, place: Literal["device", "host"]) -> AverageMemory:
     """Memory of the average at `place`; 0 if it is kept elsewhere."""
     count = trained_numbers(cost, setup) / setup.trained_shares if setup.averaged == place else 0.0
-    return AverageMemory(AVERAGE * count, AVERAGE * count, setup.trained_bytes * count)
+    bundle = min(count, max(BUNDLE, *map(math.prod, cost.shapes.values())))
+    return AverageMemory(AVERAGE * count, AVERAGE * bundle, setup.trained_bytes * count)
 
 
 def saving_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:

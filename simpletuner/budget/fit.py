@@ -15,6 +15,7 @@ from simpletuner.budget.device import Device
 from simpletuner.budget.ways import STREAMED
 from simpletuner.budget.workload import Choice, Workload
 from simpletuner.config.load import CHOSEN, RunConfig
+from simpletuner.config.optimizers import may_change
 from simpletuner.config.schema import PLAIN_PRECISIONS
 from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.errors import Problem
@@ -113,6 +114,8 @@ def possible_changes(budget: Budget) -> Iterator[Change]:
     yield from _lossless_changes(budget)
     if config.model.model_type == "lora" and config.precision.base_model_precision in PLAIN_PRECISIONS:
         yield Change({"base_model_precision": "int8-quanto"})
+    if may_change(config, LOW_BIT):
+        yield Change(LOW_BIT)
     if config.precision.text_encoder_1_precision in PLAIN_PRECISIONS:
         yield Change({"text_encoder_1_precision": "int8-quanto"})
     batch = max((bucket.batch for bucket in workload.buckets), default=1)
@@ -144,6 +147,8 @@ def _lossless_changes(budget: Budget) -> Iterator[Change]:
     if budget.workload.encoded_in_training:
         words = "latents encoded before training, without vae_cache_ondemand and vae_cache_disable"
         yield Change({}, words, Workload.encoded_ahead)
+    if may_change(config, RELEASED):
+        yield Change(RELEASED)
     if keeps_attention(config.speed):
         yield Change({"speed_keep_attention": False})
     if not precision.checkpoints_all:
@@ -176,6 +181,8 @@ def _offload_changes(config: RunConfig) -> Iterator[Change]:
         yield Change({"group_offload_text_encoder": True})
 
 
+RELEASED = {"optimizer_release_gradients": True}
+LOW_BIT = {"optimizer": "ao-adamw8bit"}
 HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and errors of the estimate
 # Keys that auto may set, if the user has not.
 OWN_KEYS = (
@@ -196,8 +203,25 @@ def choose(budget: Budget) -> Budget:
     chosen = _over_processes(budget) if _may_be_sharded(budget.config) else None
     if chosen is not None:
         return chosen
-    fastest, leanest = _search(budget, in_8_bits=True)
-    return fastest or leanest
+    found: list[Budget] = []
+    for start in _updates(budget):
+        if found and start.config.optimizer.optimizer != budget.config.optimizer.optimizer:
+            break  # 8 bits change results
+        fastest, leanest = _search(start, in_8_bits=True)
+        found += [fastest] if fastest else []
+    return min(found, key=lambda chosen: chosen.step_seconds, default=leanest)
+
+
+def _updates(budget: Budget) -> Iterator[Budget]:
+    """Ways to update the weights of a full fine-tune, each leaner than the one before; a LoRA has one."""
+    yield budget
+    for values, reason in (
+        (RELEASED, "each gradient is freed as soon as its weight is updated"),
+        (LOW_BIT, f"with state in 16 bits the run does not fit {_room(budget.device)}"),
+    ):
+        if may_change(budget.config, values) and not any(map(budget.config.is_explicit, values)):
+            budget = _with(budget, Change(values), reason)
+            yield budget
 
 
 def _over_processes(budget: Budget) -> Budget | None:

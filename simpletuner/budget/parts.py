@@ -82,6 +82,7 @@ class Parts:
             overlapped=offload.group_offload_use_stream,
             inputs_on_host=offload.offload_block_inputs and precision.gradient_checkpointing,
             quantised=quantised_bytes(precision.base_model_precision),
+            released=config.optimizer.optimizer_release_gradients and not is_lora,
             routes=config.tread.routes,
             techniques=self.techniques,
             averaged=average_place(config.ema),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from simpletuner.config.load import RunConfig
+from simpletuner.config.load import CHOSEN, RunConfig
 from simpletuner.config.option import (
     BITSANDBYTES,
     PRODIGY,
@@ -23,6 +23,7 @@ from simpletuner.config.option import (
 )
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, OptimizerConfig, OptimizerName, PrecisionConfig
+from simpletuner.config.speed import has_compiler
 from simpletuner.errors import Problem, did_you_mean
 
 # The type of the default decides how the user's text is parsed.
@@ -37,7 +38,8 @@ class OptimizerSpec:
         factory: `module:Class`.
         settings: numbers that `optimizer_config` may set, with our defaults; `beta1`, `beta2`, `beta3` become `betas`.
         is_adam: uses the `adam_*` keys if they are set.
-        keeps_bf16: trains bf16 weights without losing small updates (Kahan summation).
+        keeps_bf16: trains bf16 weights without losing small updates: by Kahan summation, or if `rounds_randomly` by
+            rounding up or down at random, so that the mean is right.
         constants: further arguments that users cannot set.
         schedule_free: replaces the learning rate schedule after the warm-up.
         package: an optional package that it needs, if any.
@@ -45,6 +47,7 @@ class OptimizerSpec:
         moment_bytes: bytes per number in them; None: as in the weight.
         element_wise: updates every number by itself and with torch's operations, so that the processes of a sharded run
             can each update their share of a weight.
+        per_weight: is known to update every weight without the gradients of the others.
     """
 
     factory: str
@@ -57,6 +60,8 @@ class OptimizerSpec:
     moments: int = 2
     moment_bytes: float | None = None
     element_wise: bool = True
+    per_weight: bool = True
+    rounds_randomly: bool = False
 
 
 ADAM: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
@@ -85,21 +90,25 @@ def _bitsandbytes(
     size = 1.0 if name.endswith("8bit") else None
     factory = f"bitsandbytes.optim:{name}"
     return OptimizerSpec(
-        factory, settings, is_adam=is_adam, package=BITSANDBYTES, moments=moments, moment_bytes=size, element_wise=False
-    )
+        factory, settings, is_adam=is_adam, package=BITSANDBYTES, moments=moments, moment_bytes=size,
+        element_wise=False, per_weight=False,
+    )  # fmt: skip
 
 
 def _torchao(name: str, size: float) -> OptimizerSpec:
     """State that is quantised in blocks of numbers, which a share of a weight has others of."""
-    factory = f"torchao.optim:{name}"
-    return OptimizerSpec(factory, ADAMW, is_adam=True, package=TORCHAO, moment_bytes=size, element_wise=False)
+    return OptimizerSpec(
+        f"simpletuner.training.low_bit:{name}", ADAMW, is_adam=True, keeps_bf16=True,
+        constants={"bf16_stochastic_round": True}, package=TORCHAO, moment_bytes=size, element_wise=False,
+        rounds_randomly=True,
+    )  # fmt: skip
 
 
 def _schedule_free(settings: Mapping[str, OptimizerValue]) -> OptimizerSpec:
     factory = "schedulefree:AdamWScheduleFree"
     # r weighs late steps in the average, weight_lr_power steps of a high rate.
     settings = {**settings, "r": 0.0, "weight_lr_power": 2.0}
-    return OptimizerSpec(factory, settings, is_adam=True, schedule_free=True, package=SCHEDULE_FREE)
+    return OptimizerSpec(factory, settings, is_adam=True, schedule_free=True, package=SCHEDULE_FREE, per_weight=False)
 
 
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
@@ -139,8 +148,8 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "optimi-sgd": _optimi(
         "SGD", {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False}, is_adam=False, moments=0
     ),
-    "ao-adamw8bit": _torchao("AdamW8bit", 1.0),
-    "ao-adamw4bit": _torchao("AdamW4bit", 0.5),
+    "ao-adamw8bit": _torchao("AdamW8bit", 1 + 4 / 256),
+    "ao-adamw4bit": _torchao("AdamW4bit", 0.5 + 4 / 128),
     "adamw_schedulefree": _schedule_free(ADAMW),
     "adamw_schedulefree+aggressive": _schedule_free(ADAMW | {"weight_decay": 1e-3, "eps": 1e-6}),
     # It always trains float32 weights, where Kahan summation changes nothing.
@@ -152,6 +161,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
         package=PYTORCH_OPTIMIZER,
         moments=4,
         element_wise=False,
+        per_weight=False,
     ),
     "muon": OptimizerSpec(
         "simpletuner.training.optimizers:MuonWithAdamW",
@@ -166,6 +176,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
         package=PRODIGY,
         moments=4,
         element_wise=False,
+        per_weight=False,
     ),
     "bnb-adamw8bit": _bitsandbytes("AdamW8bit", ADAMW, is_adam=True, moments=2),
     "bnb-adamw": _bitsandbytes("AdamW", ADAMW, is_adam=True, moments=2),
@@ -252,6 +263,57 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
     yield from _check_numbers(config, name, spec)
     if spec.package is not None:
         yield from check_installed(spec.package, "optimizer", name)
+    if spec.rounds_randomly and not has_compiler():
+        yield Problem("optimizer", f"{name!r} needs a C compiler such as gcc: torchao compiles its update.")
+
+
+def check_release(config: RunConfig) -> Iterator[Problem]:
+    """What excludes `optimizer_release_gradients`."""
+    optimizer, schedule, launch = config.optimizer, config.schedule, config.launch
+    if not optimizer.optimizer_release_gradients:
+        return
+    name = optimizer_name(optimizer, config.precision.mixed_precision)
+    for is_set, other, reason in (
+        (config.model.model_type == "lora", "model_type lora", "the gradients of a LoRA are small."),
+        (
+            schedule.gradient_accumulation_steps > 1,
+            f"gradient_accumulation_steps {schedule.gradient_accumulation_steps}",
+            "a gradient that is freed at once cannot be added to those of other micro-steps. Use train_batch_size.",
+        ),
+        (
+            optimizer.grad_clip_method == "norm" and optimizer.max_grad_norm > 0,
+            "grad_clip_method norm",
+            "the norm of all gradients together is known only at the end. Use value, or max_grad_norm 0.",
+        ),
+        (
+            config.precision.mixed_precision == "fp16",
+            "mixed_precision fp16",
+            "a step that overflows could not be skipped as a whole. Use bf16.",
+        ),
+        (
+            launch.num_processes > 1,
+            f"num_processes {launch.num_processes}",
+            "processes average their gradients before they update. Use fsdp_enable, which divides them.",
+        ),
+        (
+            not OPTIMIZERS[name].per_weight,
+            f"optimizer {name!r}",
+            "it is not known to update each weight by itself. Use an AdamW such as adamw_bf16.",
+        ),
+    ):
+        if is_set:
+            yield Problem("optimizer_release_gradients", f"and {other} exclude each other: {reason}")
+
+
+def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:
+    """Whether a full fine-tune may update its weights with these optimizer keys instead."""
+    changed = config.with_values(values, CHOSEN)
+    problems = (*check_release(changed), *check_optimizer(changed.optimizer, changed.precision.mixed_precision))
+    return (
+        config.model.model_type == "full"
+        and changed.optimizer != config.optimizer
+        and not any(each.fatal for each in problems)
+    )
 
 
 def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> Iterator[Problem]:

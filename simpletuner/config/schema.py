@@ -200,6 +200,12 @@ class OptimizerConfig(Group):
     adam_beta2: Number | None = option(None, "For Adam kinds.", ge=0, lt=1, default_note="0.999 for plain adamw")
     adam_weight_decay: Number | None = option(None, "For Adam kinds.", ge=0, default_note="0.01 for plain adamw")
     adam_epsilon: Number | None = option(None, "For Adam kinds.", gt=0, default_note="1e-8 for plain adamw")
+    optimizer_release_gradients: Flag = option(
+        False,
+        "Update each weight as soon as its gradient is there and free the gradient: full fine-tunes take less memory, "
+        "with the same results. Needs grad_clip_method value, no accumulation and one process.",
+        requires={"model_type": ("full",)},
+    )
     learning_rate: Number | None = option(
         None, "Peak learning rate.", gt=0, default_note="1e-4 for lora, 5e-5 for full"
     )

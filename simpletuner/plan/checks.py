@@ -10,7 +10,7 @@ from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
 from simpletuner.config.lora import check_kind
 from simpletuner.config.loss import check_masked_loss
-from simpletuner.config.optimizers import check_optimizer, learning_rate, optimizer_name
+from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate, optimizer_name
 from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
@@ -173,6 +173,7 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
 def check_rest(config: RunConfig) -> Iterator[Problem]:
     """Rules that are kept next to the settings that they are about."""
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
+    yield from check_release(config)
     yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name, config.is_explicit)

@@ -32,7 +32,7 @@ from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_lo
 from simpletuner.training.manifest import Checkpoint, find_checkpoints
 from simpletuner.training.recorder import peak_memory
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.training.step import clip_gradients, rehearse_micro_step
+from simpletuner.training.step import clip_gradients, clip_trained, rehearse_micro_step
 
 FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
 LAST_STEPS = 20  # rows of the record in a failure's folder
@@ -142,8 +142,9 @@ def cause_of(
         return f"{type(error).__name__}: {error}".splitlines()[0], "Start again to continue from the last checkpoint."
     if isinstance(error, UserError) or not batches:  # which say what helps
         return str(error), ""
-    # Several processes would have to repeat the step together.
-    module = first_not_finite(assembly, reader, batches, done) if assembly.world.size == 1 else None
+    # Several processes would have to repeat the step together, and half-updated weights would take another one.
+    may_repeat = assembly.world.size == 1 and not (assembly.release and assembly.release.is_halfway)
+    module = first_not_finite(assembly, reader, batches, done) if may_repeat else None
     bf16 = " or mixed_precision bf16" if assembly.scaler.is_enabled() else ""
     advice = f"Continue from the last checkpoint with a lower learning_rate{bf16}, or leave out a file at fault."
     return str(error), f"The first module whose output is not finite is {module}. {advice}" if module else advice
@@ -168,7 +169,8 @@ def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done
         losses = rehearse_micro_step(assembly, reader(planned), done, micro_step)
         stop_if_losses_not_finite(losses.total, losses.names)
         every = assembly.parameters | assembly.module_parameters
-        sizes = clip_gradients(every.values(), assembly.settings.optimizer).values()
+        modules = clip_gradients(assembly.module_parameters.values(), assembly.settings.optimizer)
+        sizes = (*clip_trained(assembly, losses.names).values(), *modules.values())
         stop_if_gradients_not_finite(sizes, every, assembly.scaler, losses.names)
 
 

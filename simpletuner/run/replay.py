@@ -120,6 +120,8 @@ def changes(failure: Failure, plan: Plan) -> Iterator[str]:
 
 def find_guilty(assembly: Assembly, reader: BatchReader, batches: Sequence[PlannedBatch], done: int) -> str:
     """The samples that fail on their own; if none does, the smallest halves of halves of a micro-batch that fail."""
+    if assembly.release is not None and assembly.release.is_halfway:
+        return "The weights are half-updated: to find the sample, add optimizer_release_gradients=false."
     for micro_step, planned in enumerate(batches):
         whole = len(planned.samples)
         halves = {whole >> times for times in range(whole.bit_length()) if whole % (1 << times) == 0}

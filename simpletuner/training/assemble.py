@@ -44,6 +44,7 @@ from simpletuner.training.full import FullModel
 from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
+from simpletuner.training.release import GradientRelease
 from simpletuner.training.sharding import shard
 from simpletuner.training.state import Assembly, StepSettings
 from simpletuner.training.trained import Trained
@@ -131,6 +132,9 @@ def assemble(
         wrapped_modules=_wrap_modules(techniques, modules, accelerator),
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
+        release=GradientRelease(parameters, optimizer, config.optimizer)
+        if config.optimizer.optimizer_release_gradients
+        else None,
         world=world,
         is_sharded=sharded,
     )

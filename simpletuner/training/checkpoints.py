@@ -114,8 +114,9 @@ def load_checkpoint(
     # To the CPU first: the optimizer moves its state to the device of its parameters.
     shared, groups = assembly.trained.sharers.size > 1, assembly.optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
-    # Mapped where each process takes its parts out of it.
-    content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=shared)
+    # Mapped where parts of it are copied elsewhere, one at a time.
+    mapped = shared or assembly.accelerator.device.type != "cpu"
+    content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
     content = load_shards(content, folder, parameters)
     try:
         load_state(assembly.optimizer, shard_moments(content["optimizer"], parameters))

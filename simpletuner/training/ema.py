@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +48,7 @@ class Ema:
         self._parameters = dict(parameters)
         self._bundles = in_bundles(parameters.values())
         self._updates = 0
-        weights = zip(parameters, self._weights(), strict=True)
+        weights = zip(parameters, chain.from_iterable(self._weights()), strict=True)
         self.average: dict[str, Tensor] = {name: like(weight.clone(), parameters[name]) for name, weight in weights}
 
     @torch.no_grad()
@@ -61,18 +62,9 @@ class Ema:
             return
         self.decay_value = self._decay(global_step)
         self._updates += 1
-        weights = self._weights()
-        averages = [local(average) for average in self.average.values()]
-        if self.decay_value == 0:
-            for average, weight in zip(averages, weights, strict=True):
-                average.copy_(weight)
-        elif self.config.ema_foreach_disable:
-            for average, weight in zip(averages, weights, strict=True):
-                average.add_(weight.sub_(average).mul_(1 - self.decay_value))
-        else:
-            torch._foreach_sub_(weights, averages)
-            torch._foreach_mul_(weights, 1 - self.decay_value)
-            torch._foreach_add_(averages, weights)
+        averages = map(local, self.average.values())
+        for weights in self._weights():
+            self._move([*islice(averages, len(weights))], weights)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -117,20 +109,31 @@ class Ema:
         n = global_step - 1
         return min((1 + n) / (10 + n), self.config.ema_decay)
 
+    def _move(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        """Move averages towards weights, which are overwritten."""
+        if self.decay_value == 0:
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(weight)
+        elif self.config.ema_foreach_disable:
+            for average, weight in zip(averages, weights, strict=True):
+                average.add_(weight.sub_(average).mul_(1 - self.decay_value))
+        else:
+            torch._foreach_sub_(weights, averages)
+            torch._foreach_mul_(weights, 1 - self.decay_value)
+            torch._foreach_add_(averages, weights)
+
     @torch.no_grad()
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             local(parameter).copy_(local(weights[name]))
 
-    def _weights(self) -> list[Tensor]:
-        """float32 copies on the average's device."""
-        found: list[Tensor] = []
+    def _weights(self) -> Iterator[list[Tensor]]:
+        """float32 copies on the average's device, one bundle at a time: all of them may not fit."""
         for bundle in self._bundles:
             weights = [local(each.detach()) for each in bundle]
             flat = torch.cat([each.flatten().float() for each in weights]).to(self.device)
             parts = flat.split([each.numel() for each in weights])
-            found += [part.view_as(each) for part, each in zip(parts, weights, strict=True)]
-        return found
+            yield [part.view_as(each) for part, each in zip(parts, weights, strict=True)]
 
 
 def in_bundles(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

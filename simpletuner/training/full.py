@@ -89,7 +89,7 @@ class FullModel:
         weights = model.state_dict()
         # By full shapes: a sharded tensor would count as the part that is here.
         shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in weights.items()}
-        files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="10GB")
+        files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
         self.sharers.on_main(lambda: model.save_config(folder))
         for file, names in files.filename_to_tensors.items():
             self._write_file(folder / file, {name: weights[name] for name in names})

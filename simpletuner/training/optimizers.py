@@ -32,6 +32,8 @@ from simpletuner.training.sharding import is_part
 OWNER = "owner"
 # Key of a parameter group whose learning rate is this multiple of the others'.
 RATE_RATIO = "rate_ratio"
+# Key of a parameter group with the seed of its next update, where an optimizer rounds at random.
+SEED = "seed"
 
 
 def build_optimizer(

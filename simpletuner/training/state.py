@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from simpletuner.reporting.requests import Request
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.hidden_states import HiddenStates
 from simpletuner.training.optimizers import sampling_weights
+from simpletuner.training.release import GradientRelease
 from simpletuner.training.trained import Trained
 from simpletuner.world import World
 
@@ -96,6 +97,7 @@ class Assembly:
         scaler: keeps small float16 gradients from underflowing; disabled in other precisions.
         streamer: copies weights to the device during a step; None if all of them stay there.
         sample_flops: FLOPs of a sample; None if they are not counted.
+        release: updates weights during the backward pass; None if they are updated together after it.
         world: the processes that train together.
         is_sharded: whether each process holds a part of every weight only, so that they compute everything together.
         passes: forward passes of this session's steps.
@@ -116,6 +118,7 @@ class Assembly:
     wrapped_modules: list[nn.Module] = field(default_factory=list)
     streamer: WeightStreamer | None = None
     sample_flops: SampleFlops | None = None
+    release: GradientRelease | None = None
     world: World = field(default_factory=World)
     is_sharded: bool = False
     passes: int = 0
@@ -126,6 +129,10 @@ class Assembly:
         """Parameters of the techniques' modules, by `<technique>.<name>`."""
         modules = self.modules.items()
         return {f"{owner}.{name}": each for owner, module in modules for name, each in module.named_parameters()}
+
+    def updating(self) -> AbstractContextManager[None]:
+        """A context for the backward pass of a step."""
+        return nullcontext() if self.release is None else self.release.updating()
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """A context with the weights to sample with and publish; schedule-free optimizers train at others."""

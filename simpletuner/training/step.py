@@ -24,11 +24,11 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas, slowed_sigmas
 from simpletuner.diffusion.loss import elementwise_loss, per_sample
-from simpletuner.diffusion.seeds import Place, seed_device
+from simpletuner.diffusion.seeds import Place, seed_device, step_seed
 from simpletuner.reporting.requests import Request
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.meter import StepMeter, tokens_of
-from simpletuner.training.optimizers import RATE_RATIO, learning_rate_at
+from simpletuner.training.optimizers import RATE_RATIO, SEED, learning_rate_at
 from simpletuner.training.sharding import from_all, local, local_parts
 from simpletuner.training.state import Assembly
 from simpletuner.world import World
@@ -60,6 +60,20 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
     if limit > 0 and norm > limit:
         torch._foreach_mul_(parts, limit / norm)
     return {"grad_norm": norm}
+
+
+def clip_trained(assembly: Assembly, files: Sequence[Sequence[str]]) -> dict[str, float]:
+    """`clip_gradients` for the trained weights, whose gradients may have been clipped and released already.
+
+    Args:
+        files: the samples of each micro-batch.
+
+    Raises:
+        NonFiniteError: a released gradient is NaN or infinite.
+    """
+    if assembly.release is not None:
+        return assembly.release.read_size(files)
+    return clip_gradients(assembly.parameters.values(), assembly.settings.optimizer)
 
 
 @dataclass(frozen=True)
@@ -167,20 +181,23 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         global_step: optimizer steps done before this one.
 
     Raises:
-        NonFiniteError: a loss or the gradient is NaN or infinite; the weights are unchanged.
+        NonFiniteError: a loss or the gradient is NaN or infinite; the weights are unchanged, unless gradients are
+            released.
     """
     settings, accelerator = assembly.settings, assembly.accelerator
     meter, passes = StepMeter(assembly), assembly.passes
     learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
     for group in assembly.optimizer.param_groups:
         group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
+        if SEED in group:
+            group[SEED] = step_seed(settings.seed, global_step, 0, 0, "rounding")
 
     losses = _Losses()
     for micro_step in range(settings.accumulation):
         with meter.waiting_for_data():
             batch = next(loader).to(accelerator.device, non_blocking=True)
         meter.count(batch)
-        with assembly.world.exchanging(f"Step {global_step + 1}"):
+        with assembly.world.exchanging(f"Step {global_step + 1}"), assembly.updating():
             run_micro_step(assembly, batch, global_step, micro_step, losses)
 
     gathered = assembly.world.gather((losses.on_host(), assembly.take_requests()))
@@ -189,10 +206,13 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     every = assembly.parameters | assembly.module_parameters
     equalise_samples(every.values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
-    gradient = clip_gradients(assembly.parameters.values(), settings.optimizer)
+    gradient = clip_trained(assembly, everyone.names)
     own = clip_gradients(assembly.module_parameters.values(), settings.optimizer)
     stop_if_gradients_not_finite((*gradient.values(), *own.values()), every, assembly.scaler, everyone.names)
-    assembly.scaler.step(assembly.optimizer)
+    if assembly.release is not None:
+        assembly.release.finish()
+    else:
+        assembly.scaler.step(assembly.optimizer)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
     return StepReport(
@@ -244,7 +264,10 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
         noisy = noisy_batch(assembly, batch, global_step, micro_step)
         extras = [run for technique in assembly.techniques for run in technique.extra_passes(noisy)]
         with exchange_only(assembly, transformer=last and not extras, modules=last):
-            _backward(assembly, micro_loss(assembly, noisy, losses), losses)
+            loss = micro_loss(assembly, noisy, losses)
+            if assembly.release is not None:  # the backward pass will update the weights
+                stop_if_losses_not_finite([loss.item()], losses.names)
+            _backward(assembly, loss, losses)
     for index, run in enumerate(extras):
         with exchange_only(assembly, transformer=last and index == len(extras) - 1, modules=False):
             added = run(partial(predict, assembly))

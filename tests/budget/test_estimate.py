@@ -199,7 +199,7 @@ def test_a_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
     pro = VIDEO_COST.of_flavour("t2v-pro-sft-5s-hd")
     full = TrainingSetup("bf16", NO_ADAPTERS, 2, 6)
     assert saving_bytes(lite, full) == 2 * lite.parameters
-    assert saving_bytes(pro, full) == 10e9 < 2 * pro.parameters
+    assert saving_bytes(pro, full) == 5e9 < 2 * pro.parameters
 
 
 OPTIMIZERS: list[OptimizerName] = [

@@ -1,0 +1,63 @@
+"""torchao's AdamW with quantised state, made repeatable (the optional package torchao).
+
+The moments are kept in 8 bits with a scale for 256 numbers (Dettmers et al., arXiv 2110.02861), or in 4 bits with one
+for 128 (Li et al., arXiv 2309.01507). bf16 weights are updated in float32 and rounded up or down at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torchao.optim
+from torch import Tensor
+from torch.optim import Optimizer
+
+from simpletuner.diffusion.seeds import seed_device
+from simpletuner.training.optimizers import SEED
+
+
+class _Repeatable(Optimizer):
+    """Rounds each weight by the seed of the step and the weight's place, and loads what was saved."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({SEED: 0, **param_group})
+        parameters = (each for group in self.param_groups for each in group["params"])
+        self._places = {parameter: place for place, parameter in enumerate(parameters)}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient, one after the other."""
+        loss, groups = None if closure is None else closure(), self.param_groups
+        try:
+            for group in groups:
+                rate = torch.tensor(float(group["lr"]))  # torchao takes no number
+                for parameter in (each for each in group["params"] if each.grad is not None):
+                    seed_device(parameter.device, group[SEED] + self._places[parameter])
+                    self.param_groups = [{**group, "params": [parameter], "lr": rate}]
+                    super().step()
+        finally:
+            self.param_groups = groups
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state; torch would round that of small weights, which is not quantised, to the weights' dtype."""
+        super().load_state_dict(state_dict)
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for parameter, number in zip(self._places, numbers, strict=True):
+            for name, saved in state_dict["state"].get(number, {}).items():
+                if type(saved) is Tensor and saved.ndim:
+                    self.state[parameter][name] = saved.to(parameter.device, copy=True)
+
+    def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+        """Room for a moment. What is too small for blocks stays float32: in bf16 it would no longer change."""
+        made: Tensor = super()._new_buffer(p, signed)  # type: ignore[misc]
+        return made if type(made) is not Tensor else made.float()
+
+
+class AdamW8bit(_Repeatable, torchao.optim.AdamW8bit):  # type: ignore[misc]
+    """With 8 bits a number."""
+
+
+class AdamW4bit(_Repeatable, torchao.optim.AdamW4bit):  # type: ignore[misc]
+    """With 4 bits a number."""

@@ -1,0 +1,160 @@
+"""Gradients that are released into the update: the same weights, bit for bit, and a step that fails half-way."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from simpletuner.config.optimizers import OPTIMIZERS
+from simpletuner.config.schema import EmaConfig, OptimizerConfig
+from simpletuner.errors import NonFiniteError
+from simpletuner.run.rehearsal import unchanged
+from simpletuner.training import step
+from simpletuner.training.ema import Ema
+from simpletuner.training.optimizers import load_state
+from simpletuner.training.release import GradientRelease
+from simpletuner.training.state import Assembly
+from tests.training.assembly import make_assembly, make_batch
+from tests.training.test_guarded_step import spoil
+from tests.training.test_guarded_step import weights as copy_of
+from tests.training.test_optimizers import RUNNABLE, build, weights
+from tests.training.test_step import Batches
+
+RELEASED = {"optimizer_release_gradients": True}
+LOW_BIT = ["ao-adamw8bit", "ao-adamw4bit"]
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    """torchao's update as it is written; compiling it takes longer than all of these tests."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def full(checkpoint: Path, **settings: Any) -> Assembly:
+    return make_assembly(checkpoint, model_type="full", **settings)
+
+
+def train(assembly: Assembly, checkpoint: Path, first: int, last: int, ema: Ema | None = None) -> list[dict[str, Any]]:
+    """Steps on a batch of their own each; their metrics."""
+    found = []
+    for number in range(first, last):
+        batch = make_batch(checkpoint, ["a star", "a tree"][: number % 2 + 1])
+        found.append(step.optimizer_step(assembly, Batches(batch), number).metrics)
+        if ema is not None:
+            ema.update(number + 1)
+    return found
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("name", [*RUNNABLE, *LOW_BIT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_weight_at_a_time_is_all_at_once(name: str, dtype: torch.dtype) -> None:
+    """For every optimizer that says so, whichever weight comes first; the others give something else."""
+    whole, single = weights(dtype), weights(dtype)
+    together, apart = build(name, whole), build(name, single)
+    release = GradientRelease({str(n): each for n, each in enumerate(single)}, apart, OptimizerConfig(optimizer=name))
+    for number in range(8):
+        noise = [torch.randn(each.shape, generator=torch.Generator().manual_seed(number)).to(each) for each in whole]
+        for weight, gradient in zip(whole, noise, strict=True):
+            weight.grad = gradient.clone().clamp_(-2, 2)
+        together.step()
+        with release.updating():
+            sum((w * g).sum().float() for w, g in zip(single[::-1], noise[::-1], strict=True)).backward()
+        release.finish()
+        assert all(each.grad is None for each in single)
+    is_same = all(map(torch.equal, whole, single))
+    assert is_same is OPTIMIZERS[name].per_weight
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_grad_norm": 0.01, "gradient_checkpointing": False},
+        {"mixed_precision": "bf16", "max_grad_norm": 0.01},
+        {"grad_clip_method": "norm", "max_grad_norm": 0, "optimizer": "muon"},
+        {"mixed_precision": "bf16", "optimizer": "ao-adamw8bit"},
+    ],
+    ids=["fp32", "bf16", "norm", "8bit"],
+)
+def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, Any]) -> None:
+    """Weights, moving average and metrics; also after a stop, whichever way it goes on."""
+    plain = full(t2i_checkpoint, **settings)
+    halves = [full(t2i_checkpoint, **settings, **more) for more in (RELEASED, {})]
+    averages = [Ema(each.parameters, EmaConfig(), torch.device("cpu")) for each in (plain, *halves)]
+    expected = train(plain, t2i_checkpoint, 0, 4, averages[0])
+    found = train(halves[0], t2i_checkpoint, 0, 2, averages[1])
+    for name, weight in halves[0].parameters.items():
+        halves[1].parameters[name].data.copy_(weight)
+    torch.save(halves[0].optimizer.state_dict(), buffer := io.BytesIO())
+    buffer.seek(0)
+    load_state(halves[1].optimizer, torch.load(buffer, weights_only=True))
+    averages[2].load_state_dict(averages[1].state_dict())
+    assert found + train(halves[0], t2i_checkpoint, 2, 4, averages[1]) == expected
+    train(halves[1], t2i_checkpoint, 2, 4, averages[2])
+    for half, average in zip(halves, averages[1:], strict=True):
+        assert_same(copy_of(half), copy_of(plain))
+        assert_same(average.average, averages[0].average)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_says_what_is_left(t2i_checkpoint: Path) -> None:
+    assembly = full(t2i_checkpoint, **RELEASED)
+    first, last = (spoil(assembly, f"visual_transformer_blocks.{n}.feed_forward.in_layer")[0] for n in (0, 1))
+    with pytest.raises(NonFiniteError, match="partly updated and are not saved: continue from the last") as failure:
+        train(assembly, t2i_checkpoint, 0, 1)
+    assert str(failure.value).index(last) < str(failure.value).index(first), "the backward pass begins at the last one"
+    assert "d/0" in str(failure.value)
+    assert assembly.release is not None
+    assert assembly.release.is_halfway
+
+
+def test_a_loss_that_is_not_finite_reaches_no_weight(t2i_checkpoint: Path) -> None:
+    assembly = full(t2i_checkpoint, **RELEASED)
+    before = copy_of(assembly)
+    batch = make_batch(t2i_checkpoint, ["a star"])
+    batch.latents.fill_(math.nan)
+    with pytest.raises(NonFiniteError, match="The weights were not touched"):
+        step.optimizer_step(assembly, Batches(batch), 0)
+    assert_same(copy_of(assembly), before)
+
+
+def test_a_rehearsal_only_drops_the_gradients(t2i_checkpoint: Path) -> None:
+    """Those of a technique's module are kept for the usual update."""
+    assembly = full(t2i_checkpoint, **RELEASED)
+    before = copy_of(assembly)
+    with unchanged(assembly):
+        step.rehearse_micro_step(assembly, make_batch(t2i_checkpoint, ["a star"]))
+        assert all(each.grad is None for each in assembly.parameters.values())
+    assert_same(copy_of(assembly), before)
+    assert not assembly.optimizer.state
+
+
+@pytest.mark.parametrize("name", LOW_BIT)
+def test_random_rounding_depends_on_seed_step_and_weight_alone(name: str) -> None:
+    """bf16 weights move by updates that rounding to the nearest would lose, as much as they should on average."""
+
+    def updated(seed: int, drawn: int) -> Tensor:
+        weight, other = (nn.Parameter(torch.ones(16, 256, dtype=torch.bfloat16)) for _ in range(2))
+        optimizer = build(name, [weight, other], lr=1e-4, adam_weight_decay=0.0)
+        torch.manual_seed(drawn)
+        for number in range(20):
+            weight.grad, other.grad = torch.ones_like(weight), torch.ones_like(other)
+            optimizer.param_groups[0]["seed"] = seed + 1000 * number
+            optimizer.step()
+        assert not torch.equal(weight, other)
+        return weight.detach()
+
+    assert torch.equal(updated(1, drawn=5), updated(1, drawn=6))
+    assert not torch.equal(updated(1, drawn=5), updated(2, drawn=5))
+    assert 1 - updated(1, drawn=5).float().mean().item() == pytest.approx(20 * 1e-4, rel=0.15)
