@@ -302,7 +302,8 @@ class Metered:
 
 
 def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
-    """The last block with the arguments that it has in a LoRA run, without adapters of its own.
+    """The last block with the arguments that it has in a LoRA run, without adapters of its own, and what autograd saves
+    for it in a full fine-tune.
 
     Args:
         compiled: meter it compiled, too; this takes most of the time.
@@ -323,6 +324,9 @@ def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
     saved = meter.bytes
     read.clear()
     del out, meter
+    full = _with_arguments(trial, full=True)
+    trained = {"trained": _kept(*full)}
+    trial.model.requires_grad_(False)
     with mock.patch.object(nn.functional, "scaled_dot_product_attention", _flash):
         with Peak(there) as peak:
             out = block(*inputs, **settings)
@@ -332,11 +336,16 @@ def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
             block(*inputs, **settings)
     with torch.no_grad(), mock.patch.object(nn.functional, "rms_norm", _norm), Traffic() as traffic:
         block(*inputs, **settings)
+    if compiled:
+        _compile(trial, block)
+        trained["compiled"] = _kept_again(block, inputs, settings)
+        trial.model.requires_grad_(True)
+        trained["trained compiled"] = _kept_again(*full)
     outside = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in others}
     return Metered(
         {
             "saved": saved,
-            **({"compiled": compiled_bytes(trial, block, inputs, settings, there)} if compiled else {}),
+            **trained,
             "transient": peak.most - saved,
             "outside": sum(outside.values()),
             "sampling": sampling.most,
@@ -346,8 +355,8 @@ def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
     )
 
 
-def compiled_bytes(trial: Trial, block: Any, inputs: Any, settings: Any, there: Sequence[Tensor]) -> int:
-    """What autograd saves for the block when it is compiled: inductor's choice, made without generating its code."""
+def _compile(trial: Trial, block: Any) -> None:
+    """Let autograd save what inductor chooses, without generating its code."""
     torch._dynamo.reset()
     compiler = partial(torch.compile, backend="aot_eager_decomp_partition", dynamic=trial.spec.fast_blocks)
     if trial.spec.fast_blocks:
@@ -355,20 +364,35 @@ def compiled_bytes(trial: Trial, block: Any, inputs: Any, settings: Any, there: 
         pieces |= {name: compiler(piece) for name, piece in pieces.items()}
     else:
         block.forward = compiler(block.forward)
-    with saved_bytes(there) as once:
-        block(*inputs, **settings)
-    with saved_bytes([*there, *once.tensors]) as again:  # what both save, such as position tables, is no block's own
-        block(*inputs, **settings)
-    return again.bytes
 
 
-def _with_arguments(trial: Trial) -> tuple[nn.Module, Any, Any]:
-    """A block without adapters, and what the model hands to it; gradients flow where they do beside a LoRA."""
+def _kept(block: nn.Module, inputs: Any, settings: Any, others: Sequence[Tensor] = ()) -> int:
+    """Bytes that autograd saves for a block, beside weights, arguments and other tensors."""
+    given = [each for each in tree_leaves((inputs, settings)) if isinstance(each, Tensor)]
+    with saved_bytes([*block.parameters(), *block.buffers(), *given, *others]) as meter:
+        block(*inputs, **settings)
+    return meter.bytes
+
+
+def _kept_again(block: nn.Module, inputs: Any, settings: Any) -> int:
+    """The same without what every call saves, such as position tables, which is no block's own."""
+    given = [each for each in tree_leaves((inputs, settings)) if isinstance(each, Tensor)]
+    with saved_bytes([*block.parameters(), *block.buffers(), *given]) as once:
+        block(*inputs, **settings)
+    return _kept(block, inputs, settings, once.tensors)
+
+
+def _with_arguments(trial: Trial, *, full: bool = False) -> tuple[nn.Module, Any, Any]:
+    """A block without adapters, and what the model hands to it; gradients flow where they do beside a LoRA, or in a
+    full fine-tune."""
     seen: list[Any] = []
     block = trial.large[-1]
     layers = {name: dict(module._modules) for name, module in block.named_modules()}
     hook = block.register_forward_pre_hook(lambda _, *arguments: seen.append(arguments), with_kwargs=True)
-    trial.add_lora()
+    if full:
+        trial.model.requires_grad_(True)
+    else:
+        trial.add_lora()
     trial.forward()
     hook.remove()
     for name, children in layers.items():

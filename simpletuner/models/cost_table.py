@@ -42,7 +42,8 @@ class CostTable:
         keeps_attention: whether selective checkpointing can keep the result of the self-attention.
         flops: of a `large` and a `small` block, excluding products with weights.
         bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
-            the first layer that reads the same input, and `compiled` is what a compiled block saves.
+            the first layer that reads the same input, `compiled` is what a compiled block saves, and `trained` and
+            `trained compiled` what the two save in a full fine-tune.
         published: shapes of the published checkpoints.
     """
 
@@ -166,7 +167,7 @@ def transformer_cost(
         head: width of an attention head.
         unit: how many tokens a route keeps or drops together.
         sparse: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
-        compiled: blocks with adapters are compiled.
+        compiled: the large blocks are compiled.
     """
     counts = {group: len({each.split(".")[1] for each in shapes if each.startswith(f"{group}.")})
               for group in table.groups}  # fmt: skip
@@ -236,13 +237,15 @@ def _activations(
     axes = {"token": load.samples * load.tokens, "text": load.samples * load.text, "sample": load.samples}
     numbers = {**axes, "width": block.hidden, "inner": block.inner, "head": head, "heads": block.hidden // head}
     found = {name: sum_of(each, numbers) for name, each in factors.items() if name != "reads"}
+    if adapters.modules:
+        saved = "compiled" if compiled else "saved"
+    else:
+        saved = "trained compiled" if compiled else "trained"
     elements = axes["token"] * block.hidden
     kept = elements * size + axes["token"] * numbers["heads"] * 4  # its result and log-sum-exp
     return Activations(
         held=elements * size,
-        saved=found["compiled" if compiled and adapters.modules else "saved"]
-        + _adapted(block, factors["reads"], axes, adapters) * size
-        + tiles.saved,
+        saved=found[saved] + _adapted(block, factors["reads"], axes, adapters) * size + tiles.saved,
         transient=max(found["transient"], tiles.making),
         attention=kept if table.keeps_attention else 0.0,
         outside=found["outside"],

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
@@ -110,10 +111,7 @@ def assemble(
         shard(transformer, layout, config.launch, device, world, keep_trained=is_lora)
     streamed = [] if sharded else _place(transformer, layout, config.offload, device)
     parameters = trained.parameters()
-    slower, faster = _split_factors(parameters, config.lora.lora_plus_ratio)
-    optimizer = build_optimizer(
-        slower, config.optimizer, config.precision.mixed_precision, spec.learning_rate, modules, faster
-    )
+    optimizer = _build_optimizer(config, spec, parameters, modules)
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
     streamer = _stream(transformer, streamed, config, device, world)
     return Assembly(
@@ -132,9 +130,7 @@ def assemble(
         wrapped_modules=_wrap_modules(techniques, modules, accelerator),
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
-        release=GradientRelease(parameters, optimizer, config.optimizer)
-        if config.optimizer.optimizer_release_gradients
-        else None,
+        release=_release(config, parameters, optimizer),
         world=world,
         is_sharded=sharded,
     )
@@ -231,6 +227,19 @@ def _add_adapter(
     if config.lora.init_lora is not None and not hollow:  # then the main process hands these weights out
         start_from(lora, Path(config.lora.init_lora).expanduser())
     return lora
+
+
+def _build_optimizer(
+    config: RunConfig, spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]
+) -> Optimizer:
+    slower, faster = _split_factors(parameters, config.lora.lora_plus_ratio)
+    precision = config.precision.mixed_precision
+    return build_optimizer(slower, config.optimizer, precision, spec.learning_rate, modules, faster)
+
+
+def _release(config: RunConfig, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> GradientRelease | None:
+    wanted = config.optimizer.optimizer_release_gradients
+    return GradientRelease(parameters, optimizer, config.optimizer) if wanted else None
 
 
 def _split_factors(

@@ -186,12 +186,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     """
     settings, accelerator = assembly.settings, assembly.accelerator
     meter, passes = StepMeter(assembly), assembly.passes
-    learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
-    for group in assembly.optimizer.param_groups:
-        group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
-        if SEED in group:
-            group[SEED] = step_seed(settings.seed, global_step, 0, 0, "rounding")
-
+    learning_rate = _prepare_groups(assembly, global_step)
     losses = _Losses()
     for micro_step in range(settings.accumulation):
         with meter.waiting_for_data():
@@ -229,6 +224,17 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         passes=assembly.passes - passes,
         requests=gathered[0][1],
     )
+
+
+def _prepare_groups(assembly: Assembly, global_step: int) -> float:
+    """Set the rate of every parameter group, and the seed of those that round at random; returns the step's rate."""
+    settings = assembly.settings
+    learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
+    for group in assembly.optimizer.param_groups:
+        group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
+        if SEED in group:
+            group[SEED] = step_seed(settings.seed, global_step, 0, 0, "rounding")
+    return learning_rate
 
 
 def loss_divisor(counts: Sequence[int], accumulation: int) -> float:

@@ -130,9 +130,8 @@ def test_a_compiled_block_saves_less(
         cost = costs.of_flavour(flavour, kernels)
         saved = cost.activations(load, 2, lora(cost, targets).adapters).saved
         found.append(saved / (load.tokens * cost.hidden * 2))
-        plain = cost.activations(load, 2, NO_ADAPTERS)
+        assert cost.activations(load, 2, NO_ADAPTERS).saved > 1.2 * saved, "trained weights need more"
     assert found == pytest.approx([stock, compiled], rel=0.02)
-    assert plain == costs.of_flavour(flavour).activations(load, 2, NO_ADAPTERS), "only a LoRA's blocks were measured"
 
 
 def test_lists_of_tiles_take_less_than_masks() -> None:

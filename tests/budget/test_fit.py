@@ -44,7 +44,7 @@ def budget(
     device: Device, bucket: Bucket = LITE, flavour: str = "t2v-lite-sft-5s", encodes_text: bool = False, **settings: Any
 ) -> Budget:
     """Training alone, every cache filled, unless captions are missing."""
-    family = "kandinsky5-image" if flavour.startswith("t2i") else "kandinsky5-video"
+    family = {"t2i": "kandinsky5-image", "t2v": "kandinsky5-video", "2b-": "sanavideo"}[flavour[:3]]
     spec = FAMILIES[family]
     cost = spec.cost
     transformer = cost.of_flavour(flavour)
@@ -192,6 +192,49 @@ def test_auto_turns_to_8_bits_last() -> None:
     assert as_is.config.precision.base_model_precision == "no_change"
     lean = choose(budget(gpu(3.5)))
     assert lean.config.precision.base_model_precision == "int8-quanto"
+
+
+SANA = Bucket(832, 480, 81, 1, 1.0, 300)
+RELEASED, LOW_BIT = "optimizer_release_gradients true", "optimizer ao-adamw8bit"
+
+
+@pytest.mark.parametrize(
+    ("flavour", "bucket", "gigabytes", "host"),
+    [
+        ("t2v-lite-sft-5s", LITE, 24, 32), ("t2v-lite-sft-5s", LITE, 16, 32), ("2b-480p", SANA, 24, 32),
+        ("t2i-lite-sft", replace(PICTURE, batch=1), 48, 32), ("t2v-lite-sft-5s", LITE, 24, 16),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("averaged", [False, True])
+def test_auto_fits_full_fine_tunes_on_small_cards(
+    flavour: str, bucket: Bucket, gigabytes: int, host: int, averaged: bool
+) -> None:
+    """Cards and memory as they are labelled; the whole host is never needed, and a moving average lies on it."""
+    settings = {"model_type": "full", "speed": "auto", "use_ema": averaged, "ema_cpu_only": averaged}
+    if averaged and host < 32:
+        pytest.skip("the average takes 4 bytes a weight")
+    plain = budget(gpu(gigabytes * 2**30 / 1e9, host * 2**30), bucket, flavour, **settings)
+    chosen = choose(plain)
+    assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
+    assert chosen.config.optimizer.optimizer_release_gradients
+    assert any(each.startswith(f"{RELEASED}: each gradient is freed") for each in chosen.decisions)
+    changes = list(map(str, smallest_change(plain)))
+    assert RELEASED in changes
+    again = estimate(plain.config.with_values({"optimizer_release_gradients": True}, "test"), plain.parts,
+                     plain.workload, plain.device, None)  # fmt: skip
+    assert again.step_seconds == plain.step_seconds
+
+
+def test_auto_changes_the_optimizer_of_a_full_fine_tune_last_and_never_one_that_was_chosen() -> None:
+    small = gpu(18)
+    chosen = choose(budget(small, model_type="full"))
+    assert chosen.config.optimizer.optimizer == "ao-adamw8bit"
+    assert LOW_BIT in chosen.decisions[1]
+    mine = choose(budget(small, model_type="full", optimizer="optimi-adamw"))
+    assert mine.config.optimizer.optimizer == "optimi-adamw"
+    accumulated = choose(budget(small, model_type="full", gradient_accumulation_steps=2))
+    assert not accumulated.config.optimizer.optimizer_release_gradients
+    assert not choose(budget(gpu(80), model_type="full")).config.optimizer.optimizer_release_gradients
 
 
 def test_auto_slows_no_step_down_for_previews_that_fit_in_no_way() -> None:

@@ -5,6 +5,7 @@ Only the number of blocks is smaller: every block more is one input more, or all
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import cost_of
-from simpletuner.budget.estimate import TrainingSetup, step_memory
-from simpletuner.models.cost import Adapters, BatchShape, TransformerCost
+from simpletuner.budget.estimate import TrainingSetup, gradient_bytes, optimizer_state_bytes, step_memory
+from simpletuner.config.schema import OptimizerConfig, OptimizerName
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
+from simpletuner.training.optimizers import build_optimizer
+from simpletuner.training.release import GradientRelease
 from tests.peak import fake_step, hollow, peak_of_step
 
 BF16 = torch.bfloat16
@@ -86,6 +90,42 @@ def test_the_planned_peak_is_the_metered_one(
     planned = step_memory(cost, setup, load)
     beside_weights = planned.inputs + planned.block + planned.outside
     assert 0.95 <= beside_weights / metered <= 1.1
+
+
+@pytest.mark.parametrize("name", ["adamw", "torch-sgd"])
+@pytest.mark.parametrize(
+    ("flavour", "load"),
+    [("t2v-lite-sft-5s", BatchShape(1, 16, 32, 48, 256)), ("2b-480p", BatchShape(1, 21, 30, 52, 300))],
+    ids=["lite", "sana"],
+)
+def test_the_planned_peak_of_released_gradients_is_the_metered_one(
+    flavour: str, load: BatchShape, name: OptimizerName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations, the state of the optimizer, and the gradients of a block instead of all."""
+    is_sana = flavour == "2b-480p"
+    family = SANA_COST if is_sana else VIDEO_COST
+    settings = {**family.published(flavour), "num_layers" if is_sana else "num_visual_blocks": 6}
+    with torch.device("meta"):
+        model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(**settings)
+    cost = cost_of(family, model)
+    model.enable_gradient_checkpointing(lambda block, *rest: checkpoint(block, *rest, use_reentrant=False))
+    optimizers = OptimizerConfig(optimizer=name, max_grad_norm=1.0)
+    with fake_step(monkeypatch):
+        hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
+        optimizer = build_optimizer(model.parameters(), optimizers, "bf16", 1e-3)
+        release = GradientRelease(dict(model.named_parameters()), optimizer, optimizers)
+        with release.updating():
+            metered = peak_of_step(
+                model.train(), sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings))
+            )
+    state = optimizer_state_bytes(name, 2, compensated=False)
+    setup = TrainingSetup("bf16", NO_ADAPTERS, 2, state, released=True)
+    planned = step_memory(cost, setup, load)
+    beside_weights = planned.total - 2 * cost.parameters
+    print(name, flavour, beside_weights / metered, metered, planned, 2 * cost.parameters, gradient_bytes(cost, setup))
+    assert 0.95 <= beside_weights / metered <= 1.1
+    kept = step_memory(cost, replace(setup, released=False), load)
+    assert kept.trained - planned.trained > 0.7 * 2 * cost.parameters
 
 
 def _channels(settings: dict[str, object]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.optimizers import OPTIMIZERS
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.optimizers import OPTIMIZERS, check_release
 from simpletuner.config.schema import EmaConfig, OptimizerConfig
 from simpletuner.errors import NonFiniteError
 from simpletuner.run.rehearsal import unchanged
@@ -158,3 +160,26 @@ def test_random_rounding_depends_on_seed_step_and_weight_alone(name: str) -> Non
     assert torch.equal(updated(1, drawn=5), updated(1, drawn=6))
     assert not torch.equal(updated(1, drawn=5), updated(2, drawn=5))
     assert 1 - updated(1, drawn=5).float().mean().item() == pytest.approx(20 * 1e-4, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"model_type": "lora"}, "model_type lora exclude each other: the gradients of a LoRA are small"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2 exclude each other: .* Use train_batch"),
+        ({"grad_clip_method": "norm"}, "grad_clip_method norm exclude each other: .* Use value, or max_grad_norm 0"),
+        ({"mixed_precision": "fp16", "optimizer": "adamw"}, "mixed_precision fp16 exclude each other"),
+        ({"num_processes": 2}, "num_processes 2 exclude each other: .* Use fsdp_enable"),
+        ({"optimizer": "prodigy"}, "optimizer 'prodigy' exclude each other: it is not known to update each"),
+        ({"optimizer": "adamw_schedulefree"}, "optimizer 'adamw_schedulefree' exclude each other"),
+    ],
+)
+def test_what_needs_all_gradients_is_refused(settings: dict[str, Any], told: str) -> None:
+    values = {"model_type": "full", "model_family": "kandinsky5-image", **RELEASED}
+    for more, messages in (({}, []), (settings, [told])):
+        problems: list[Any] = []
+        config = resolve([Layer("config.json", list({**values, **more}.items()))], problems)
+        found = [*map(str, check_release(config))]
+        assert len(found) == len(messages), problems
+        assert all(re.search(message, problem) for message, problem in zip(messages, found, strict=True))
+        assert all(problem.startswith("optimizer_release_gradients: ") for problem in found)
