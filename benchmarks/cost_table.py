@@ -324,8 +324,7 @@ def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
     saved = meter.bytes
     read.clear()
     del out, meter
-    full = _with_arguments(trial, full=True)
-    trained = {"trained": _kept(*full)}
+    more = {"trained": _kept(*_with_arguments(trial, full=True))}
     trial.model.requires_grad_(False)
     with mock.patch.object(nn.functional, "scaled_dot_product_attention", _flash):
         with Peak(there) as peak:
@@ -338,14 +337,12 @@ def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
         block(*inputs, **settings)
     if compiled:
         _compile(trial, block)
-        trained["compiled"] = _kept_again(block, inputs, settings)
-        trial.model.requires_grad_(True)
-        trained["trained compiled"] = _kept_again(*full)
+        more["compiled"] = _kept_again(block, inputs, settings)
     outside = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in others}
     return Metered(
         {
             "saved": saved,
-            **trained,
+            **more,
             "transient": peak.most - saved,
             "outside": sum(outside.values()),
             "sampling": sampling.most,

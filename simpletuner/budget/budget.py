@@ -22,6 +22,7 @@ from simpletuner.budget.estimate import (
     inputs_on_host_bytes,
     sampling_bytes,
     saving_bytes,
+    state_on_host_bytes,
     step_memory,
     streamed_bytes,
     technique_cost,
@@ -204,7 +205,7 @@ def _phases_of_one(config: RunConfig, parts: Parts, workload: Workload, setup: T
     on_disk = config.offload.group_offload_to_disk_path is not None
     there, here = average_memory(cost, setup, "device"), average_memory(cost, setup, "host")
     streamed = 0.0 if on_disk else streamed_bytes(cost, setup)  # the processes of a machine share them
-    waiting = HOST_BASE + streamed + here.kept
+    waiting = HOST_BASE + streamed + here.kept + state_on_host_bytes(cost, setup)
     trained, frozen = trained_bytes(cost, setup), frozen_bytes(cost, setup)
     idle = trained - gradient_bytes(cost, setup)  # between two steps
     live = not all(kind.is_cached for technique in parts.techniques for kind in technique.features)

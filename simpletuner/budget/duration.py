@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletuner.budget.device import Device
-from simpletuner.budget.estimate import TrainingSetup, are_checkpointed, technique_cost
+from simpletuner.budget.estimate import TrainingSetup, are_checkpointed, state_on_host_bytes, technique_cost
 from simpletuner.config.schema import SLOTS
 from simpletuner.models.cost import ATTENTION_BACKWARD, BYTES, FLASH_BACKWARD, BatchShape, TransformerCost, Work
 
@@ -54,6 +54,7 @@ def step_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape, dev
     computing = max(_seconds(executed, traffic, setup, device), launching)
     copying = copy_seconds(cost, setup, device, 2 * passes + added.forwards)
     seconds = max(computing, copying) if setup.overlapped else computing + copying
+    seconds += 2 * state_on_host_bytes(cost, setup) / device.rates.transfer  # as if nothing of it were hidden
     return StepCost(model, executed, traffic, seconds, copying)
 
 

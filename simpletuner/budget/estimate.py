@@ -45,6 +45,7 @@ class TrainingSetup:
         inputs_on_host: block inputs are offloaded to host memory.
         quantised: bytes per weight of the blocks' linear layers; 0 if not quantised.
         released: gradients are freed as they arise, at most those of one block at a time.
+        state_on_host: optimizer state is on the device only while a weight is updated.
         averaged: where a moving average of the trained weights is kept, `device` or `host`; empty without one.
         routes: windows of blocks that some tokens skip, in training only.
         techniques: techniques in use, which may have their own weights and compute.
@@ -69,6 +70,7 @@ class TrainingSetup:
     inputs_on_host: bool = False
     quantised: float = 0.0
     released: bool = False
+    state_on_host: bool = False
     averaged: Literal["", "device", "host"] = ""
     routes: tuple[Route, ...] = ()
     techniques: tuple[TechniqueSpec, ...] = ()
@@ -131,7 +133,15 @@ def trained_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     average = AVERAGE if setup.averaged == "device" else 0.0
     # Temporary copies during the update are left out: a few tensors of a full model, small ones of a LoRA.
     kept = trained_numbers(cost, setup) * (setup.trained_bytes + setup.state_bytes + average) / setup.trained_shares
-    return kept + gradient_bytes(cost, setup)
+    return kept - state_on_host_bytes(cost, setup) + gradient_bytes(cost, setup)
+
+
+def state_on_host_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
+    """Bytes of optimizer state in host memory: all but that of the few weights that are copied or updated."""
+    if not setup.state_on_host:
+        return 0.0
+    largest = max(map(math.prod, cost.shapes.values()))
+    return max(trained_numbers(cost, setup) - (SLOTS + 2) * largest, 0) * setup.state_bytes
 
 
 def gradient_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:

@@ -175,6 +175,8 @@ def _offload_changes(config: RunConfig) -> Iterator[Change]:
     if config.model.model_type == "lora" and may_move and not streams and not config.launch.fsdp_enable:
         # enable_model_cpu_offload excludes streaming.
         yield Change({**STREAMED, **({"enable_model_cpu_offload": False} if offload.enable_model_cpu_offload else {})})
+    if may_change(config, STATE_ON_HOST):
+        yield Change(STATE_ON_HOST)
     if may_move and not offload.offload_block_inputs:
         yield Change({"offload_block_inputs": True})
     if not offload.group_offload_text_encoder:
@@ -182,6 +184,7 @@ def _offload_changes(config: RunConfig) -> Iterator[Change]:
 
 
 RELEASED = {"optimizer_release_gradients": True}
+STATE_ON_HOST = {**RELEASED, "offload_optimizer_state": True}
 LOW_BIT = {"optimizer": "ao-adamw8bit"}
 HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and errors of the estimate
 # Keys that auto may set, if the user has not.
@@ -212,16 +215,23 @@ def choose(budget: Budget) -> Budget:
     return min(found, key=lambda chosen: chosen.step_seconds, default=leanest)
 
 
-def _updates(budget: Budget) -> Iterator[Budget]:
-    """Ways to update the weights of a full fine-tune, each leaner than the one before; a LoRA has one."""
-    yield budget
-    for values, reason in (
-        (RELEASED, "each gradient is freed as soon as its weight is updated"),
-        (LOW_BIT, f"with state in 16 bits the run does not fit {_room(budget.device)}"),
-    ):
-        if may_change(budget.config, values) and not any(map(budget.config.is_explicit, values)):
-            budget = _with(budget, Change(values), reason)
-            yield budget
+def _updates(budget: Budget) -> list[Budget]:
+    """Ways to update the weights of a full fine-tune, those with other results last; a LoRA has one."""
+    released = _updated(budget, RELEASED, "each gradient is freed as soon as its weight is updated")
+    low = _updated(released, LOW_BIT, f"with state in 16 bits the run does not fit {_room(budget.device)}")
+    ways = [budget]
+    for one in (released, low) if low is not released else (released,):
+        reason = "state is on the device only while its weight is updated"
+        ways += [one, *([_updated(one, STATE_ON_HOST, reason)] if budget.device.is_gpu else [])]
+    return [way for place, way in enumerate(ways) if not any(way is each for each in ways[:place])]
+
+
+def _updated(budget: Budget, values: Mapping[str, Any], reason: str) -> Budget:
+    """The budget with those of these keys that are new, if they are possible and left open."""
+    flat = budget.config.flat()
+    new = {key: value for key, value in values.items() if flat[key] != value}
+    may = may_change(budget.config, new) and not any(map(budget.config.is_explicit, new))
+    return _with(budget, Change(new), reason) if may else budget
 
 
 def _over_processes(budget: Budget) -> Budget | None:

@@ -83,6 +83,7 @@ class Parts:
             inputs_on_host=offload.offload_block_inputs and precision.gradient_checkpointing,
             quantised=quantised_bytes(precision.base_model_precision),
             released=config.optimizer.optimizer_release_gradients and not is_lora,
+            state_on_host=offload.offload_optimizer_state,
             routes=config.tread.routes,
             techniques=self.techniques,
             averaged=average_place(config.ema),

@@ -268,9 +268,12 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
 
 
 def check_release(config: RunConfig) -> Iterator[Problem]:
-    """What excludes `optimizer_release_gradients`."""
+    """What excludes `optimizer_release_gradients`, and what needs it."""
     optimizer, schedule, launch = config.optimizer, config.schedule, config.launch
     if not optimizer.optimizer_release_gradients:
+        if config.offload.offload_optimizer_state:
+            message = "needs optimizer_release_gradients, which updates one weight at a time."
+            yield Problem("offload_optimizer_state", message)
         return
     name = optimizer_name(optimizer, config.precision.mixed_precision)
     for is_set, other, reason in (
@@ -306,12 +309,12 @@ def check_release(config: RunConfig) -> Iterator[Problem]:
 
 
 def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:
-    """Whether a full fine-tune may update its weights with these optimizer keys instead."""
+    """Whether a full fine-tune may update its weights with these keys instead."""
     changed = config.with_values(values, CHOSEN)
     problems = (*check_release(changed), *check_optimizer(changed.optimizer, changed.precision.mixed_precision))
     return (
         config.model.model_type == "full"
-        and changed.optimizer != config.optimizer
+        and (changed.optimizer, changed.offload) != (config.optimizer, config.offload)
         and not any(each.fatal for each in problems)
     )
 

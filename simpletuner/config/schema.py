@@ -394,6 +394,12 @@ class OffloadConfig(Group):
         "Keep the block inputs that gradient checkpointing saves in host memory (CUDA).",
         requires={"gradient_checkpointing": (True,)},
     )
+    offload_optimizer_state: Flag = option(
+        False,
+        "Keep the optimizer's state in host memory and copy it to the device for the update of each weight (CUDA); "
+        "same results.",
+        requires={"optimizer_release_gradients": (True,)},
+    )
     enable_model_cpu_offload: Flag = option(
         False, "Previews load one component at a time onto the device: the transformer leaves while the VAE decodes."
     )

@@ -42,8 +42,8 @@ class CostTable:
         keeps_attention: whether selective checkpointing can keep the result of the self-attention.
         flops: of a `large` and a `small` block, excluding products with weights.
         bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
-            the first layer that reads the same input, `compiled` is what a compiled block saves, and `trained` and
-            `trained compiled` what the two save in a full fine-tune.
+            the first layer that reads the same input, `compiled` is what a compiled block saves, and `trained` what a
+            stock one does in a full fine-tune.
         published: shapes of the published checkpoints.
     """
 
@@ -167,7 +167,7 @@ def transformer_cost(
         head: width of an attention head.
         unit: how many tokens a route keeps or drops together.
         sparse: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
-        compiled: the large blocks are compiled.
+        compiled: blocks with adapters are compiled.
     """
     counts = {group: len({each.split(".")[1] for each in shapes if each.startswith(f"{group}.")})
               for group in table.groups}  # fmt: skip
@@ -237,10 +237,7 @@ def _activations(
     axes = {"token": load.samples * load.tokens, "text": load.samples * load.text, "sample": load.samples}
     numbers = {**axes, "width": block.hidden, "inner": block.inner, "head": head, "heads": block.hidden // head}
     found = {name: sum_of(each, numbers) for name, each in factors.items() if name != "reads"}
-    if adapters.modules:
-        saved = "compiled" if compiled else "saved"
-    else:
-        saved = "trained compiled" if compiled else "trained"
+    saved = ("compiled" if compiled else "saved") if adapters.modules else "trained"
     elements = axes["token"] * block.hidden
     kept = elements * size + axes["token"] * numbers["heads"] * 4  # its result and log-sum-exp
     return Activations(

@@ -93,8 +93,9 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
 
 
 def coming_state(assembly: Assembly, budget: Budget) -> float:
-    """Bytes that the optimizer will allocate in its first step; 0 for a resumed run, whose state is loaded."""
-    if assembly.optimizer.state:
+    """Bytes that the optimizer will allocate in its first step; 0 for a resumed run, whose state is loaded, and for
+    state in host memory."""
+    if assembly.optimizer.state or budget.setup.state_on_host:
         return 0.0
     groups = assembly.optimizer.param_groups
     return budget.setup.state_bytes * sum(each.numel() for group in groups for each in group["params"])

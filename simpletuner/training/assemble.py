@@ -42,6 +42,7 @@ from simpletuner.techniques.base import Site, Technique
 from simpletuner.techniques.hidden_states import HiddenStates
 from simpletuner.training.converted import add_product
 from simpletuner.training.full import FullModel
+from simpletuner.training.host_state import HostState
 from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
@@ -130,7 +131,7 @@ def assemble(
         wrapped_modules=_wrap_modules(techniques, modules, accelerator),
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
-        release=_release(config, parameters, optimizer),
+        release=_release(config, parameters, optimizer, device),
         world=world,
         is_sharded=sharded,
     )
@@ -237,9 +238,13 @@ def _build_optimizer(
     return build_optimizer(slower, config.optimizer, precision, spec.learning_rate, modules, faster)
 
 
-def _release(config: RunConfig, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> GradientRelease | None:
-    wanted = config.optimizer.optimizer_release_gradients
-    return GradientRelease(parameters, optimizer, config.optimizer) if wanted else None
+def _release(
+    config: RunConfig, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, device: torch.device
+) -> GradientRelease | None:
+    if not config.optimizer.optimizer_release_gradients:
+        return None
+    host = HostState(optimizer, device) if config.offload.offload_optimizer_state else None
+    return GradientRelease(parameters, optimizer, config.optimizer, host)
 
 
 def _split_factors(

@@ -26,6 +26,7 @@ from simpletuner.config.optimizers import (
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.config.speed import has_compiler
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.training.host_state import HostState
 from simpletuner.training.sharding import is_part
 
 # Key of a parameter group that names the technique whose module it holds.
@@ -89,19 +90,30 @@ def runs_triton(params: Sequence[nn.Parameter]) -> bool:
     return on_gpu and has_compiler() and importlib.util.find_spec("triton") is not None
 
 
-def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: HostState | None = None) -> None:
     """Restore the state of an optimizer, but keep this machine's choice of kernels.
 
     The group of a module that was not saved starts now; a saved group whose module is gone is left out.
+
+    Args:
+        host: takes the state of all weights but those of such modules.
 
     Raises:
         ValueError: the state belongs to other parameters.
     """
     kernels = [group.get("triton") for group in optimizer.param_groups]
-    optimizer.load_state_dict(_with_groups_of(optimizer, state))
+    state = _with_groups_of(optimizer, state)
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    mine = ((each, OWNER in group) for group in optimizer.param_groups for each in group["params"])
+    # Numbers and parameters that do not match are found by `load_state_dict`.
+    apart = {n: each for n, (each, is_owned) in zip(numbers, mine, strict=False) if host and not is_owned}
+    stays = {number: each for number, each in state["state"].items() if number not in apart}
+    optimizer.load_state_dict({**state, "state": stays})
     for group, triton in zip(optimizer.param_groups, kernels, strict=True):
         if "triton" in group:
             group["triton"] = triton
+    if host is not None:
+        host.load({each: state["state"][n] for n, each in apart.items() if n in state["state"]})
 
 
 def _with_groups_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

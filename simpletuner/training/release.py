@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.errors import NonFiniteError, shorten
+from simpletuner.training.host_state import HostState
 
 
 class GradientRelease:
@@ -27,13 +28,20 @@ class GradientRelease:
     Args:
         parameters: trained, by name; not the modules of techniques.
         optimizer: over these parameters, and perhaps others.
+        host: keeps their state in host memory; None if it stays on the device.
 
     Attributes:
         is_halfway: some weights of the step in progress are updated, and others are not.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, config: OptimizerConfig) -> None:
-        self.is_halfway = False
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        config: OptimizerConfig,
+        host: HostState | None = None,
+    ) -> None:
+        self.is_halfway, self.host = False, host
         self._names, self._optimizer, self._config = [*parameters], optimizer, config
         groups = optimizer.param_groups
         mine = {*parameters.values()}
@@ -62,6 +70,8 @@ class GradientRelease:
             groups[place].update(group)
         self._after.clear()
         self._step([group for place, group in enumerate(groups) if place not in self._group.values()])
+        if self.host is not None:
+            self.host.finish()
         self.is_halfway = False
 
     def read_size(self, files: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -102,7 +112,11 @@ class GradientRelease:
         before = self._optimizer.param_groups[place]
         copied = {key: each.clone() if isinstance(each, Tensor) else each for key, each in before.items()}
         after = {**copied, "params": [parameter]}
+        if self.host is not None:
+            self.host.bring(parameter)
         self._step([after])
+        if self.host is not None:
+            self.host.leave(parameter)
         changes = {key: each for key, each in after.items() if key != "params" and each is not before.get(key)}
         self._after.setdefault(place, {}).update(changes)
 

@@ -90,24 +90,59 @@ def test_one_weight_at_a_time_is_all_at_once(name: str, dtype: torch.dtype) -> N
     ],
     ids=["fp32", "bf16", "norm", "8bit"],
 )
-def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("on_host", [False, True], ids=["resident", "host"])
+def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, Any], on_host: bool) -> None:
     """Weights, moving average and metrics; also after a stop, whichever way it goes on."""
     plain = full(t2i_checkpoint, **settings)
-    halves = [full(t2i_checkpoint, **settings, **more) for more in (RELEASED, {})]
+    others = (
+        {**RELEASED, "offload_optimizer_state": on_host},
+        {**RELEASED, "offload_optimizer_state": not on_host},
+        {},
+    )
+    halves = [full(t2i_checkpoint, **settings, **more) for more in others]
     averages = [Ema(each.parameters, EmaConfig(), torch.device("cpu")) for each in (plain, *halves)]
     expected = train(plain, t2i_checkpoint, 0, 4, averages[0])
     found = train(halves[0], t2i_checkpoint, 0, 2, averages[1])
-    for name, weight in halves[0].parameters.items():
-        halves[1].parameters[name].data.copy_(weight)
     torch.save(halves[0].optimizer.state_dict(), buffer := io.BytesIO())
-    buffer.seek(0)
-    load_state(halves[1].optimizer, torch.load(buffer, weights_only=True))
-    averages[2].load_state_dict(averages[1].state_dict())
+    for half, average in zip(halves[1:], averages[2:], strict=True):
+        for name, weight in halves[0].parameters.items():
+            half.parameters[name].data.copy_(weight)
+        buffer.seek(0)
+        load_state(half.optimizer, torch.load(buffer, weights_only=True), half.release and half.release.host)
+        average.load_state_dict(averages[1].state_dict())
+        assert found + train(half, t2i_checkpoint, 2, 4, average) == expected
     assert found + train(halves[0], t2i_checkpoint, 2, 4, averages[1]) == expected
-    train(halves[1], t2i_checkpoint, 2, 4, averages[2])
     for half, average in zip(halves, averages[1:], strict=True):
         assert_same(copy_of(half), copy_of(plain))
         assert_same(average.average, averages[0].average)
+
+
+def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint: Path) -> None:
+    """In one place in host memory throughout; the device has a copy, which nothing reads afterwards."""
+    assembly = full(t2i_checkpoint, **RELEASED, offload_optimizer_state=True, optimizer="torch-adam")
+    assert assembly.release is not None
+    host, seen = assembly.release.host, []
+    assert host is not None
+    fetch = host._fetched
+
+    def fetched(value: Any) -> Any:
+        there = fetch(value)
+        if isinstance(value, Tensor) and value.ndim:
+            seen.append((value.data_ptr(), there.data_ptr()))
+        return there
+
+    host._fetched = fetched
+    train(assembly, t2i_checkpoint, 0, 2)
+    kept = {
+        name: state["exp_avg"].data_ptr()
+        for name, p in assembly.parameters.items()
+        if (state := assembly.optimizer.state[p])
+    }
+    assert {address for address, _ in seen} >= set(kept.values())
+    assert not {address for _, address in seen} & set(kept.values())
+    before = len(seen)
+    train(assembly, t2i_checkpoint, 2, 3)
+    assert len(seen) - before == 2 * len(kept), "each moment goes up once a step"
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_says_what_is_left(t2i_checkpoint: Path) -> None:

@@ -189,7 +189,7 @@ class WeightImage:
         """Each plain tensor with its view, then the wrappers, which must report the device of their content."""
         views = [place.view(flat) for place in self._places]
         remaining = iter(views)
-        shells = [(tensor, _rebuild(tensor, remaining)) for tensor in self.tensors]
+        shells = [(tensor, rebuild(tensor, remaining)) for tensor in self.tensors]
         wrappers = [(tensor, shell) for tensor, shell in shells if wraps(tensor)]
         return [*zip(self._leaves, views, strict=True), *wrappers]
 
@@ -244,11 +244,11 @@ def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[Span], int]:
     return places, end
 
 
-def _rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:
+def rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:
     """A tensor of the same type around other contents."""
     if not wraps(tensor):
         return next(contents)
     names, context = tensor.__tensor_flatten__()
-    inner = {name: _rebuild(getattr(tensor, name), contents) for name in names}
+    inner = {name: rebuild(getattr(tensor, name), contents) for name in names}
     rebuilt: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
     return rebuilt
