@@ -269,43 +269,28 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
 
 def check_release(config: RunConfig) -> Iterator[Problem]:
     """What excludes `optimizer_release_gradients`, and what needs it."""
-    optimizer, schedule, launch = config.optimizer, config.schedule, config.launch
+    key, optimizer, steps = "optimizer_release_gradients", config.optimizer, config.schedule.gradient_accumulation_steps
     if not optimizer.optimizer_release_gradients:
         if config.offload.offload_optimizer_state:
-            message = "needs optimizer_release_gradients, which updates one weight at a time."
-            yield Problem("offload_optimizer_state", message)
+            yield Problem("offload_optimizer_state", f"needs {key}, which updates one weight at a time.")
         return
     name = optimizer_name(optimizer, config.precision.mixed_precision)
+    clips_norm = optimizer.grad_clip_method == "norm" and optimizer.max_grad_norm > 0
+    norm = "the norm of all gradients together is known only at the end. Use value, or max_grad_norm 0."
+    accumulation = "a gradient that is freed at once cannot be added to others. Use train_batch_size."
+    several = "processes average their gradients before they update. Use fsdp_enable, which divides them."
     for is_set, other, reason in (
         (config.model.model_type == "lora", "model_type lora", "the gradients of a LoRA are small."),
-        (
-            schedule.gradient_accumulation_steps > 1,
-            f"gradient_accumulation_steps {schedule.gradient_accumulation_steps}",
-            "a gradient that is freed at once cannot be added to those of other micro-steps. Use train_batch_size.",
-        ),
-        (
-            optimizer.grad_clip_method == "norm" and optimizer.max_grad_norm > 0,
-            "grad_clip_method norm",
-            "the norm of all gradients together is known only at the end. Use value, or max_grad_norm 0.",
-        ),
-        (
-            config.precision.mixed_precision == "fp16",
-            "mixed_precision fp16",
-            "a step that overflows could not be skipped as a whole. Use bf16.",
-        ),
-        (
-            launch.num_processes > 1,
-            f"num_processes {launch.num_processes}",
-            "processes average their gradients before they update. Use fsdp_enable, which divides them.",
-        ),
-        (
-            not OPTIMIZERS[name].per_weight,
-            f"optimizer {name!r}",
-            "it is not known to update each weight by itself. Use an AdamW such as adamw_bf16.",
-        ),
-    ):
+        (steps > 1, f"gradient_accumulation_steps {steps}", accumulation),
+        (clips_norm, "grad_clip_method norm", norm),
+        (config.precision.mixed_precision == "fp16", "mixed_precision fp16",
+         "a step that overflows could not be skipped as a whole. Use bf16."),
+        (config.launch.num_processes > 1, f"num_processes {config.launch.num_processes}", several),
+        (not OPTIMIZERS[name].per_weight, f"optimizer {name!r}",
+         "it is not known to update each weight by itself. Use an AdamW such as adamw_bf16."),
+    ):  # fmt: skip
         if is_set:
-            yield Problem("optimizer_release_gradients", f"and {other} exclude each other: {reason}")
+            yield Problem(key, f"and {other} exclude each other: {reason}")
 
 
 def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:

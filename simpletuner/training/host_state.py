@@ -1,14 +1,11 @@
-"""Keeps the optimizer's state in host memory; a weight's state is on the device only while the weight is updated.
-
-Copies run on a side stream. The state of the weight that came next in the last step is copied ahead, and what has been
-updated leaves while the backward pass goes on.
-"""
+"""Keeps the optimizer's state in host memory; a weight's state is on the device only while the weight is updated."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +15,13 @@ from torch.optim import Optimizer
 from simpletuner.config.schema import SLOTS
 from simpletuner.memory.offload.image import Span, leaves, page_lock, rebuild, whole_pages, wraps
 
-State = dict[str, Any]
+State = Mapping[str, Any]
 
 
 class HostState:
     """The state of one optimizer in page-locked host memory.
+
+    Copies run on a side stream: what has been updated leaves while the backward pass goes on.
 
     Args:
         device: of the weights. Without CUDA, copies are synchronous and save nothing.
@@ -31,31 +30,21 @@ class HostState:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._next: dict[nn.Parameter, nn.Parameter] = {}  # in the order of the last step
-        self._last: nn.Parameter | None = None
         self._host: dict[nn.Parameter, State] = {}
-        self._coming: dict[nn.Parameter, State] = {}
         self._leaving: deque[tuple[State, torch.cuda.Event]] = deque()
 
     def bring(self, parameter: nn.Parameter) -> None:
-        """Put a weight's state on the device, where it has any, and start to copy that of the next one."""
-        for each in (parameter, self._next.get(parameter)):
-            if each is not None and each in self._host and each not in self._coming:
-                self._coming[each] = {key: self._fetched(value) for key, value in self._host[each].items()}
-            if each is parameter and self._side is not None:
+        """Put a weight's state on the device before its update, if it has any yet."""
+        if parameter in self._host:
+            room = partial(torch.empty_like, device=self._device)
+            self._optimizer.state[parameter] = {k: self._copy(v, room) for k, v in self._host[parameter].items()}
+            if self._side is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._side)
-        if parameter in self._coming:
-            self._optimizer.state[parameter] = self._coming.pop(parameter)
-        if self._last is not None:
-            self._next[self._last] = parameter
-        self._last = parameter
 
     def leave(self, parameter: nn.Parameter) -> None:
         """Copy a weight's state to the host after its update."""
         state = self._optimizer.state[parameter]
-        host = self._host.get(parameter) or {key: self._room(value) for key, value in state.items()}
-        self._host[parameter] = {key: self._stored(host[key], value) for key, value in state.items()}
-        self._optimizer.state[parameter] = self._host[parameter]
+        self._keep(parameter, state)
         if self._side is not None:
             self._leaving.append((state, self._side.record_event()))
             if len(self._leaving) > SLOTS:  # its memory is free when the copy is complete
@@ -63,43 +52,32 @@ class HostState:
 
     def finish(self) -> None:
         """Wait for all copies at the end of a step."""
-        self._last = None
         if self._side is not None:
             self._side.synchronize()
         self._leaving.clear()
 
     def load(self, state: Mapping[nn.Parameter, State]) -> None:
         """Take over a saved state, on the CPU, exactly as it was saved."""
-        self._coming.clear()
-        for parameter, values in state.items():
-            host = {key: self._room(value) for key, value in values.items()}
-            self._host[parameter] = {key: self._stored(host[key], value) for key, value in values.items()}
-            self._optimizer.state[parameter] = self._host[parameter]
+        for parameter, saved in state.items():
+            self._keep(parameter, saved)
         self.finish()
 
-    def _fetched(self, value: Any) -> Any:
+    def _keep(self, parameter: nn.Parameter, state: State) -> None:
+        rooms = (part for value in self._host.get(parameter, {}).values() if _moves(value) for part in leaves(value))
+        room = (lambda part: next(rooms)) if parameter in self._host else self._buffer
+        self._host[parameter] = {key: self._copy(value, room) for key, value in state.items()}
+        self._optimizer.state[parameter] = self._host[parameter]
+
+    def _copy(self, value: Any, room: Callable[[Tensor], Tensor]) -> Any:
+        """A copy of a moment, whose parts go into `room` for each; anything else stays where it is."""
         if not _moves(value):
             return value
         parts = leaves(value)
-        there = [torch.empty_like(part, device=self._device) for part in parts]
+        copies = [room(part) for part in parts]
         with self._beside():
-            for one, part in zip(there, parts, strict=True):
-                one.copy_(part, non_blocking=True)
-        return rebuild(value, iter(there))
-
-    def _stored(self, host: Any, value: Any) -> Any:
-        if not _moves(value):
-            return value
-        with self._beside():
-            for one, part in zip(leaves(host), leaves(value), strict=True):
-                one.copy_(part, non_blocking=True)
-        return host
-
-    def _room(self, value: Any) -> Any:
-        """Page-locked memory for a tensor."""
-        if not _moves(value):
-            return value
-        return rebuild(value, iter([self._buffer(part) for part in leaves(value)]))
+            for copy, part in zip(copies, parts, strict=True):
+                copy.copy_(part, non_blocking=True)
+        return rebuild(value, iter(copies))
 
     def _buffer(self, part: Tensor) -> Tensor:
         flat = whole_pages(part.nbytes)
@@ -116,5 +94,5 @@ class HostState:
 
 
 def _moves(value: Any) -> bool:
-    """Whether a value is as large as a weight: counts of steps stay where they are."""
+    """Whether a value is as large as a weight, unlike a count of steps."""
     return isinstance(value, Tensor) and (wraps(value) or value.ndim > 0)

@@ -130,8 +130,10 @@ def test_a_compiled_block_saves_less(
         cost = costs.of_flavour(flavour, kernels)
         saved = cost.activations(load, 2, lora(cost, targets).adapters).saved
         found.append(saved / (load.tokens * cost.hidden * 2))
-        assert cost.activations(load, 2, NO_ADAPTERS).saved > 1.2 * saved, "trained weights need more"
     assert found == pytest.approx([stock, compiled], rel=0.02)
+    full = costs.of_flavour(flavour).activations(load, 2, NO_ADAPTERS)
+    assert full == cost.activations(load, 2, NO_ADAPTERS), "only a LoRA's blocks were measured"
+    assert full.saved > stock * load.tokens * cost.hidden * 2, "trained weights need more"
 
 
 def test_lists_of_tiles_take_less_than_masks() -> None:

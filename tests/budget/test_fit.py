@@ -195,46 +195,48 @@ def test_auto_turns_to_8_bits_last() -> None:
 
 
 SANA = Bucket(832, 480, 81, 1, 1.0, 300)
-RELEASED, LOW_BIT = "optimizer_release_gradients true", "optimizer ao-adamw8bit"
+RELEASED = "optimizer_release_gradients true: each gradient is freed as soon as its weight is updated"
 
 
+@pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize(
-    ("flavour", "bucket", "gigabytes", "host"),
+    ("flavour", "bucket", "gigabytes", "optimizer"),
     [
-        ("t2v-lite-sft-5s", LITE, 24, 32), ("t2v-lite-sft-5s", LITE, 16, 32), ("2b-480p", SANA, 24, 32),
-        ("t2i-lite-sft", replace(PICTURE, batch=1), 48, 32), ("t2v-lite-sft-5s", LITE, 24, 16),
+        ("t2v-lite-sft-5s", LITE, 24, None), ("t2v-lite-sft-5s", LITE, 16, None), ("2b-480p", SANA, 24, None),
+        ("t2v-lite-sft-5s", LITE, 16, "ao-adamw8bit"), ("2b-480p", SANA, 24, "ao-adamw8bit"),
+        ("t2i-lite-sft", replace(PICTURE, batch=1), 48, "ao-adamw8bit"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("averaged", [False, True])
 def test_auto_fits_full_fine_tunes_on_small_cards(
-    flavour: str, bucket: Bucket, gigabytes: int, host: int, averaged: bool
+    flavour: str, bucket: Bucket, gigabytes: int, optimizer: str | None, averaged: bool
 ) -> None:
-    """Cards and memory as they are labelled; the whole host is never needed, and a moving average lies on it."""
+    """Labels are in 2^30 bytes; the moving average is in the 32 GB of the host, which for Image are 64."""
     settings = {"model_type": "full", "speed": "auto", "use_ema": averaged, "ema_cpu_only": averaged}
-    if averaged and host < 32:
-        pytest.skip("the average takes 4 bytes a weight")
+    settings |= {"optimizer": optimizer} if optimizer else {}
+    host = 64 if bucket.frames == 1 else 32
     plain = budget(gpu(gigabytes * 2**30 / 1e9, host * 2**30), bucket, flavour, **settings)
     chosen = choose(plain)
     assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
-    assert chosen.config.optimizer.optimizer_release_gradients
-    assert any(each.startswith(f"{RELEASED}: each gradient is freed") for each in chosen.decisions)
-    changes = list(map(str, smallest_change(plain)))
-    assert RELEASED in changes
-    again = estimate(plain.config.with_values({"optimizer_release_gradients": True}, "test"), plain.parts,
-                     plain.workload, plain.device, None)  # fmt: skip
-    assert again.step_seconds == plain.step_seconds
+    assert chosen.config.optimizer.optimizer == optimizer
+    if optimizer is None:
+        assert chosen.decisions[0] == RELEASED
+        assert not fits(plain.phases, plain.device)
+        assert smallest_change(plain)
 
 
 def test_auto_changes_the_optimizer_of_a_full_fine_tune_last_and_never_one_that_was_chosen() -> None:
-    small = gpu(18)
+    """On a host that has no room for its state."""
+    small = gpu(18, host=10e9)
     chosen = choose(budget(small, model_type="full"))
+    assert fits(chosen.phases, small, headroom=HEADROOM)
     assert chosen.config.optimizer.optimizer == "ao-adamw8bit"
-    assert LOW_BIT in chosen.decisions[1]
-    mine = choose(budget(small, model_type="full", optimizer="optimi-adamw"))
-    assert mine.config.optimizer.optimizer == "optimi-adamw"
+    assert chosen.decisions[1].startswith("optimizer ao-adamw8bit: with state in 16 bits the run does not fit")
+    for mine in ({"optimizer": "optimi-adamw"}, {"optimizer_release_gradients": False}):
+        found = choose(budget(small, model_type="full", **mine)).config.optimizer.model_dump()
+        assert found | mine == found
     accumulated = choose(budget(small, model_type="full", gradient_accumulation_steps=2))
     assert not accumulated.config.optimizer.optimizer_release_gradients
-    assert not choose(budget(gpu(80), model_type="full")).config.optimizer.optimizer_release_gradients
+    assert not choose(budget(gpu(250), model_type="full")).config.optimizer.optimizer_release_gradients
 
 
 def test_auto_slows_no_step_down_for_previews_that_fit_in_no_way() -> None:
@@ -321,9 +323,10 @@ def test_auto_streams_rather_than_computing_attention_twice() -> None:
 
 
 def test_auto_moves_inputs_alone_where_weights_cannot_stream() -> None:
-    settings = {"model_type": "full", "gradient_checkpointing": True}
-    assert not fits(budget(gpu(27), **settings).phases, gpu(27), headroom=HEADROOM)
-    chosen = choose(budget(gpu(27), **settings))
+    settings = {"model_type": "full", "gradient_checkpointing": True, "optimizer_release_gradients": False}
+    settings |= {"optimizer": "adamw_bf16"}
+    assert not fits(budget(gpu(29), **settings).phases, gpu(29), headroom=HEADROOM)
+    chosen = choose(budget(gpu(29), **settings))
     assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
     assert chosen.decisions[0].startswith(
         "offload_block_inputs true: the blocks are checkpointed, and their inputs are kept"
