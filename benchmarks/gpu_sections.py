@@ -6,6 +6,7 @@ has told what it found. What a machine cannot do is skipped with a reason.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -235,6 +236,17 @@ def streamer(machine: Machine) -> Iterator[Line]:
         yield Line(f"{size}, streamed, waiting for weights", found["streamed"].weights_share, "of the step")
 
 
+def full(machine: Machine) -> Iterator[Line]:
+    """A full fine-tune: all gradients kept, released, with state on the host, and with state in 8 bits."""
+    need_keys("offload_optimizer_state")
+    plain: Settings = {"model_type": "full"}
+    released = {**plain, "optimizer_release_gradients": True}
+    variants = {"full": plain, "released": released, "state on the host": {**released, "offload_optimizer_state": True}}
+    if machine.on_gpu and importlib.util.find_spec("torchao"):
+        variants["state in 8 bits"] = {**released, "optimizer": "ao-adamw8bit"}
+    yield from _measured(machine, machine.video, variants, {})
+
+
 def selective(machine: Machine) -> Iterator[Line]:
     """Checkpointing that keeps the attention's result against checkpointing that keeps nothing."""
     need_keys("speed_keep_attention")
@@ -316,5 +328,6 @@ SECTIONS: dict[str, tuple[Section, float]] = {
     "selective": (selective, 75),
     "block": (block, 100),
     "tread": (tread, 75),
+    "full": (full, 75),
     "vae": (vae, 60),
 }

@@ -26,11 +26,14 @@ KINDS: dict[str, Settings] = {
     "attention kept": {"speed_keep_attention": True},
     "no checkpointing": {"gradient_checkpointing": False},
 }
-STREAMED: dict[str, Settings] = {
+RELEASED: Settings = {"model_type": "full", "optimizer_release_gradients": True}
+ON_GPU: dict[str, Settings] = {
     "streamed": {"enable_group_offload": True, "group_offload_use_stream": True},
     "streamed, inputs on the host": {
         "enable_group_offload": True, "group_offload_use_stream": True, "offload_block_inputs": True,
     },
+    "full, gradients released": RELEASED,
+    "full, gradients released, state on the host": {**RELEASED, "offload_optimizer_state": True},
 }  # fmt: skip
 
 
@@ -38,7 +41,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else None, SIZES, rounds=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kinds = KINDS | (STREAMED if options.device == "cuda" else {})
+    kinds = KINDS | (ON_GPU if options.device == "cuda" else {})
     ratios = []
     for name, settings in kinds.items():
         try:

@@ -20,6 +20,7 @@ from simpletuner.errors import NonFiniteError
 from simpletuner.run.rehearsal import unchanged
 from simpletuner.training import step
 from simpletuner.training.ema import Ema
+from simpletuner.training.host_state import HostState
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.release import GradientRelease
 from simpletuner.training.state import Assembly
@@ -60,13 +61,15 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("name", [*RUNNABLE, *LOW_BIT])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_weight_at_a_time_is_all_at_once(name: str, dtype: torch.dtype) -> None:
-    """For every optimizer that says so, whichever weight comes first; the others give something else."""
+def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) -> bool:
+    """Whether some steps give the same weights if each is updated alone, in the order of a backward pass."""
     whole, single = weights(dtype), weights(dtype)
+    for each in (*whole, *single):
+        each.data = each.data.to(device)
     together, apart = build(name, whole), build(name, single)
-    release = GradientRelease({str(n): each for n, each in enumerate(single)}, apart, OptimizerConfig(optimizer=name))
+    host = HostState(apart, torch.device(device)) if on_host else None
+    named = {str(number): each for number, each in enumerate(single)}
+    release = GradientRelease(named, apart, OptimizerConfig(optimizer=name), host)
     for number in range(8):
         noise = [torch.randn(each.shape, generator=torch.Generator().manual_seed(number)).to(each) for each in whole]
         for weight, gradient in zip(whole, noise, strict=True):
@@ -76,8 +79,23 @@ def test_one_weight_at_a_time_is_all_at_once(name: str, dtype: torch.dtype) -> N
             sum((w * g).sum().float() for w, g in zip(single[::-1], noise[::-1], strict=True)).backward()
         release.finish()
         assert all(each.grad is None for each in single)
-    is_same = all(map(torch.equal, whole, single))
-    assert is_same is OPTIMIZERS[name].per_weight
+    return all(map(torch.equal, whole, single))
+
+
+@pytest.mark.parametrize("name", [*RUNNABLE, *LOW_BIT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_weight_at_a_time_is_all_at_once(name: str, dtype: torch.dtype) -> None:
+    """For every optimizer that says so, whichever weight comes first; the others give something else."""
+    assert updated_alike(name, dtype, "cpu", on_host=False) is OPTIMIZERS[name].per_weight
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("on_host", [False, True], ids=["resident", "host"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "ao-adamw8bit"])
+def test_on_a_gpu(name: str, on_host: bool) -> None:
+    with torch.compiler.set_stance("default"):
+        assert updated_alike(name, torch.bfloat16, "cuda", on_host=on_host)
 
 
 @pytest.mark.parametrize(
