@@ -119,7 +119,7 @@ def load_checkpoint(
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
     content = load_shards(content, folder, parameters)
     try:
-        host = assembly.release and assembly.release.host
+        host = assembly.release.host if assembly.release is not None else None
         load_state(assembly.optimizer, shard_moments(content["optimizer"], parameters), host)
     except ValueError as error:
         raise UserError(f"{checkpoint.path} was made with another optimizer: {error}") from error

@@ -6,6 +6,7 @@ for 128 (Li et al., arXiv 2309.01507). bf16 weights are updated in float32 and r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 
 from simpletuner.diffusion.seeds import seed_device
 from simpletuner.training.optimizers import SEED
+
+warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")  # compiled updates are not kept for the next start
 
 
 class _Repeatable(Optimizer):
@@ -55,9 +58,9 @@ class _Repeatable(Optimizer):
         return made if type(made) is not Tensor else made.float()
 
 
-class AdamW8bit(_Repeatable, torchao.optim.AdamW8bit):  # type: ignore[misc]
+class AdamW8bit(_Repeatable, torchao.optim.AdamW8bit):
     """With 8 bits a number."""
 
 
-class AdamW4bit(_Repeatable, torchao.optim.AdamW4bit):  # type: ignore[misc]
+class AdamW4bit(_Repeatable, torchao.optim.AdamW4bit):
     """With 4 bits a number."""

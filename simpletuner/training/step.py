@@ -269,6 +269,7 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
             acting.enter_context(technique.acting(batch))
         noisy = noisy_batch(assembly, batch, global_step, micro_step)
         extras = [run for technique in assembly.techniques for run in technique.extra_passes(noisy)]
+        assert not (extras and assembly.release), "a released gradient must be the whole one"
         with exchange_only(assembly, transformer=last and not extras, modules=last):
             loss = micro_loss(assembly, noisy, losses)
             if assembly.release is not None:  # the backward pass will update the weights

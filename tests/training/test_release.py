@@ -99,16 +99,15 @@ def test_on_a_gpu(name: str, on_host: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "on_host"),
     [
-        {"max_grad_norm": 0.01, "gradient_checkpointing": False},
-        {"mixed_precision": "bf16", "max_grad_norm": 0.01},
-        {"grad_clip_method": "norm", "max_grad_norm": 0, "optimizer": "muon"},
-        {"mixed_precision": "bf16", "optimizer": "ao-adamw8bit"},
+        ({"max_grad_norm": 0.01, "gradient_checkpointing": False}, False),
+        ({"mixed_precision": "bf16", "max_grad_norm": 0.01}, True),
+        ({"grad_clip_method": "norm", "max_grad_norm": 0, "optimizer": "muon"}, True),
+        ({"mixed_precision": "bf16", "optimizer": "ao-adamw8bit"}, False),
     ],
     ids=["fp32", "bf16", "norm", "8bit"],
 )
-@pytest.mark.parametrize("on_host", [False, True], ids=["resident", "host"])
 def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, Any], on_host: bool) -> None:
     """Weights, moving average and metrics; also after a stop, whichever way it goes on."""
     plain = full(t2i_checkpoint, **settings)
@@ -119,7 +118,7 @@ def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, 
     )
     halves = [full(t2i_checkpoint, **settings, **more) for more in others]
     averages = [Ema(each.parameters, EmaConfig(), torch.device("cpu")) for each in (plain, *halves)]
-    expected = train(plain, t2i_checkpoint, 0, 4, averages[0])
+    expected = train(plain, t2i_checkpoint, 0, 3, averages[0])
     found = train(halves[0], t2i_checkpoint, 0, 2, averages[1])
     torch.save(halves[0].optimizer.state_dict(), buffer := io.BytesIO())
     for half, average in zip(halves[1:], averages[2:], strict=True):
@@ -128,8 +127,8 @@ def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, 
         buffer.seek(0)
         load_state(half.optimizer, torch.load(buffer, weights_only=True), half.release and half.release.host)
         average.load_state_dict(averages[1].state_dict())
-        assert found + train(half, t2i_checkpoint, 2, 4, average) == expected
-    assert found + train(halves[0], t2i_checkpoint, 2, 4, averages[1]) == expected
+        assert found + train(half, t2i_checkpoint, 2, 3, average) == expected
+    assert found + train(halves[0], t2i_checkpoint, 2, 3, averages[1]) == expected
     for half, average in zip(halves, averages[1:], strict=True):
         assert_same(copy_of(half), copy_of(plain))
         assert_same(average.average, averages[0].average)
