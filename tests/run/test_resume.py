@@ -76,6 +76,17 @@ def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path, kind:
     assert_same_run(straight, broken)
 
 
+def test_a_full_run_goes_on_with_released_gradients(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    """And with its state on the host: the same files as of the run that keeps all gradients."""
+    settings = {**SETTINGS, "model_type": "full", "gradient_accumulation_steps": 1}
+    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **settings)
+    assert straight.train() == 0
+    broken = Workspace(shutil.copytree(straight.folder, tmp_path / "broken"))
+    shutil.rmtree(broken.path(f"output/checkpoint-{STEPS}"))
+    assert broken.train("optimizer_release_gradients=true", "offload_optimizer_state=true") == 0
+    assert_same_run(straight, broken)
+
+
 def test_resume_from_the_middle(tmp_path: Path, t2i_checkpoint: Path) -> None:
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS)
     assert straight.train() == 0
