@@ -57,6 +57,7 @@ def attach_offload(
     keeps_saved: bool,
     slots: int = SLOTS,
     world: World = World(),
+    packed: list[WeightImage] | None = None,
 ) -> Streamer | None:
     """Let the frozen weights of a transformer stream; call it last, after all other changes to the transformer.
 
@@ -65,6 +66,7 @@ def attach_offload(
         keeps_saved: some blocks run without activation checkpointing, so autograd saves their weights.
         slots: groups on the device at a time.
         world: the processes that train together; those of a machine share one copy of the weights in host memory.
+        packed: images from `pack_group` in order, taken out of the list; one that no longer holds is made again.
 
     Returns:
         the streamer, or None if nothing streams.
@@ -76,7 +78,7 @@ def attach_offload(
     if wanted > len(blocks):
         message = "group_offload_blocks_per_group: %d is more than the %d blocks that stream; they come as one group."
         logger.warning(message, wanted, len(blocks))
-    streamer = stream(blocks, device, config, slots, world)
+    streamer = stream(blocks, device, config, slots, world, packed)
     if keeps_saved:
         _remember_places(transformer, streamer)
     where = "in host memory" if config.group_offload_to_disk_path is None else "on disk"
@@ -105,15 +107,15 @@ def stream(
     config: OffloadConfig,
     slots: int = SLOTS,
     world: World = World(),
+    packed: list[WeightImage] | None = None,
 ) -> Streamer:
-    """Pack blocks into images, and stream them in each forward pass.
+    """Pack blocks into images, unless they are packed, and stream them in each forward pass.
 
     Raises:
         UserError: the folder for images on disk cannot be created.
     """
-    size = config.group_offload_blocks_per_group
-    groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
-    images = [WeightImage(group, _settle(config, device, world)) for group in groups]
+    groups = in_groups(blocks, config)
+    images = [_again(packed.pop(0) if packed else None, group, config, device, world) for group in groups]
     if config.group_offload_use_stream and device.type != "cuda":
         _warn_once("group_offload_use_stream has no effect: the compute device is no CUDA device.")
     to_disk = config.group_offload_to_disk_path is not None
@@ -125,6 +127,30 @@ def stream(
             _enter_before_forward(block, streamer, index)
             _stay_put(block, frozenset(id(tensor) for tensor in image.tensors))
     return streamer
+
+
+def in_groups(blocks: Sequence[nn.Module], config: OffloadConfig) -> list[Sequence[nn.Module]]:
+    """The blocks that share a slot."""
+    size = config.group_offload_blocks_per_group
+    return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+
+def pack_group(
+    group: Sequence[nn.Module], config: OffloadConfig, device: torch.device, world: World = World()
+) -> WeightImage:
+    """Pack the frozen weights of blocks into an image, which is the only copy of them from then on.
+
+    Raises:
+        UserError: the folder for images on disk cannot be created.
+    """
+    return WeightImage(group, _settle(config, device, world))
+
+
+def _again(
+    image: WeightImage | None, group: Sequence[nn.Module], config: OffloadConfig, device: torch.device, world: World
+) -> WeightImage:
+    """The image of a group if it still holds, else a new one."""
+    return image if image is not None and image.holds(group) else pack_group(group, config, device, world)
 
 
 def _enter_before_forward(block: nn.Module, streamer: Streamer, group: int) -> None:
