@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="scratch folder; a checkpoint in it is used again")
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["lite", "image", "sana"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--sparse", action="store_true", help="zeros in files without blocks on the disk")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -91,7 +92,7 @@ def main() -> None:
         return
     ratios = []
     for size in options.size:
-        write_checkpoint(options.folder / size, size)
+        write_checkpoint(options.folder / size, size, sparse=options.sparse)
         for kind in options.kinds:
             rounds = [in_a_process(options.folder, size, kind) for _ in range(options.rounds)]
             ratios += compare(f"{size}, {kind}", rounds)
@@ -118,10 +119,13 @@ def in_a_process(folder: Path, size: str, kind: str) -> Peaks:
     return Peaks(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def write_checkpoint(folder: Path, size: str) -> None:
+def write_checkpoint(folder: Path, size: str, *, sparse: bool = False) -> None:
     """Write the transformer of a size, if it is not there: random weights in bf16, what stays float32 in float32.
 
     Never more than a shard is in memory.
+
+    Args:
+        sparse: weights are zeros that take no room on the disk: as many pages are mapped and packed.
     """
     target, model = folder / "transformer", hollow_transformer(size)
     index = target / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX}"
@@ -132,7 +136,10 @@ def write_checkpoint(folder: Path, size: str) -> None:
     generator, listed = torch.Generator().manual_seed(0), {}
     for number, names in enumerate(shards, start=1):
         file = f"{DIFFUSERS_WEIGHTS}-{number:05}-of-{len(shards):05}.safetensors"
-        save_file({name: draw(model, name, generator) for name in names}, target / file, {"format": "pt"})
+        if sparse:
+            save_zeros(model, names, target / file)
+        else:
+            save_file({name: draw(model, name, generator) for name in names}, target / file, {"format": "pt"})
         listed |= dict.fromkeys(names, file)
     index.write_text(json.dumps({"metadata": {}, "weight_map": listed}), encoding="utf-8")
 
@@ -148,6 +155,21 @@ def split(model: Any) -> Iterator[list[str]]:
             names, room = [], SHARD
         names, room = [*names, name], room - size
     yield names
+
+
+def save_zeros(model: Any, names: list[str], path: Path) -> None:
+    """A safetensors file whose values are a hole."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        dtype, like = dtype_of(model, name, torch.bfloat16), model.get_parameter(name)
+        start, end = end, end + like.numel() * dtype.itemsize
+        kind = "F32" if dtype == torch.float32 else "BF16"
+        header[name] = {"dtype": kind, "shape": list(like.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def draw(model: Any, name: str, generator: torch.Generator) -> torch.Tensor:

@@ -35,6 +35,7 @@ from simpletuner.data.quarantine import files_to_move, quarantine
 from simpletuner.data.remote.store import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, UserError
+from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import (
@@ -237,6 +238,7 @@ class CacheFiller:
     def _release(self) -> None:
         """Free the memory of an encoder that went out of scope, before the next one is loaded."""
         gc.collect()
+        trim_heap()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

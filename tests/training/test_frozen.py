@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ from torch import nn
 
 from simpletuner.config.precision import quantisation
 from simpletuner.errors import UserError
-from simpletuner.memory.offload.attach import attach_offload, streamed_blocks
-from simpletuner.memory.offload.image import leaves
+from simpletuner.memory.offload.attach import attach_offload, pack_group, streamed_blocks
+from simpletuner.memory.offload.image import WeightImage, leaves
 from simpletuner.memory.precision import DTYPES, quantise
+from simpletuner.models.adapter import CheckpointSetup
+from simpletuner.models.registry import FAMILIES, load_adapter
+from simpletuner.models.source import ModelSource
 from simpletuner.models.weights import HollowWeights
+from simpletuner.training import frozen
 from simpletuner.training.frozen import load_frozen
 from tests.fidelity.family import CPU, make_adapter, make_config
-from tests.fidelity.sana import make_sana_adapter, make_sana_config
 from tests.memory.test_precision import gradients
 from tests.tiny import make_checkpoint
 from tests.training.assembly import make_assembly, make_batch
@@ -32,6 +36,7 @@ def checkpoints(
 ) -> dict[str, Path]:
     """One in float32 of each family, one in bf16, one in shards, and one that is no safetensors file."""
     found = {"kandinsky": t2i_checkpoint, "sana": sana_checkpoint}
+    found["video"] = make_checkpoint(tmp_path_factory.mktemp("video"), "t2v", nabla=True)
     found["bf16"] = make_checkpoint(tmp_path_factory.mktemp("bf16"), visual_blocks=3, dtype=torch.bfloat16)
     stock: Any = make_adapter(t2i_checkpoint).load_transformer(torch.float32)
     for name, key, value in (("shards", "max_shard_size", "40KB"), ("pickled", "safe_serialization", False)):
@@ -40,11 +45,16 @@ def checkpoints(
     return found
 
 
-def parts(checkpoint: Path, **settings: Any) -> tuple[Any, Any]:
+FAMILY = {"sana": ("sanavideo", "2b-480p"), "video": ("kandinsky5-video", "t2v-lite-sft-5s")}
+
+
+def parts(checkpoint: Path, name: str = "kandinsky", **settings: Any) -> tuple[Any, Any]:
     """The config and the adapter of a checkpoint."""
-    if "sana" in checkpoint.name:
-        return make_sana_config(checkpoint, **settings), make_sana_adapter(checkpoint)
-    return make_config(checkpoint, **settings), make_adapter(checkpoint)
+    family, flavour = FAMILY.get(name, ("kandinsky5-image", "t2i-lite-sft"))
+    config = make_config(checkpoint, model_family=family, model_flavour=flavour, **settings)
+    spec = FAMILIES[family]
+    source = ModelSource.from_config(spec, spec.flavour(flavour), config)
+    return config, load_adapter(spec)(CheckpointSetup.of(config, spec.flavour(flavour), source))
 
 
 def read_at_once(adapter: Any, config: Any) -> nn.Module:
@@ -56,16 +66,23 @@ def read_at_once(adapter: Any, config: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("precision", ["no_change", "int8-quanto", "int4-quanto", "fp8-quanto", "int8-torchao"])
-@pytest.mark.parametrize("name", ["kandinsky", "sana", "bf16", "shards", "pickled"])
+@pytest.mark.parametrize(
+    ("name", "precision", "streamed"),
+    [
+        *product(["kandinsky", "video", "sana", "bf16", "shards", "pickled"], ["no_change"], [False]),
+        *product(["kandinsky", "video", "sana", "bf16", "pickled"], ["int8-quanto"], [True]),
+        *product(["kandinsky", "sana"], ["int4-quanto", "fp8-quanto", "int8-torchao"], [True]),
+        ("bf16", "no_change", True),
+        ("shards", "int4-quanto", False),
+    ],
+)
 def test_weights_are_those_of_from_pretrained(
     checkpoints: dict[str, Path], name: str, precision: str, streamed: bool
 ) -> None:
     if precision.endswith("torchao"):
         pytest.importorskip("torchao")
     settings = {"base_model_precision": precision, "mixed_precision": "bf16", "speed_bf16_modulation": False}
-    config, adapter = parts(checkpoints[name], **settings, **(STREAMED if streamed else {}))
+    config, adapter = parts(checkpoints[name], name, **settings, **(STREAMED if streamed else {}))
     expected = read_at_once(adapter, config)
     found, images = load_frozen(config, adapter, CPU)
     theirs = {**expected.state_dict(), **dict(expected.named_buffers())}
@@ -78,6 +95,27 @@ def test_weights_are_those_of_from_pretrained(
     assert dict(found.config) == dict(expected.config)  # type: ignore[arg-type]
     assert not any(each.requires_grad for each in found.parameters())
     assert len(images) == (len(adapter.block_layout(found).blocks) - 1 if streamed else 0)
+
+
+def test_a_block_is_packed_before_the_next_is_read(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever a block has been packed, all weights are in images or still to be read."""
+    config, adapter = parts(t2i_checkpoint, base_model_precision="int8-quanto", enable_group_offload=True)
+    load, models, images = adapter.load_transformer, list[nn.Module](), list[int]()
+
+    def pack(*arguments: Any) -> WeightImage:
+        image = pack_group(*arguments)
+        images.append(image.flat.untyped_storage().data_ptr())
+        packed = (each for name, each in models[0].named_buffers() if ".packed_" in name)
+        there = [each for each in (*models[0].parameters(), *packed) if not each.is_meta]
+        assert {each.untyped_storage().data_ptr() for each in there} == {*images}
+        return image
+
+    monkeypatch.setattr(
+        adapter, "load_transformer", lambda *words, **more: models.append(load(*words, **more)) or models[0]
+    )
+    monkeypatch.setattr(frozen, "pack_group", pack)
+    load_frozen(config, adapter, CPU)
+    assert len(images) == len(adapter.block_layout(models[0]).blocks)
 
 
 @pytest.mark.parametrize("to_disk", [False, True])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import SLOTS, OffloadConfig
 from simpletuner.errors import UserError
+from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.image import (
     Settle,
     WeightImage,
@@ -39,6 +40,7 @@ def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.d
     frozen = {id(tensor) for block in streamed for tensor in frozen_tensors(block)}
     with set_aside(streamed, frozen):
         model.to(device)
+    trim_heap()
 
 
 def streamed_blocks(blocks: Sequence[nn.Module], residents: int) -> list[nn.Module]:
