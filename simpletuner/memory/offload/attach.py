@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -92,15 +92,32 @@ def attach_offload(
     return streamer
 
 
-def offload_layers(model: nn.Module, config: OffloadConfig, device: torch.device) -> list[Streamer]:
+class LayerQuantiser(Protocol):
+    """Quantises layers of a model."""
+
+    def __call__(self, *, within: Sequence[nn.Module]) -> None: ...
+
+
+def offload_layers(
+    model: nn.Module, config: OffloadConfig, device: torch.device, quantise: LayerQuantiser | None = None
+) -> list[Streamer]:
     """Move a frozen model to a device, streaming its stacks of layers that are longer than the ring.
 
     Stacks are the outermost module lists: the layers of a language model, the up blocks of a VAE's decoder. Each has
     its own ring, because not every call runs all of them.
+
+    Args:
+        quantise: called for some layers just before they are packed, and for the model as a whole at the end.
     """
-    stacks = [stack for stack in _outermost_lists(model) if len(stack) > SLOTS]
+    stacks, packed = [list(stack) for stack in _outermost_lists(model) if len(stack) > SLOTS], []
+    for group in (group for stack in stacks for group in in_groups(stack, config)):
+        if quantise is not None:
+            quantise(within=group)
+        packed.append(pack_group(group, config, device))
+    if quantise is not None:
+        quantise(within=[model])
     place_model(model, [layer for stack in stacks for layer in stack], device)
-    return [stream(list(stack), device, config) for stack in stacks]
+    return [stream(stack, device, config, packed=packed) for stack in stacks]
 
 
 def stream(
