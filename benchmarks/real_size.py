@@ -48,7 +48,7 @@ from simpletuner.training.assemble import TrainingSpec, assemble
 
 BAR = 1.10
 SHARD = 10**9  # bytes
-LATENTS = (1, 8, 8)
+LATENTS, CAPTION = (1, 8, 8), 8  # sizes of the latents, tokens of the caption
 INTERVAL = 0.005  # seconds between looks at the memory
 STATUS = Path("/proc/self/status")
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -190,6 +190,7 @@ def measure(folder: Path, size: str, kind: str) -> Peaks:
         assembly = assemble_it(config, size)
     with Watch() as step:
         batch = make_batch(size, 1, LATENTS)
+        batch.embeds[0]["prompt_embeds"] = batch.embeds[0]["prompt_embeds"][:CAPTION]
         noisy = make_noisy(batch, torch.tensor([0.5]), torch.randn(batch.latents.shape))
         prediction = assembly.adapter.predict(assembly.transformer, assembly.adapter.prepare(noisy))
         (prediction - noisy.target).square().mean().backward()
@@ -212,7 +213,7 @@ def planned(config: RunConfig, size: str) -> tuple[float, float, float]:
     cost = cost_of(spec.cost, hollow_transformer(size))
     setup = Parts(spec, cost, lora_targets(size), {}, 0, 0, ()).setup(config)
     frames, height, width = LATENTS
-    load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, SHAPES[size].caption)
+    load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, CAPTION)
     on_disk = config.offload.group_offload_to_disk_path is not None
     waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup))
     packed = sum(cost.block_bytes(setup.dtype, quantised=setup.quantised)) + cost.rest_bytes(setup.dtype)
