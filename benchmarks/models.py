@@ -168,7 +168,7 @@ def build_transformer(size: str, device: str, dtype: torch.dtype, seed: int = 0)
     for name, module in model.named_modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             kind = dtype_of(model, f"{name}.{key}", dtype)
-            values = _random(name, key, parameter, torch.device(device), kind, generator)
+            values = random_weight(name, key, parameter, torch.device(device), kind, generator)
             setattr(module, key, nn.Parameter(values))
     return model.to(device).train()
 
@@ -179,7 +179,7 @@ def dtype_of(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if any(each in name.split(".") for each in kept) else dtype
 
 
-def _random(
+def random_weight(
     name: str, key: str, like: Tensor, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
     """Matrices that keep the size of what they multiply, norms near 1, and gates that are small."""

@@ -20,6 +20,7 @@ from simpletuner.budget.estimate import (
     frozen_bytes,
     gradient_bytes,
     inputs_on_host_bytes,
+    passing_bytes,
     sampling_bytes,
     saving_bytes,
     state_on_host_bytes,
@@ -200,11 +201,11 @@ def _phases_of_one(config: RunConfig, parts: Parts, workload: Workload, setup: T
     if workload.encodes_features:
         teaching = max(_teacher_bytes(config, parts, bucket, vae)[1] for bucket in workload.buckets)
         yield PhasePeak("encoding features", teaching, HOST_BASE)
-    whole = sum(cost.block_bytes(setup.dtype, quantised=0.0)) + cost.rest_bytes(setup.dtype)
-    yield PhasePeak(LOADING, frozen_bytes(cost, setup), HOST_BASE, whole)
     on_disk = config.offload.group_offload_to_disk_path is not None
-    there, here = average_memory(cost, setup, "device"), average_memory(cost, setup, "host")
     streamed = 0.0 if on_disk else streamed_bytes(cost, setup)  # the processes of a machine share them
+    loading = passing_bytes(cost, setup)
+    yield PhasePeak(LOADING, frozen_bytes(cost, setup), HOST_BASE + streamed, loading, common=streamed)
+    there, here = average_memory(cost, setup, "device"), average_memory(cost, setup, "host")
     waiting = HOST_BASE + streamed + here.kept + state_on_host_bytes(cost, setup)
     trained, frozen = trained_bytes(cost, setup), frozen_bytes(cost, setup)
     idle = trained - gradient_bytes(cost, setup)  # between two steps

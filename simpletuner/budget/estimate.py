@@ -210,6 +210,16 @@ def streamed_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     return sum(blocks) * max(len(blocks) - setup.residents, 0) / len(blocks)
 
 
+def passing_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
+    """Host memory of a process while it loads the transformer, besides streamed weights: what stays on the device, and
+    the blocks in work, as they are read and as they are packed."""
+    blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
+    staying = cost.rest_bytes(setup.dtype) + sum(blocks) - streamed_bytes(cost, setup)
+    if not (setup.quantised or setup.streamed):
+        return staying
+    return staying + 2 * max(cost.block_bytes(setup.dtype, quantised=0.0)) * (setup.group if setup.streamed else 1)
+
+
 def step_memory(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> StepMemory:
     """Peak memory of a step with one micro-batch."""
     blocks = activations_of(cost, setup, load)

@@ -164,6 +164,9 @@ def _lossless_changes(budget: Budget) -> Iterator[Change]:
         yield Change({"vae_enable_tiling": True})
 
 
+DISK = "group_offload_to_disk_path"
+
+
 def _offload_changes(config: RunConfig) -> Iterator[Change]:
     """Changes that move data from the device to host memory."""
     offload, may_move = config.offload, graph_key(config.launch) is None
@@ -181,6 +184,8 @@ def _offload_changes(config: RunConfig) -> Iterator[Change]:
         yield Change({"offload_block_inputs": True})
     if not offload.group_offload_text_encoder:
         yield Change({"group_offload_text_encoder": True})
+    if config.offload.group_offload_to_disk_path is None and (streams or (may_move and _may_stream(config))):
+        yield Change({DISK: "offloaded"}, f"{DISK} with a folder on a fast disk")
 
 
 RELEASED = {"optimizer_release_gradients": True}
@@ -267,11 +272,18 @@ def _search(budget: Budget, *, in_8_bits: bool) -> tuple[Budget | None, Budget]:
     leanest = _in_8_bits(budget, ladders[-1][-1]) if in_8_bits else ladders[-1][-1]
     budget = _with_tiles(budget, leanest)
     beyond = _beyond(budget, leanest)
-    fitting = [candidate for ladder in ladders if (candidate := _first_that_fits(ladder, budget, beyond)) is not None]
+    fitting = _fitting(ladders, budget, beyond)
+    if not fitting and in_8_bits:
+        fitting = _fitting([[_in_8_bits(budget, each) for each in ladder] for ladder in ladders], budget, beyond)
     if fitting:  # of two equally fast ones, the first
         fastest = min((_with(budget, *each) for each in fitting), key=lambda chosen: chosen.step_seconds)
         return fastest, _with(budget, *leanest)
     return None, _with(budget, *leanest)
+
+
+def _fitting(ladders: Iterable[Sequence[Candidate]], budget: Budget, beyond: frozenset[str]) -> list[Candidate]:
+    """The first candidate of each ladder that fits."""
+    return [each for ladder in ladders if (each := _first_that_fits(ladder, budget, beyond)) is not None]
 
 
 def _beyond(budget: Budget, leanest: Candidate) -> frozenset[str]:
@@ -348,12 +360,12 @@ def _ladders(budget: Budget) -> Iterator[Iterable[Candidate]]:
             yield _streamed(budget, {**values, **streamed}, free, on_host=on_host, twice=twice)
 
 
-def _in_8_bits(budget: Budget, leanest: Candidate) -> Candidate:
+def _in_8_bits(budget: Budget, candidate: Candidate) -> Candidate:
     """The last resort: an int8 base model, if the user has not set its precision."""
     key, config = "base_model_precision", budget.config
     if config.is_explicit(key) or config.model.model_type != "lora" or config.launch.fsdp_enable:
-        return leanest
-    lean = Change({**leanest[0].values, key: "int8-quanto"})
+        return candidate
+    lean = Change({**candidate[0].values, key: "int8-quanto"})
     return lean, f"in 16 bits the run does not fit {_room(budget.device)}"
 
 

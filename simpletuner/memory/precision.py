@@ -7,7 +7,7 @@ which can be moved, streamed, compiled and saved like any other tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, Protocol
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from simpletuner.config.precision import Quantisation
+from simpletuner.memory.heap import trim_heap
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Weights that share a scale below 8 bits: the first size that divides the row.
@@ -213,12 +214,14 @@ class QuantisedLinear(nn.Linear):
 
 
 def quantise(
-    model: nn.Module, layers: str, quantisation: Quantisation, *, via: Via = "cpu", accelerator: torch.device
-) -> None:
+    model: nn.Module, layers: str, quantisation: Quantisation, *, via: Via = "cpu", accelerator: torch.device,
+    within: Sequence[nn.Module] = (),
+) -> None:  # fmt: skip
     """Replace linear layers of a model by quantised ones, in place, each on its layer's device.
 
     Args:
         layers: regular expression that the whole dotted path of a layer must match.
+        within: modules of the model, to quantise only the layers in them; by default all.
         via: where weights are packed, with equal results: on the CPU, or on the accelerator one block (`accelerator`)
             or one layer (`pipeline`) at a time.
 
@@ -229,8 +232,12 @@ def quantise(
     if not chosen:
         raise RuntimeError(f"no linear layer of {type(model).__name__} matches {layers!r}")
     device = torch.device("cpu") if via == "cpu" else accelerator
-    for _, group in groupby(chosen, key=block_of if via == "accelerator" else str):
-        _quantise_together(model, list(group), quantisation, device)
+    inside = {module for each in within or [model] for module in each.modules() if type(module) is not QuantisedLinear}
+    wanted = [name for name in chosen if model.get_submodule(name) in inside]
+    for _, block in groupby(wanted, key=block_of):
+        for _, group in groupby(block, key=block_of if via == "accelerator" else str):
+            _quantise_together(model, list(group), quantisation, device)
+        trim_heap()
 
 
 def linear_layers(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Linear]]:

@@ -295,9 +295,14 @@ class CheckpointSetup:
 
 
 class FamilyAdapter(Protocol):
-    """One checkpoint of one family."""
+    """One checkpoint of one family.
+
+    Attributes:
+        source: where its parts are.
+    """
 
     spec: FamilySpec
+    source: ModelSource
 
     def __init__(self, setup: CheckpointSetup) -> None: ...
 
@@ -314,7 +319,8 @@ class FamilyAdapter(Protocol):
     def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
         """Load the transformer onto the CPU; layers that must stay float32 do.
 
-        With `hollow` no weights are read, and parameters are on `meta`; their dtype may not be the final one.
+        With `hollow` no weights are read, and parameters are on `meta`; their dtype may not be the final one. A
+        family that cannot do so reads them.
         """
         ...
 

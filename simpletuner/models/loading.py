@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -53,28 +53,34 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
     folder = part.fetch()
     with told_plainly(part):
         model, found = model_class.from_pretrained(folder, variant=part.variant, output_loading_info=True, **settings)
-    absent = sorted(found["missing_keys"])
+    refuse_missing(part, found["missing_keys"])
+    return model
+
+
+def refuse_missing(part: Part, absent: Collection[str]) -> None:
+    """Raise `UserError` if weights are absent from a part's files."""
     if absent:
         where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
-        raise UserError(f"{where} is incomplete: {shorten(absent)} not in its files.")
-    return model
+        raise UserError(f"{where} is incomplete: {shorten(sorted(absent))} not in its files.")
 
 
 def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, hollow: bool) -> Any:
     """Load a transformer onto the CPU, except for the layers that its class keeps in float32 in one dtype.
 
     Args:
-        hollow: read no weights: parameters are on `meta`, and only buffers have values.
+        hollow: read no weights: parameters are on `meta`, and only buffers have values. `HollowWeights` reads the rest.
     """
     if not hollow:
         return load_whole(model_class, part, torch_dtype=dtype, low_cpu_mem_usage=True)
-    config, usual = model_class.load_config(part.fetch()), torch.get_default_dtype()
+    folder, usual = part.fetch(), torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # of buffers, as in `from_pretrained`
     try:
         with told_plainly(part), init_empty_weights():
-            return model_class.from_config(config)
+            model = model_class.from_config(model_class.load_config(folder))
     finally:
         torch.set_default_dtype(usual)
+    model.register_to_config(_name_or_path=folder)
+    return model.eval()
 
 
 def check_shapes(part: Part) -> None:

@@ -20,6 +20,7 @@ from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, read_header
 from simpletuner.models.spec import FamilySpec, Flavour
 
 INDEX_SUFFIX = ".safetensors.index.json"
+DIFFUSERS_WEIGHTS = "diffusion_pytorch_model"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
@@ -139,6 +140,16 @@ class Part:
         folder = self.local_folder()
         files = [path for path in sorted(folder.glob("*.safetensors")) if self._has_variant(path)] if folder else []
         return {name: shape for path in files for name, shape in tensor_shapes(path).items()}
+
+    def weight_files(self) -> dict[str, Path]:
+        """The safetensors file of each weight, as diffusers chooses them; empty if it loads another format."""
+        folder, variant = self.fetch(), f".{self.variant}" if self.variant else ""
+        index = folder / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX.removesuffix('.json')}{variant}.json"
+        if index.is_file():
+            listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: folder / file for name, file in listed.items()}
+        file = folder / f"{DIFFUSERS_WEIGHTS}{variant}.safetensors"
+        return dict.fromkeys(tensor_shapes(file), file) if file.is_file() else {}
 
     def read_config(self) -> dict[str, Any] | None:
         """The config.json of a model or scheduler; None if it is not on this machine."""

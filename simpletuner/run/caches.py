@@ -35,7 +35,8 @@ from simpletuner.data.quarantine import files_to_move, quarantine
 from simpletuner.data.remote.store import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, UserError
-from simpletuner.memory.offload.attach import offload_layers
+from simpletuner.memory.heap import trim_heap
+from simpletuner.memory.offload.attach import LayerQuantiser, offload_layers
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import (
     Captioner,
@@ -237,6 +238,7 @@ class CacheFiller:
     def _release(self) -> None:
         """Free the memory of an encoder that went out of scope, before the next one is loaded."""
         gc.collect()
+        trim_heap()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -246,19 +248,22 @@ def load_encoder(
 ) -> AnyEncoder:
     """Load a text encoder in the precision of the settings: onto the device, or streamed to it."""
     precision, dtype = config.precision, DTYPES[text_encoder_dtype(config.precision)]
+    streams, waiting = config.offload.group_offload_text_encoder, dict[nn.Module, LayerQuantiser]()
 
     def quantise_encoder(model: nn.Module, layers: str, *, encoder: int) -> None:
         name = precision.text_encoder_1_precision if encoder == 1 else precision.text_encoder_2_precision
         stored = quantisation(name)
         if stored is not None:
-            quantise(model, layers, stored, via=precision.quantize_via, accelerator=device)
+            waiting[model] = partial(quantise, model, layers, stored, via=precision.quantize_via, accelerator=device)
+            if not streams:
+                waiting[model](within=[model])
 
-    if not config.offload.group_offload_text_encoder:
+    if not streams:
         return load(device, dtype, quantise_encoder)
-    # Loaded on the CPU, since it may not fit on the device as a whole.
+    # Loaded on the CPU, since it may not fit on the device as a whole; quantised while it is packed.
     encoder = load(torch.device("cpu"), dtype, quantise_encoder)
     for model in encoder.models:
-        offload_layers(model, config.offload, device)
+        offload_layers(model, config.offload, device, waiting.get(model))
     encoder.device = device
     return encoder
 

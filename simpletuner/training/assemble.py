@@ -1,6 +1,6 @@
 """Build everything a step needs.
 
-    load ─► quantise ─► adapter ─► fast blocks ─► activation checkpointing ─► compile ─► techniques
+    load and quantise, block by block ─► adapter ─► fast blocks ─► activation checkpointing ─► compile ─► techniques
     ─► place or shard ─► optimizer ─► prepare ─► stream
 
 The order matters: peft wraps the quantised layers, checkpointing and compilation replace the `forward` of blocks that
@@ -23,14 +23,15 @@ from torch.optim import Optimizer
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
-from simpletuner.config.schema import OffloadConfig, PrecisionConfig
+from simpletuner.config.precision import transformer_dtype, vae_dtype
+from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import step_seed
-from simpletuner.memory.offload.attach import attach_offload, place_model, streamed_blocks
+from simpletuner.memory.offload.attach import attach_offload, place_model
 from simpletuner.memory.offload.block_inputs import BlockInputs
+from simpletuner.memory.offload.image import WeightImage
 from simpletuner.memory.offload.streamer import Streamer
-from simpletuner.memory.precision import DTYPES, quantise
+from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.lora_targets import Targets
@@ -41,6 +42,7 @@ from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import Site, Technique
 from simpletuner.techniques.hidden_states import HiddenStates
 from simpletuner.training.converted import add_product
+from simpletuner.training.frozen import blocks_to_stream, load_frozen
 from simpletuner.training.full import FullModel
 from simpletuner.training.host_state import HostState
 from simpletuner.training.lora import add_lora, start_from
@@ -98,7 +100,7 @@ def assemble(
     base_dtype = DTYPES[transformer_dtype(config.precision)]
     sharded = config.launch.fsdp_enable and world.size > 1
     sharers = world if sharded else World()
-    trained = _load(config, spec, adapter, device, sharers)
+    trained, packed = _load(config, spec, adapter, device, world, sharers)
     transformer, is_lora = trained.transformer, config.model.model_type == "lora"
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
@@ -114,7 +116,7 @@ def assemble(
     parameters = trained.parameters()
     optimizer = _build_optimizer(config, spec, parameters, modules)
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
-    streamer = _stream(transformer, streamed, config, device, world)
+    streamer = _stream(transformer, streamed, config, device, world, packed)
     return Assembly(
         adapter=adapter,
         accelerator=accelerator,
@@ -138,31 +140,29 @@ def assemble(
 
 
 def _load(
-    config: RunConfig, spec: TrainingSpec, adapter: FamilyAdapter, device: torch.device, sharers: World
-) -> Trained:
-    """Load the transformer with what is trained of it.
+    config: RunConfig, spec: TrainingSpec, adapter: FamilyAdapter, device: torch.device, world: World, sharers: World
+) -> tuple[Trained, list[WeightImage]]:
+    """Load the transformer with what is trained of it, and the images of the blocks that will stream.
 
     Args:
         sharers: the processes that will share its weights, of which the main one may be the only one that reads them.
     """
     trained_dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
-    is_lora = config.model.model_type == "lora"
     hollow = config.launch.fsdp_cpu_ram_efficient_loading and not sharers.is_main
-    dtype = DTYPES[transformer_dtype(config.precision)] if is_lora else trained_dtype
-    transformer = adapter.load_transformer(dtype, hollow=hollow)
-    _quantise(transformer, config.precision, adapter.spec, device)
-    if not is_lora:
-        return FullModel(transformer, sharers)
-    return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype, hollow=hollow)
+    if config.model.model_type != "lora":
+        return FullModel(adapter.load_transformer(trained_dtype, hollow=hollow), sharers), []
+    adapted = r".+" if config.lora.lora_type == "lycoris" else spec.lora_targets  # which has targets of its own
+    transformer, packed = load_frozen(config, adapter, device, world, adapted=adapted, hollow=hollow)
+    return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype, hollow=hollow), packed
 
 
 def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
     """Load a transformer for sampling alone: frozen, quantised, sped up, placed and streamed as in training."""
-    transformer = adapter.load_transformer(DTYPES[transformer_dtype(config.precision)]).requires_grad_(False).eval()
-    _quantise(transformer, config.precision, adapter.spec, device)
+    transformer, packed = load_frozen(config, adapter, device)
+    transformer.eval()
     _use_fast_blocks(transformer, config, adapter, device)
     streamed = _place(transformer, adapter.block_layout(transformer), config.offload, device)
-    _stream(transformer, streamed, config, device, World())
+    _stream(transformer, streamed, config, device, World(), packed)
     return transformer
 
 
@@ -204,13 +204,6 @@ def _wrap_modules(
         if technique.name in wrapped:
             technique.adopt(wrapped[technique.name])
     return [*wrapped.values()]
-
-
-def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec, device: torch.device) -> None:
-    """Quantise the family's linear layers as `base_model_precision` says."""
-    stored = quantisation(config.base_model_precision)
-    if stored is not None:
-        quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
 
 
 def _add_adapter(
@@ -290,20 +283,19 @@ def _compile_blocks(layout: BlockLayout, fast: FastBlocks | None, config: RunCon
 
 def _place(transformer: nn.Module, layout: BlockLayout, config: OffloadConfig, device: torch.device) -> list[nn.Module]:
     """Move the transformer to the device, except for the frozen weights of blocks to stream; returns those blocks."""
-    streamed = []
-    if config.enable_group_offload:
-        streamed = streamed_blocks(layout.blocks, config.group_offload_resident_blocks)
+    streamed = blocks_to_stream(layout, config)
     place_model(transformer, streamed, device)
     return streamed
 
 
 def _stream(
-    transformer: nn.Module, streamed: Sequence[nn.Module], config: RunConfig, device: torch.device, world: World
-) -> Streamer | None:
+    transformer: nn.Module, streamed: Sequence[nn.Module], config: RunConfig, device: torch.device, world: World,
+    packed: list[WeightImage],
+) -> Streamer | None:  # fmt: skip
     if not config.offload.enable_group_offload:
         return None
-    keeps_saved = not config.precision.checkpoints_all
-    return attach_offload(transformer, streamed, config.offload, device, keeps_saved=keeps_saved, world=world)
+    keeps_saved, offload = not config.precision.checkpoints_all, config.offload
+    return attach_offload(transformer, streamed, offload, device, keeps_saved=keeps_saved, world=world, packed=packed)
 
 
 def _step_settings(config: RunConfig, spec: TrainingSpec) -> StepSettings:

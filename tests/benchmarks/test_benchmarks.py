@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compile_graphs, many_files, startup
+from benchmarks import compile_graphs, many_files, real_size, startup
 from benchmarks.models import SHAPES
 from tests.workspace import Workspace
 
@@ -30,7 +30,14 @@ SMALLEST = {
     "tread": "",
     "webhooks": "--size tiny --steps 1",
 }
-ELSEWHERE = {"ablation", "first_gpu", "first_gpus", "cost_table", "many_files"}  # their parts have tests of their own
+ELSEWHERE = {
+    "ablation",
+    "first_gpu",
+    "first_gpus",
+    "cost_table",
+    "many_files",
+    "real_size",
+}  # their parts have tests of their own
 
 
 def test_none_is_left_out() -> None:
@@ -75,6 +82,24 @@ def test_generated_files_are_all_cached(
     capsys.readouterr()
     assert workspace.run("plan") == 0
     assert f"{many_files.FEW + 4} of {many_files.FEW + 4} are there, 0 to encode" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not real_size.STATUS.is_file(), reason="needs /proc")
+@pytest.mark.parametrize("kind", real_size.KINDS)
+def test_real_sizes_are_written_loaded_and_measured(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(real_size, "SHARD", 100_000)
+    monkeypatch.setattr(real_size, "in_a_process", real_size.measure)
+    file = tmp_path / "ratios.json"
+    words = ["--folder", str(tmp_path), "--size", "tiny-video", "--kinds", kind, "--json", str(file)]
+    words += ["--sparse"] if "disk" in kind else []
+    monkeypatch.setattr(sys, "argv", ["real_size", *words])
+    real_size.main()
+    assert len(list((tmp_path / "tiny-video" / "transformer").glob("*.safetensors"))) > 1
+    ratios = json.loads(file.read_text())["ratios"]
+    assert [ratio["median"] > 0 for ratio in ratios] == [True, True]
+    assert "packed weights" in capsys.readouterr().out
 
 
 def test_a_missing_package_of_the_dev_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

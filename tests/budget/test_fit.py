@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from simpletuner.budget.budget import Budget, estimate, fits
+from simpletuner.budget.budget import HOST_BASE, LOADING, Budget, estimate, fits
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.duration import step_cost
+from simpletuner.budget.estimate import streamed_bytes
 from simpletuner.budget.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
 from simpletuner.budget.parts import Parts, kernels_on
 from simpletuner.budget.workload import Bucket, Workload
@@ -112,6 +113,43 @@ def test_who_knows_better_is_warned() -> None:
 def test_host_memory_counts_where_weights_pass_through_it() -> None:
     assert "host memory" in complaint(gpu(80, host=4e9))
     assert list(check_fit(budget(gpu(80, host=8e9)))) == []
+
+
+PRO = "t2v-pro-sft-5s-hd"
+CLIP = Bucket(1024, 512, 25, 1, 1.0, 256)  # of the example
+
+
+def card(host: float, **settings: Any) -> Budget:
+    """Pro on a card of 24 GiB."""
+    device = Device("NVIDIA GeForce RTX 4090", 24 * 2**30, host, True, rates_of("NVIDIA GeForce RTX 4090"), "")
+    return budget(device, CLIP, PRO, encodes_text=True, **settings)
+
+
+def test_pro_in_8_bits_with_32_gb_of_host_memory() -> None:
+    """No phase takes more than the packed weights, those outside the blocks, and 2 GB."""
+    chosen = card(32e9, base_model_precision="int8-quanto", enable_group_offload=True)
+    assert list(check_fit(chosen)) == []
+    packed = streamed_bytes(chosen.parts.transformer, chosen.setup)
+    loading = next(phase for phase in chosen.phases if phase.name == LOADING)
+    assert packed + HOST_BASE < loading.on_host(chosen.device) < packed + HOST_BASE + 2e9
+    auto = choose(card(32e9, offload="auto"))
+    assert auto.config.precision.base_model_precision == "int8-quanto"
+    assert list(check_fit(auto)) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "settings"), [(32e9, {}), (24e9, {"base_model_precision": "int8-quanto"}), (24e9, {"offload": "auto"})]
+)
+def test_the_disk_is_the_way_out_of_too_little_host_memory(host: float, settings: dict[str, Any]) -> None:
+    before = card(host, **({} if "offload" in settings else {"enable_group_offload": True}), **settings)
+    before = choose(before) if "offload" in settings else before
+    assert before.config.offload.group_offload_to_disk_path is None, "only the user says where there is room"
+    (problem,) = check_fit(before)
+    assert "loading the transformer needs" in str(problem)
+    assert f"of host memory, this machine has {host / 1e9:.1f} GB" in str(problem)
+    assert "This would fit: group_offload_to_disk_path with a folder on a fast disk." in str(problem)
+    config = before.config.with_values({"group_offload_to_disk_path": "waiting"}, "test")
+    assert fits(estimate(config, before.parts, before.workload, before.device, None).phases, before.device)
 
 
 def test_without_a_gpu_everything_lies_in_one_memory() -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.memory.offload import attach, image
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.offload.image import ALIGNMENT, WeightImage
 from simpletuner.memory.offload.lane import CudaLane, DiskLane, InlineLane, choose_lane
+from simpletuner.memory.precision import quantise
 from tests.memory.streaming import CPU, Trained, assert_equal, to_int8
 
 GPU = torch.device("cuda")
@@ -91,12 +95,18 @@ class Stack(nn.Module):
         return x
 
 
-def test_stacks_of_layers() -> None:
+@pytest.mark.parametrize("name", ["", "int8-quanto"])
+def test_stacks_of_layers(name: str, tmp_path: Path) -> None:
+    """Those that are quantised while they are packed, too."""
     model = Stack().requires_grad_(False)
-    x = torch.randn(3, 16)
+    whole, x = copy.deepcopy(model), torch.randn(3, 16)
+    later = None
+    if name:
+        quantise(whole, r".*", QUANTISATIONS[name], accelerator=CPU)
+        later = partial(quantise, model, r".*", QUANTISATIONS[name], accelerator=CPU)
     with torch.no_grad():
-        expected = model(x)
-        streamers = offload_layers(model, OffloadConfig(), CPU)
+        expected = whole(x)
+        streamers = offload_layers(model, OffloadConfig(group_offload_to_disk_path=str(tmp_path)), CPU, later)
         assert [len(each.images) for each in streamers] == [5]
         for _ in range(2):
             assert torch.equal(model(x), expected)

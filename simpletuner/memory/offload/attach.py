@@ -11,13 +11,14 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import SLOTS, OffloadConfig
 from simpletuner.errors import UserError
+from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.image import (
     Settle,
     WeightImage,
@@ -39,6 +40,7 @@ def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.d
     frozen = {id(tensor) for block in streamed for tensor in frozen_tensors(block)}
     with set_aside(streamed, frozen):
         model.to(device)
+    trim_heap()
 
 
 def streamed_blocks(blocks: Sequence[nn.Module], residents: int) -> list[nn.Module]:
@@ -57,6 +59,7 @@ def attach_offload(
     keeps_saved: bool,
     slots: int = SLOTS,
     world: World = World(),
+    packed: list[WeightImage] | None = None,
 ) -> Streamer | None:
     """Let the frozen weights of a transformer stream; call it last, after all other changes to the transformer.
 
@@ -65,6 +68,7 @@ def attach_offload(
         keeps_saved: some blocks run without activation checkpointing, so autograd saves their weights.
         slots: groups on the device at a time.
         world: the processes that train together; those of a machine share one copy of the weights in host memory.
+        packed: images from `pack_group` in order, taken out of the list; one that no longer holds is made again.
 
     Returns:
         the streamer, or None if nothing streams.
@@ -76,7 +80,7 @@ def attach_offload(
     if wanted > len(blocks):
         message = "group_offload_blocks_per_group: %d is more than the %d blocks that stream; they come as one group."
         logger.warning(message, wanted, len(blocks))
-    streamer = stream(blocks, device, config, slots, world)
+    streamer = stream(blocks, device, config, slots, world, packed)
     if keeps_saved:
         _remember_places(transformer, streamer)
     where = "in host memory" if config.group_offload_to_disk_path is None else "on disk"
@@ -88,15 +92,32 @@ def attach_offload(
     return streamer
 
 
-def offload_layers(model: nn.Module, config: OffloadConfig, device: torch.device) -> list[Streamer]:
+class LayerQuantiser(Protocol):
+    """Quantises layers of a model."""
+
+    def __call__(self, *, within: Sequence[nn.Module]) -> None: ...
+
+
+def offload_layers(
+    model: nn.Module, config: OffloadConfig, device: torch.device, quantise: LayerQuantiser | None = None
+) -> list[Streamer]:
     """Move a frozen model to a device, streaming its stacks of layers that are longer than the ring.
 
     Stacks are the outermost module lists: the layers of a language model, the up blocks of a VAE's decoder. Each has
     its own ring, because not every call runs all of them.
+
+    Args:
+        quantise: called for some layers just before they are packed, and for the model as a whole at the end.
     """
-    stacks = [stack for stack in _outermost_lists(model) if len(stack) > SLOTS]
+    stacks, packed = [list(stack) for stack in _outermost_lists(model) if len(stack) > SLOTS], []
+    for group in (group for stack in stacks for group in in_groups(stack, config)):
+        if quantise is not None:
+            quantise(within=group)
+        packed.append(pack_group(group, config, device))
+    if quantise is not None:
+        quantise(within=[model])
     place_model(model, [layer for stack in stacks for layer in stack], device)
-    return [stream(list(stack), device, config) for stack in stacks]
+    return [stream(stack, device, config, packed=packed) for stack in stacks]
 
 
 def stream(
@@ -105,15 +126,15 @@ def stream(
     config: OffloadConfig,
     slots: int = SLOTS,
     world: World = World(),
+    packed: list[WeightImage] | None = None,
 ) -> Streamer:
-    """Pack blocks into images, and stream them in each forward pass.
+    """Pack blocks into images, unless they are packed, and stream them in each forward pass.
 
     Raises:
         UserError: the folder for images on disk cannot be created.
     """
-    size = config.group_offload_blocks_per_group
-    groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
-    images = [WeightImage(group, _settle(config, device, world)) for group in groups]
+    groups = in_groups(blocks, config)
+    images = [_again(packed.pop(0) if packed else None, group, config, device, world) for group in groups]
     if config.group_offload_use_stream and device.type != "cuda":
         _warn_once("group_offload_use_stream has no effect: the compute device is no CUDA device.")
     to_disk = config.group_offload_to_disk_path is not None
@@ -125,6 +146,30 @@ def stream(
             _enter_before_forward(block, streamer, index)
             _stay_put(block, frozenset(id(tensor) for tensor in image.tensors))
     return streamer
+
+
+def in_groups(blocks: Sequence[nn.Module], config: OffloadConfig) -> list[Sequence[nn.Module]]:
+    """The blocks that share a slot."""
+    size = config.group_offload_blocks_per_group
+    return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+
+def pack_group(
+    group: Sequence[nn.Module], config: OffloadConfig, device: torch.device, world: World = World()
+) -> WeightImage:
+    """Pack the frozen weights of blocks into an image, which is the only copy of them from then on.
+
+    Raises:
+        UserError: the folder for images on disk cannot be created.
+    """
+    return WeightImage(group, _settle(config, device, world))
+
+
+def _again(
+    image: WeightImage | None, group: Sequence[nn.Module], config: OffloadConfig, device: torch.device, world: World
+) -> WeightImage:
+    """The image of a group if it still holds, else a new one."""
+    return image if image is not None and image.holds(group) else pack_group(group, config, device, world)
 
 
 def _enter_before_forward(block: nn.Module, streamer: Streamer, group: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from simpletuner.atomic import writing_to
+from simpletuner.memory.heap import trim_heap
 from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
@@ -170,10 +171,20 @@ class WeightImage:
         self.flat = settle(self, packed)
         self._bindings: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.bind(self.flat)
+        trim_heap()  # of what was packed
 
     @property
     def nbytes(self) -> int:
         return self.flat.nbytes
+
+    def holds(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether the stored image is what these modules would be packed into: nothing was added or replaced since."""
+        found = {id(tensor) for module in modules for tensor in frozen_tensors(module)}
+        kept = zip(self._leaves, self._places, strict=True)
+        return found == {id(tensor) for tensor in self.tensors} and all(
+            Span.of(leaf, place.offset) == place and leaf.data_ptr() == self.flat.data_ptr() + place.offset
+            for leaf, place in kept
+        )
 
     def bind(self, flat: Tensor) -> None:
         """Point the tensors at a buffer that holds this image: the one in host memory, or a slot on the device."""

@@ -1,0 +1,253 @@
+"""Host memory of loading real sizes, against what `simpletuner plan` says of it before a weight is loaded.
+
+Writes checkpoints of random weights to a scratch folder, shard by shard; a process for each size and way to load then
+loads the transformer as a run does, and runs one micro-step of a few tokens on the CPU.
+
+The memory of a process is what only it has: anonymous pages and shared memory, looked at every few milliseconds. Pages
+of mapped checkpoints, which the system drops when it needs room, are not in it, but in the high-water mark (VmHWM).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.models import (
+    SHAPES,
+    SIZES,
+    cost_of,
+    dtype_of,
+    hollow_transformer,
+    lora_targets,
+    make_accelerator,
+    make_batch,
+    make_config,
+    random_weight,
+)
+from benchmarks.timing import Ratio, arguments, show
+from simpletuner.budget.budget import HOST_BASE
+from simpletuner.budget.estimate import passing_bytes, step_memory, streamed_bytes
+from simpletuner.budget.parts import Parts
+from simpletuner.config.load import RunConfig
+from simpletuner.diffusion.flow import make_noisy
+from simpletuner.models.adapter import CheckpointSetup
+from simpletuner.models.cost import BatchShape
+from simpletuner.models.registry import FAMILIES, load_adapter
+from simpletuner.models.source import DIFFUSERS_WEIGHTS, INDEX_SUFFIX, ModelSource
+from simpletuner.training.assemble import TrainingSpec, assemble
+
+BAR = 1.10
+SHARD = 10**9  # bytes
+LATENTS, CAPTION = (1, 8, 8), 8  # sizes of the latents, tokens of the caption
+INTERVAL = 0.005  # seconds between looks at the memory
+STATUS = Path("/proc/self/status")
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "int8, streamed": {"base_model_precision": "int8-quanto", "enable_group_offload": True},
+    "int8, from disk": {
+        "base_model_precision": "int8-quanto", "enable_group_offload": True, "group_offload_to_disk_path": "offloaded",
+    },
+    "int8, resident": {"base_model_precision": "int8-quanto"},
+    "bf16, streamed": {"enable_group_offload": True},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes that a process had at most, and those that the plan expects.
+
+    Attributes:
+        loading, step: memory of the process, by phase.
+        marked: its high-water mark, with pages of mapped files.
+    """
+
+    loading: float
+    step: float
+    marked: float
+    planned_loading: float
+    planned_step: float
+    packed: float
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else None, rounds=1)
+    parser.add_argument("--folder", type=Path, required=True, help="scratch folder; a checkpoint in it is used again")
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=["lite", "image", "sana"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--sparse", action="store_true", help="zeros in files without blocks on the disk")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.here:
+        print(json.dumps(asdict(measure(options.folder, options.size[0], options.kinds[0]))))
+        return
+    ratios = []
+    for size in options.size:
+        write_checkpoint(options.folder / size, size, sparse=options.sparse)
+        for kind in options.kinds:
+            rounds = [in_a_process(options.folder, size, kind) for _ in range(options.rounds)]
+            ratios += compare(f"{size}, {kind}", rounds)
+    show("Host memory of a process against the plan, on a CPU", ratios, options)
+
+
+def compare(name: str, rounds: list[Peaks]) -> Iterator[Ratio]:
+    """The lines of one way to load one size."""
+    last = rounds[-1]
+    packed, marked = (f", {each / 1e9:.2f} GB" for each in (last.packed, last.marked))
+    for phase, found, planned, more in (
+        ("loading", [each.loading for each in rounds], last.planned_loading, f"{packed} of packed weights"),
+        ("micro-step", [each.step for each in rounds], last.planned_step, f"{marked} with mapped pages"),
+    ):
+        note = f"measured {found[-1] / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB{more}"
+        yield Ratio(f"{name}: {phase}, measured / planned", [each / planned for each in found], BAR, note)
+
+
+def in_a_process(folder: Path, size: str, kind: str) -> Peaks:
+    """What a process of its own needs."""
+    words = ["--here", "--folder", str(folder), "--size", size, "--kinds", kind]
+    command = [sys.executable, "-m", "benchmarks.real_size", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return Peaks(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def write_checkpoint(folder: Path, size: str, *, sparse: bool = False) -> None:
+    """Write the transformer of a size, if it is not there: random weights in bf16, what stays float32 in float32.
+
+    Never more than a shard is in memory.
+
+    Args:
+        sparse: weights are zeros that take no room on the disk: as many pages are mapped and packed.
+    """
+    target, model = folder / "transformer", hollow_transformer(size)
+    index = target / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX}"
+    if index.is_file():
+        return
+    model.save_config(target)  # type: ignore[operator]
+    shards = list(split(model))
+    generator, listed = torch.Generator().manual_seed(0), {}
+    for number, names in enumerate(shards, start=1):
+        file = f"{DIFFUSERS_WEIGHTS}-{number:05}-of-{len(shards):05}.safetensors"
+        if sparse:
+            save_zeros(model, names, target / file)
+        else:
+            save_file({name: draw(model, name, generator) for name in names}, target / file, {"format": "pt"})
+        listed |= dict.fromkeys(names, file)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": listed}), encoding="utf-8")
+
+
+def split(model: Any) -> Iterator[list[str]]:
+    """Names of the weights of each file."""
+    names: list[str] = []
+    room = SHARD
+    for name, like in model.named_parameters():
+        size = like.numel() * dtype_of(model, name, torch.bfloat16).itemsize
+        if names and size > room:
+            yield names
+            names, room = [], SHARD
+        names, room = [*names, name], room - size
+    yield names
+
+
+def save_zeros(model: Any, names: list[str], path: Path) -> None:
+    """A safetensors file whose values are a hole."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        dtype, like = dtype_of(model, name, torch.bfloat16), model.get_parameter(name)
+        start, end = end, end + like.numel() * dtype.itemsize
+        kind = "F32" if dtype == torch.float32 else "BF16"
+        header[name] = {"dtype": kind, "shape": list(like.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def draw(model: Any, name: str, generator: torch.Generator) -> torch.Tensor:
+    path, _, key = name.rpartition(".")
+    dtype = dtype_of(model, name, torch.bfloat16)
+    return random_weight(path, key, model.get_parameter(name), torch.device("cpu"), dtype, generator)
+
+
+def measure(folder: Path, size: str, kind: str) -> Peaks:
+    """Load a checkpoint in this process, and run a micro-step."""
+    settings = dict(KINDS[kind])
+    if "group_offload_to_disk_path" in settings:
+        settings["group_offload_to_disk_path"] = str(folder / settings["group_offload_to_disk_path"])
+    config = make_config(
+        size, pretrained_model_name_or_path=str(folder / size), mixed_precision="bf16", speed="reference", **settings
+    )
+    with Watch() as loading:
+        assembly = assemble_it(config, size)
+    with Watch() as step:
+        batch = make_batch(size, 1, LATENTS)
+        batch.embeds[0]["prompt_embeds"] = batch.embeds[0]["prompt_embeds"][:CAPTION]
+        noisy = make_noisy(batch, torch.tensor([0.5]), torch.randn(batch.latents.shape))
+        prediction = assembly.adapter.predict(assembly.transformer, assembly.adapter.prepare(noisy))
+        (prediction - noisy.target).square().mean().backward()
+    return Peaks(loading.peak, step.peak, memory()["VmHWM"], *planned(config, size))
+
+
+def assemble_it(config: RunConfig, size: str) -> Any:
+    """The assembly of a run."""
+    spec = FAMILIES[SHAPES[size].family]
+    flavour = spec.flavour(SHAPES[size].flavour)
+    source = ModelSource.from_config(spec, flavour, config)
+    adapter = load_adapter(spec)(CheckpointSetup.of(config, flavour, source))
+    intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=1, learning_rate=1e-4)
+    return assemble(config, intent, adapter, [], make_accelerator("cpu"))
+
+
+def planned(config: RunConfig, size: str) -> tuple[float, float, float]:
+    """Bytes that the plan expects of loading and of the step, and those of the packed weights."""
+    spec = FAMILIES[SHAPES[size].family]
+    cost = cost_of(spec.cost, hollow_transformer(size))
+    setup = Parts(spec, cost, lora_targets(size), {}, 0, 0, ()).setup(config)
+    frames, height, width = LATENTS
+    load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, CAPTION)
+    on_disk = config.offload.group_offload_to_disk_path is not None
+    waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup))
+    packed = sum(cost.block_bytes(setup.dtype, quantised=setup.quantised)) + cost.rest_bytes(setup.dtype)
+    return waiting + passing_bytes(cost, setup), waiting + step_memory(cost, setup, load).total, packed
+
+
+class Watch:
+    """Looks at the memory of the process while its block runs."""
+
+    def __init__(self) -> None:
+        self.peak, self._done = 0.0, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while True:
+            found = memory()
+            self.peak = max(self.peak, found["RssAnon"] + found["RssShmem"])
+            if self._done.wait(INTERVAL):
+                return
+
+
+def memory() -> dict[str, float]:
+    """The memory of this process in bytes, as Linux counts it."""
+    lines = (line.split() for line in STATUS.read_text(encoding="ascii").splitlines())
+    return {words[0].rstrip(":"): float(words[1]) * 1024 for words in lines if words[0].startswith(("Rss", "VmHWM"))}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Loads a transformer whose weights stay frozen, some blocks at a time.
+
+    read ─► cast ─► quantise ─► pack, if the blocks stream
+
+Only the blocks in work are in memory twice. Loading takes little more host memory than the weights as they are packed,
+or than a block where packed weights are on disk.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from simpletuner.config.load import RunConfig
+from simpletuner.config.precision import quantisation, transformer_dtype
+from simpletuner.config.schema import OffloadConfig
+from simpletuner.config.speed import bf16_modulation
+from simpletuner.memory.offload.attach import in_groups, pack_group, streamed_blocks
+from simpletuner.memory.offload.image import WeightImage
+from simpletuner.memory.precision import DTYPES, quantise
+from simpletuner.models.adapter import BlockLayout, FamilyAdapter
+from simpletuner.models.lora_targets import Targets, matching_modules
+from simpletuner.models.weights import HollowWeights
+from simpletuner.world import World
+
+
+def load_frozen(
+    config: RunConfig,
+    adapter: FamilyAdapter,
+    device: torch.device,
+    world: World = World(),
+    *,
+    adapted: Targets = "",
+    hollow: bool = False,
+) -> tuple[nn.Module, list[WeightImage]]:
+    """Load a frozen transformer onto the CPU, in the precision of the settings.
+
+    Args:
+        device: what it will compute on.
+        adapted: the modules that will get an adapter.
+        hollow: read no weights.
+
+    Returns:
+        the transformer, and the images of the blocks that will stream, in order; see `attach_offload`.
+    """
+    dtype, stored = DTYPES[transformer_dtype(config.precision)], quantisation(config.precision.base_model_precision)
+    transformer = adapter.load_transformer(dtype, hollow=True).requires_grad_(False)
+    if hollow:
+        return transformer, []
+    layout, images = adapter.block_layout(transformer), []
+    in_bf16 = bf16_modulation(config.speed) and _adapts_only(transformer, adapted, adapter.spec.quantised_layers)
+    weights = HollowWeights(transformer, adapter.source["transformer"], dtype)
+    streamed = in_groups(blocks_to_stream(layout, config.offload), config.offload)
+    staying = [[block] for block in layout.blocks if not any(block in group for group in streamed)]
+    for modules in [*streamed, *staying, [transformer]]:
+        weights.fill(modules)
+        if stored is not None:
+            via, layers = config.precision.quantize_via, adapter.spec.quantised_layers
+            quantise(transformer, layers, stored, via=via, accelerator=device, within=modules)
+        for module in modules if in_bf16 else ():
+            adapter.store_modulation_in_bf16(module)
+        if modules in streamed:
+            images.append(pack_group(modules, config.offload, device, world))
+    return transformer, images
+
+
+def blocks_to_stream(layout: BlockLayout, config: OffloadConfig) -> list[nn.Module]:
+    """The blocks whose weights do not stay on the device."""
+    return streamed_blocks(layout.blocks, config.group_offload_resident_blocks) if config.enable_group_offload else []
+
+
+def _adapts_only(transformer: nn.Module, adapted: Targets, layers: str) -> bool:
+    """Whether all modules that get an adapter are layers that can be quantised: others keep their dtype till then."""
+    names = [name for name, _ in transformer.named_modules()]
+    return all(re.fullmatch(layers, name) for name in matching_modules(names, adapted))

@@ -1,0 +1,188 @@
+"""A frozen transformer that is read block by block: the same weights as read at once, and in memory once."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from simpletuner.config.precision import quantisation
+from simpletuner.errors import UserError
+from simpletuner.memory.offload.attach import attach_offload, pack_group, streamed_blocks
+from simpletuner.memory.offload.image import WeightImage, leaves
+from simpletuner.memory.precision import DTYPES, quantise
+from simpletuner.models.adapter import CheckpointSetup
+from simpletuner.models.registry import FAMILIES, load_adapter
+from simpletuner.models.source import ModelSource
+from simpletuner.models.weights import HollowWeights
+from simpletuner.training import frozen
+from simpletuner.training.frozen import load_frozen
+from tests.fidelity.family import CPU, make_adapter, make_config
+from tests.memory.test_precision import gradients
+from tests.tiny import make_checkpoint
+from tests.training.assembly import make_assembly, make_batch
+
+MAPS = Path("/proc/self/maps")
+STREAMED = {"enable_group_offload": True, "group_offload_resident_blocks": 1}
+
+
+@pytest.fixture(scope="session")
+def checkpoints(
+    t2i_checkpoint: Path, sana_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """One in float32 of each family, one in bf16, one in shards, and one that is no safetensors file."""
+    found = {"kandinsky": t2i_checkpoint, "sana": sana_checkpoint}
+    found["video"] = make_checkpoint(tmp_path_factory.mktemp("video"), "t2v", nabla=True)
+    found["bf16"] = make_checkpoint(tmp_path_factory.mktemp("bf16"), visual_blocks=3, dtype=torch.bfloat16)
+    stock: Any = make_adapter(t2i_checkpoint).load_transformer(torch.float32)
+    for name, key, value in (("shards", "max_shard_size", "40KB"), ("pickled", "safe_serialization", False)):
+        found[name] = tmp_path_factory.mktemp(name)
+        stock.save_pretrained(found[name] / "transformer", **{key: value})
+    return found
+
+
+FAMILY = {"sana": ("sanavideo", "2b-480p"), "video": ("kandinsky5-video", "t2v-lite-sft-5s")}
+
+
+def parts(checkpoint: Path, name: str = "kandinsky", **settings: Any) -> tuple[Any, Any]:
+    """The config and the adapter of a checkpoint."""
+    family, flavour = FAMILY.get(name, ("kandinsky5-image", "t2i-lite-sft"))
+    config = make_config(checkpoint, model_family=family, model_flavour=flavour, **settings)
+    spec = FAMILIES[family]
+    source = ModelSource.from_config(spec, spec.flavour(flavour), config)
+    return config, load_adapter(spec)(CheckpointSetup.of(config, spec.flavour(flavour), source))
+
+
+def read_at_once(adapter: Any, config: Any) -> nn.Module:
+    """What `from_pretrained` gives, quantised afterwards."""
+    model: nn.Module = adapter.load_transformer(DTYPES[config.precision.base_model_default_dtype or "bf16"])
+    stored = quantisation(config.precision.base_model_precision)
+    if stored is not None:
+        quantise(model, adapter.spec.quantised_layers, stored, accelerator=CPU)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "streamed"),
+    [
+        *product(["kandinsky", "video", "sana", "bf16", "shards", "pickled"], ["no_change"], [False]),
+        *product(["kandinsky", "video", "sana", "bf16", "pickled"], ["int8-quanto"], [True]),
+        *product(["kandinsky", "sana"], ["int4-quanto", "fp8-quanto", "int8-torchao"], [True]),
+        ("bf16", "no_change", True),
+        ("shards", "int4-quanto", False),
+    ],
+)
+def test_weights_are_those_of_from_pretrained(
+    checkpoints: dict[str, Path], name: str, precision: str, streamed: bool
+) -> None:
+    if precision.endswith("torchao"):
+        pytest.importorskip("torchao")
+    settings = {"base_model_precision": precision, "mixed_precision": "bf16", "speed_bf16_modulation": False}
+    config, adapter = parts(checkpoints[name], name, **settings, **(STREAMED if streamed else {}))
+    expected = read_at_once(adapter, config)
+    found, images = load_frozen(config, adapter, CPU)
+    theirs = {**expected.state_dict(), **dict(expected.named_buffers())}
+    ours = {**found.state_dict(), **dict(found.named_buffers())}
+    assert [*ours] == [*theirs]
+    for key, tensor in theirs.items():
+        assert (ours[key].dtype, ours[key].is_contiguous()) == (tensor.dtype, True), key
+        assert torch.equal(ours[key], tensor), key
+    assert found.training is expected.training is False
+    assert dict(found.config) == dict(expected.config)  # type: ignore[arg-type]
+    assert not any(each.requires_grad for each in found.parameters())
+    assert len(images) == (len(adapter.block_layout(found).blocks) - 1 if streamed else 0)
+
+
+def test_a_block_is_packed_before_the_next_is_read(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever a block has been packed, all weights are in images or still to be read."""
+    config, adapter = parts(t2i_checkpoint, base_model_precision="int8-quanto", enable_group_offload=True)
+    load, models, images = adapter.load_transformer, list[nn.Module](), list[int]()
+
+    def pack(*arguments: Any) -> WeightImage:
+        image = pack_group(*arguments)
+        images.append(image.flat.untyped_storage().data_ptr())
+        packed = (each for name, each in models[0].named_buffers() if ".packed_" in name)
+        there = [each for each in (*models[0].parameters(), *packed) if not each.is_meta]
+        assert {each.untyped_storage().data_ptr() for each in there} == {*images}
+        return image
+
+    monkeypatch.setattr(
+        adapter, "load_transformer", lambda *words, **more: models.append(load(*words, **more)) or models[0]
+    )
+    monkeypatch.setattr(frozen, "pack_group", pack)
+    load_frozen(config, adapter, CPU)
+    assert len(images) == len(adapter.block_layout(models[0]).blocks)
+
+
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_what_streams_is_in_its_image_alone(t2i_checkpoint: Path, tmp_path: Path, to_disk: bool) -> None:
+    folder = str(tmp_path) if to_disk else None
+    settings = {"base_model_precision": "int8-quanto", "group_offload_to_disk_path": folder, **STREAMED}
+    config, adapter = parts(t2i_checkpoint, **settings)
+    transformer, packed = load_frozen(config, adapter, CPU)
+    blocks = streamed_blocks(adapter.block_layout(transformer).blocks, 1)
+    images = list(packed)
+    for block, image in zip(blocks, images, strict=True):
+        assert image.holds([block])
+        inside = {image.flat.untyped_storage().data_ptr()}
+        assert {leaf.untyped_storage().data_ptr() for tensor in image.tensors for leaf in leaves(tensor)} == inside
+    streamer = attach_offload(transformer, blocks, config.offload, CPU, keeps_saved=False, packed=packed)
+    assert streamer is not None
+    assert all(one is other for one, other in zip(streamer.images, images, strict=True)), "nothing is packed again"
+    assert packed == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"base_model_precision": "int8-quanto"},
+        {"base_model_precision": "int4-quanto", "group_offload_blocks_per_group": 2},
+        {"lora_init_type": "pissa"},
+        {"peft_lora_target_modules": ["visual_modulation.out_layer", "to_query"]},
+    ],
+)
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_streamed_gradients_are_the_resident_ones(
+    t2i_checkpoint: Path, tmp_path: Path, settings: dict[str, Any], to_disk: bool
+) -> None:
+    """Also where the adapter changes what was packed, or keeps it in float32."""
+    settings = {"mixed_precision": "bf16", **settings}
+    batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"])
+    resident = gradients(make_assembly(t2i_checkpoint, **settings), batch)
+    disk = {"group_offload_to_disk_path": str(tmp_path)} if to_disk else {}
+    streamed = gradients(make_assembly(t2i_checkpoint, enable_group_offload=True, **settings, **disk), batch)
+    assert resident.keys() == streamed.keys()
+    assert all(torch.equal(resident[name], streamed[name]) for name in resident)
+
+
+@pytest.mark.skipif(not MAPS.is_file(), reason="needs /proc")
+def test_a_weight_of_the_right_dtype_is_no_copy(checkpoints: dict[str, Path]) -> None:
+    """It is a view of the mapped file, and the island beside it is not; a packed weight maps nothing."""
+
+    def file_behind(transformer: nn.Module, name: str) -> str:
+        address = transformer.get_parameter(f"visual_transformer_blocks.0.{name}.weight").data_ptr()
+        lines = [line.split(maxsplit=5) for line in MAPS.read_text().splitlines()]
+        spans = [([int(end, 16) for end in line[0].split("-")], line[5:]) for line in lines]
+        return next("".join(path) for (start, end), path in spans if start <= address < end)
+
+    for streamed, mapped in ((False, True), (True, False)):
+        settings = {"mixed_precision": "bf16", "speed_bf16_modulation": False, "enable_group_offload": streamed}
+        transformer, _ = load_frozen(*parts(checkpoints["bf16"], **settings), CPU)
+        assert file_behind(transformer, "self_attention.to_query").endswith(".safetensors") == mapped
+        assert not file_behind(transformer, "visual_modulation.out_layer").endswith(".safetensors")
+
+
+def test_files_that_do_not_fit(checkpoints: dict[str, Path]) -> None:
+    _, adapter = parts(checkpoints["bf16"])
+    model: Any = adapter.load_transformer(torch.bfloat16, hollow=True)
+    model.add_module("more", nn.Linear(4, 4, device="meta"))
+    with pytest.raises(UserError, match=r"is incomplete: more.bias, more.weight not in its files"):
+        HollowWeights(model, adapter.source["transformer"], torch.bfloat16)
+    wrong: Any = adapter.load_transformer(torch.bfloat16, hollow=True)
+    wrong.visual_embeddings.in_layer = nn.Linear(4, 4, device="meta")
+    with pytest.raises(UserError, match=r"visual_embeddings\.in_layer\.\w+ is .* in its files and .* in its config"):
+        HollowWeights(wrong, adapter.source["transformer"], torch.bfloat16).fill([wrong])
