@@ -238,8 +238,9 @@ def _search(budget: Budget, *, in_8_bits: bool) -> tuple[Budget | None, Budget]:
     if budget.workload.previews:
         # Previews must not slow training down if they can be decoded in another way. Alone, they would rather stream.
         trained = _fastest(ladders, budget, beyond | {PREVIEWS}) if budget.workload.buckets else None
-        budget = _with_decoding(budget, trained or leanest)
-        beyond = _beyond(budget, leanest)
+        decoded = _with_decoding(budget, trained or leanest)
+        if PREVIEWS not in _beyond(decoded, leanest):
+            budget, beyond = decoded, beyond - {PREVIEWS}
     fastest = _fastest(ladders, budget, beyond)
     return _with(budget, *fastest) if fastest else None, _with(budget, *leanest)
 
