@@ -62,7 +62,7 @@ def use_strips(vae: Any) -> None:
 
 
 def has_more_inputs(block: Any) -> bool:
-    """Whether an LTX-2 block depends on noise or timesteps, or changes the number of channels; the published have none."""
+    """Whether an LTX-2 block depends on noise or timesteps, or changes its width; no published one does."""
     if not isinstance(block, LTX2VideoResnetBlock3d):
         return False
     return (block.norm3, block.per_channel_scale1, block.scale_shift_table) != (None, None, None)
@@ -140,9 +140,9 @@ def decode_tiles(
                 out = part.new_zeros((*part.shape[:-2], *size), dtype=torch.float32)
                 total = out.new_zeros(size)
             weight = fall_off(part.shape[-2], z.device)[:, None] * fall_off(part.shape[-1], z.device)
-            place = (..., *(slice(stride * each.start, stride * each.stop) for each in (rows, columns)))
-            out[place] += part * weight
-            total[place] += weight
+            down, across = (slice(stride * each.start, stride * each.stop) for each in (rows, columns))
+            out[..., down, across] += part * weight
+            total[down, across] += weight
     pixels = out.div_(total).to(part.dtype)
     return DecoderOutput(sample=pixels) if return_dict else (pixels,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_tiles_cover_a_side_evenly(length: int) -> None:
     tiles = list(spans(length, 8))
     assert {each.stop - each.start for each in tiles} == {min(length, TILE // 8)}
     assert (tiles[0].start, tiles[-1].stop) == (0, length)
-    assert all(left.stop - right.start >= OVERLAP // 8 for left, right in zip(tiles, tiles[1:], strict=False))
+    assert all(left.stop - right.start >= OVERLAP // 8 for left, right in itertools.pairwise(tiles))
 
 
 @torch.no_grad()

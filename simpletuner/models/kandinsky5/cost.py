@@ -67,7 +67,7 @@ def image_vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:
 
 
 def image_vae_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
-    """Six feature maps (measured: 768 numbers per pixel); in strips 3.2, and in tiles 2.5 to encode a source picture."""
+    """Six feature maps (measured: 768 numbers per pixel); in strips 3.2, with 2.5 to encode a source picture."""
     if not load.strips:
         return 6.0 * _base_channels(settings) * load.pixels * load.samples
     return _base_channels(settings) * load.samples * max(3.2 * load.pixels, 2.5 * load.width * load.height)
@@ -86,8 +86,10 @@ def video_vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:
 
 
 def video_vae_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
-    """Measured likewise: nine maps per frame plus three; sliced, 6.75 plus eleven; in strips, 3.1 plus one half; and the
-    clip's pixels, but for strips twice."""
+    """Measured likewise: nine maps per frame plus three; sliced, 6.75 plus eleven; in strips, 3.1 plus a half.
+
+    The clip's pixels come twice, in whole strips once.
+    """
     frames = _frames_at_once(load)
     maps = 6.75 * frames + 11 if load.sliced and frames > 1 else 9 * frames + 3
     maps = 3.1 * frames + 0.5 if load.strips else maps
