@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
 from simpletuner.budget.measure import fastest, host_to_device_bytes, matmul_flops
 from simpletuner.config.tread import Route
+from simpletuner.models.registry import FAMILIES
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.step import add_noise
@@ -289,6 +291,32 @@ def vae(machine: Machine) -> Iterator[Line]:
         yield Line(name, found[name] * 1e3, "ms for one clip", _ratio(found[name], found["contiguous"]))
 
 
+def decoding(machine: Machine) -> Iterator[Line]:
+    """A clip decoded in each way, and on a GPU what it takes at most, against the plan."""
+    need_keys("validation_decoding")
+    from simpletuner.models.cost import TILE, VaeLoad  # older versions lack these
+    from simpletuner.models.decoding import decode_in
+
+    device, spec = torch.device(machine.device), FAMILIES["kandinsky5-video"]
+    width, height, frames = (768, 512, 61) if machine.size == "real" else (48, 32, 5)
+    z = torch.randn(1, 16, *spec.latent_size(width, height, frames), device=device, dtype=machine.dtype)
+    found: dict[str, float] = {}
+    for how in ("whole", "strips", "tiles"):
+        model = build_clip_vae(machine.video, machine.device)
+        decode_in(how, model, spec.vae_stride)
+        if machine.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before = _allocated(machine)
+        with torch.no_grad():
+            found[how] = fastest(partial(model.decode, z), device, 2)
+        yield Line(how, found[how] * 1e3, "ms for one clip", _ratio(found[how], found["whole"]))
+        if machine.on_gpu:
+            load = VaeLoad(1, frames, width, height, tiled=how == "tiles", strips=how != "whole", tile=TILE)
+            planned = 2 * spec.cost.vae_decode({}, load)
+            taken = torch.cuda.max_memory_allocated() - before
+            yield Line(f"{how}, peak", taken / 2**30, "GiB", f"{taken / planned:.3f} of the plan's")
+
+
 def need_keys(*keys: str) -> None:
     """Skip the section where this version has no such option."""
     known = make_config().flat()
@@ -330,4 +358,5 @@ SECTIONS: dict[str, tuple[Section, float]] = {
     "tread": (tread, 75),
     "full": (full, 75),
     "vae": (vae, 60),
+    "decoding": (decoding, 90),
 }

@@ -35,14 +35,14 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data.sample import Sample
-from simpletuner.models.cost import BYTES, VaeLoad
+from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, feature_kinds, latent_storage, list_entries, make_catalogue
 from simpletuner.techniques.spec import TechniqueCost
 
 # Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers.
 HOST_BASE = 1.2e9
-LOADING = "loading the transformer"
+LOADING, PREVIEWS = "loading the transformer", "rendering previews"
 TEXT_ACTIVATIONS = 0.03  # activations of one prompt, relative to the text encoders' weights
 # Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
 STREAMED_TEXT = 0.3
@@ -221,7 +221,7 @@ def _phases_of_one(config: RunConfig, parts: Parts, workload: Workload, setup: T
         rendering = _preview_peak(config, parts, workload, setup, vae)
         rendering += parts.lora_bytes
         device = idle + rendering + there.waiting + beside
-        yield PhasePeak("rendering previews", device, waiting + here.waiting, common=streamed)
+        yield PhasePeak(PREVIEWS, device, waiting + here.waiting, common=streamed)
     written = saving_bytes(cost, setup)  # by one process
     device = frozen + idle + there.waiting if there.waiting else 0.0
     yield PhasePeak("saving", device, waiting + written + here.waiting, common=streamed + written)
@@ -255,6 +255,11 @@ def _preview_peak(config: RunConfig, parts: Parts, workload: Workload, setup: Tr
     weights = frozen_bytes(parts.transformer, setup)
     sampling = weights + sampling_bytes(parts.transformer, setup, parts.load(largest))
     picture = VaeLoad(1, largest.frames, largest.width, largest.height, tiled=caching.vae_enable_tiling)
+    how = config.validation.validation_decoding
+    if how != "whole":
+        picture = replace(picture, strips=True)
+    if how == "tiles":
+        picture = replace(picture, tiled=True, tile=TILE)
     size = BYTES["fp32" if parts.spec.defaults.get("vae_dtype") == "fp32" else setup.dtype]
     decoding = vae + parts.cost.vae_decode(parts.vae, picture) * size
     if config.offload.enable_model_cpu_offload:  # the VAE and the transformer take turns

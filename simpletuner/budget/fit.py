@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from simpletuner.budget.budget import Budget, PhasePeak, estimate, find_phases, fits, gigabytes, shortage
+from simpletuner.budget.budget import PREVIEWS, Budget, PhasePeak, estimate, find_phases, fits, gigabytes, shortage
 from simpletuner.budget.device import Device
 from simpletuner.budget.ways import STREAMED
 from simpletuner.budget.workload import Choice, Workload
@@ -160,6 +160,7 @@ def _lossless_changes(budget: Budget) -> Iterator[Change]:
         yield from _offload_changes(config)
     if budget.parts.spec.slices_convolutions and not caching.vae_enable_patch_conv:
         yield Change({"vae_enable_patch_conv": True})
+    yield from (Change({"validation_decoding": how}) for how in _decodings(budget))
     if not caching.vae_enable_tiling:
         yield Change({"vae_enable_tiling": True})
 
@@ -198,6 +199,7 @@ OWN_KEYS = (
     "speed_keep_attention", "enable_group_offload", "group_offload_use_stream", "group_offload_resident_blocks",
     "offload_block_inputs", "base_model_precision",
 )  # fmt: skip
+DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}  # and what each changes
 Candidate = tuple[Change, str]  # a change and its reason
 
 
@@ -269,21 +271,49 @@ def _search(budget: Budget, *, in_8_bits: bool) -> tuple[Budget | None, Budget]:
         in_8_bits: an int8 base model may be the leanest.
     """
     ladders = [list(ladder) for ladder in _ladders(budget)]
-    leanest = _in_8_bits(budget, ladders[-1][-1]) if in_8_bits else ladders[-1][-1]
+    choices = [ladders]
+    if in_8_bits:
+        choices.append([[_in_8_bits(budget, each) for each in ladder] for ladder in ladders])
+    leanest = choices[-1][-1][-1]
     budget = _with_tiles(budget, leanest)
     beyond = _beyond(budget, leanest)
-    fitting = _fitting(ladders, budget, beyond)
-    if not fitting and in_8_bits:
-        fitting = _fitting([[_in_8_bits(budget, each) for each in ladder] for ladder in ladders], budget, beyond)
-    if fitting:  # of two equally fast ones, the first
-        fastest = min((_with(budget, *each) for each in fitting), key=lambda chosen: chosen.step_seconds)
-        return fastest, _with(budget, *leanest)
-    return None, _with(budget, *leanest)
+    if budget.workload.previews:
+        # Previews must not slow training down if they can be decoded in another way. Alone, they would rather stream.
+        trained = _fastest(choices, budget, beyond | {PREVIEWS}) if budget.workload.buckets else None
+        decoded = _with_decoding(budget, trained or leanest)
+        if PREVIEWS not in _beyond(decoded, leanest):
+            budget, beyond = decoded, beyond - {PREVIEWS}
+    fastest = _fastest(choices, budget, beyond)
+    return _with(budget, *fastest) if fastest else None, _with(budget, *leanest)
 
 
-def _fitting(ladders: Iterable[Sequence[Candidate]], budget: Budget, beyond: frozenset[str]) -> list[Candidate]:
-    """The first candidate of each ladder that fits."""
-    return [each for ladder in ladders if (each := _first_that_fits(ladder, budget, beyond)) is not None]
+def _fastest(
+    choices: Iterable[Iterable[Sequence[Candidate]]], budget: Budget, beyond: frozenset[str]
+) -> Candidate | None:
+    """The candidate with the fastest steps among those of the first choice of ladders of which any fits; of two
+    equally fast ones, the first."""
+    for ladders in choices:
+        found = [_first_that_fits(ladder, budget, beyond) for ladder in ladders]
+        if fitting := [candidate for candidate in found if candidate is not None]:
+            return min(fitting, key=lambda each: _with(budget, *each).step_seconds)
+    return None
+
+
+def _with_decoding(budget: Budget, beside: Candidate) -> Budget:
+    """Decode previews in the first way that fits beside these settings, if the user has not set it."""
+    taken = budget
+    for how in () if budget.config.is_explicit("validation_decoding") else _decodings(budget):
+        if PREVIEWS in _beyond(taken, beside):
+            reason = f"previews are decoded in {how} to fit {_room(budget.device)}, which changes {DECODINGS[how]}"
+            taken = _with(budget, Change({"validation_decoding": how}), reason)
+    return taken
+
+
+def _decodings(budget: Budget) -> list[str]:
+    """Ways of decoding previews in less memory, the mildest first."""
+    ways = ["whole", *(how for how in DECODINGS if how == "tiles" or budget.parts.spec.decodes_in_strips)]
+    now = budget.config.validation.validation_decoding
+    return ways[ways.index(now) + 1 :] if now in ways and budget.workload.previews else []
 
 
 def _beyond(budget: Budget, leanest: Candidate) -> frozenset[str]:
@@ -294,13 +324,13 @@ def _beyond(budget: Budget, leanest: Candidate) -> frozenset[str]:
 
 
 def _with_tiles(budget: Budget, leanest: Candidate) -> Budget:
-    """Enable VAE tiling if encoding or previews would not fit otherwise."""
-    key, lacking = "vae_enable_tiling", _beyond(budget, leanest)
+    """Enable VAE tiling if encoding would not fit otherwise."""
+    key, lacking = "vae_enable_tiling", _beyond(budget, leanest) - {PREVIEWS}
     if not lacking or budget.config.is_explicit(key) or budget.config.caching.vae_enable_tiling:
         return budget
     reason = f"{' and '.join(sorted(lacking))} would not fit {_room(budget.device)}; latents change at the tiles' seams"
     tiled = _with(budget, Change({key: True}), reason)
-    return tiled if _beyond(tiled, leanest) < lacking else budget
+    return tiled if _beyond(tiled, leanest) - {PREVIEWS} < lacking else budget
 
 
 def _first_that_fits(ladder: Sequence[Candidate], budget: Budget, beyond: frozenset[str]) -> Candidate | None:

@@ -515,6 +515,9 @@ class TreadConfig(Group):
         return () if self.tread_config is None else tuple(self.tread_config.routes)
 
 
+Decoding = Literal["whole", "strips", "tiles"]
+
+
 class ValidationConfig(Group):
     """Validation"""
 
@@ -563,6 +566,11 @@ class ValidationConfig(Group):
         None,
         "Sampler of previews, with the shift of the pipeline's own.",
         default_note="the pipeline's",
+    )
+    validation_decoding: Decoding = option(
+        "whole",
+        "How previews are decoded: `strips` of rows take less memory and change only the rounding; `tiles` take least, "
+        "but change pixels slightly at their seams. Caches are not affected.",
     )
     validation_torch_compile: Flag = option(False, "Use compiled blocks in previews too, if training compiles them.")
 

@@ -276,13 +276,18 @@ class TransformerCost:
         return each * math.prod(shape[1:]), each * shape[0]
 
 
+TILE, OVERLAP = 384, 128  # pixels per side of the tiles that previews are decoded in, and of what two share
+
+
 @dataclass(frozen=True)
 class VaeLoad:
     """Pictures or clips of one size, in pixels, for the VAE to encode or decode.
 
     Attributes:
-        tiled: processed in tiles of 256 x 256 pixels (`vae_enable_tiling`).
+        tiled: processed in tiles (`vae_enable_tiling`, `validation_decoding`).
         sliced: 3D convolutions run in slices of time (`vae_enable_patch_conv`).
+        strips: large layers run in strips of rows (`validation_decoding`).
+        tile: pixels per side of a tile.
     """
 
     samples: int
@@ -291,12 +296,14 @@ class VaeLoad:
     height: int
     tiled: bool = False
     sliced: bool = False
+    strips: bool = False
+    tile: int = 256
 
     @property
     def pixels(self) -> int:
         """Pixels of one frame, or of one tile of it."""
         whole = self.width * self.height
-        return min(whole, 256 * 256) if self.tiled else whole
+        return min(whole, self.tile * self.tile) if self.tiled else whole
 
 
 def number(settings: Mapping[str, object], key: str, default: int) -> int:

@@ -115,6 +115,7 @@ class FamilySpec:
         frame_rate: frames per second that clips are trained and sampled at; None for pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
+        decodes_in_strips: this saves memory with the VAE (`validation_decoding`).
         fast_blocks: the adapter has faster blocks than diffusers.
         check: problems of a config that are specific to this family.
         check_sizes: warnings about preview sizes and trained sizes by dataset id; None if any combination works.
@@ -163,6 +164,7 @@ class FamilySpec:
     frame_rate: float | None = None
     frame_stride: int = 1
     slices_convolutions: bool = False
+    decodes_in_strips: bool = True
     fast_blocks: bool = False
     check_sizes: Callable[[RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]]], list[Problem]] | None = (
         None

@@ -196,6 +196,9 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if config.caching.vae_enable_patch_conv and not spec.slices_convolutions:
         message = f"has no effect: the VAE of {spec.title} is not the one it applies to."
         yield Problem("vae_enable_patch_conv", message, fatal=False)
+    if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
+        message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
+        yield Problem("validation_decoding", message, fatal=False)
     if config.caching.vae_enable_temporal_roll:
         yield from _check_temporal_roll(spec)
     if not spec.fast_blocks:

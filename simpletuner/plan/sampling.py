@@ -51,7 +51,7 @@ from simpletuner.training.manifest import (
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, file_safe, unique
 
 # What `offload: auto` chose for training is chosen again, except for what changes results.
-CHOICES_KEPT = ("base_model_precision", "vae_enable_tiling")
+CHOICES_KEPT = ("base_model_precision", "vae_enable_tiling", "validation_decoding")
 CACHES = ("cache_dir", "cache_dir_text", "cache_dir_vae")
 LONGEST_STEM = 60
 

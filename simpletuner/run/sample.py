@@ -41,7 +41,7 @@ CELLS = "cells"  # folder of what a sweep renders
 # Settings that decide what is rendered, besides prompt, size and seed.
 SETTINGS = (
     "validation_seed_source", "validation_num_inference_steps", "validation_guidance", "validation_negative_prompt",
-    "base_model_precision", "mixed_precision", "text_encoder_1_precision", "vae_dtype",
+    "base_model_precision", "mixed_precision", "text_encoder_1_precision", "vae_dtype", "validation_decoding",
 )  # fmt: skip
 UNIMPORTANT = ("lora", "versions")  # what a sweep does not render a cell again for
 

@@ -33,6 +33,7 @@ from simpletuner.diffusion.seeds import step_seed
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
+from simpletuner.models.decoding import decode_in
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.sharing import Keep, share_work
@@ -82,9 +83,10 @@ class Renderer:
     _pipeline: PreviewPipeline | None = field(default=None, init=False)
 
     def open(self, adapter: FamilyAdapter, transformer: nn.Module, device: torch.device) -> PreviewPipeline:
-        """The pipeline around a transformer, with its VAE placed as configured."""
+        """The pipeline around a transformer, with its VAE placed and decoding as configured."""
         if self._pipeline is None:
             self._pipeline = adapter.load_preview_pipeline(transformer, device, sampling_shift(self.config))
+            decode_in(self.config.validation.validation_decoding, self._pipeline.vae, adapter.spec.vae_stride)
             place_vae(self._pipeline.vae, transformer, self.config.offload, device)
         return self._pipeline
 

@@ -413,10 +413,8 @@ def test_the_vae_works_in_slices_or_tiles_before_anything_is_made_smaller(gigaby
     assert [str(each) for each in smallest_change(before)] == [change]
 
 
-@pytest.mark.parametrize("gigabytes", [8, 12, 16])
-def test_auto_takes_tiles_rather_than_refusing_a_small_card(gigabytes: float) -> None:
-    before = encoding(gpu(gigabytes), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
-    before = estimate(before.config, before.parts, replace(before.workload, previews=[LITE]), gpu(gigabytes), None)
+def test_auto_takes_tiles_rather_than_refusing_a_small_card() -> None:
+    before = with_previews(encoding(gpu(8), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s"))
     chosen = choose(before)
     assert fits(chosen.phases, chosen.device)
     assert any("vae_enable_tiling true" in each and "seams" in each for each in chosen.decisions)
@@ -424,6 +422,46 @@ def test_auto_takes_tiles_rather_than_refusing_a_small_card(gigabytes: float) ->
     refused = choose(before)
     assert not refused.config.caching.vae_enable_tiling, "what the user set is left alone"
     assert not fits(refused.phases, refused.device)
+
+
+def with_previews(before: Budget, preview: Bucket = LITE) -> Budget:
+    workload = replace(before.workload, previews=[preview])
+    return estimate(before.config, before.parts, workload, before.device, None)
+
+
+@pytest.mark.parametrize(("gigabytes", "how"), [(8, "tiles"), (16, "strips"), (40, "whole")])
+def test_auto_decodes_previews_in_the_first_way_that_fits_beside_training(gigabytes: float, how: str) -> None:
+    alone = budget(gpu(gigabytes))
+    chosen = choose(with_previews(alone))
+    assert chosen.config.validation.validation_decoding == how
+    assert fits(chosen.phases, chosen.device)
+    assert chosen.step_seconds == choose(alone).step_seconds, "previews slow no step down"
+    assert not chosen.config.caching.vae_enable_tiling
+    assert how == "whole" or f"previews are decoded in {how}" in chosen.decisions[0]
+    mine = choose(with_previews(budget(gpu(gigabytes), validation_decoding="whole")))
+    assert mine.config.validation.validation_decoding == "whole", "what the user set is left alone"
+
+
+def test_where_nothing_is_trained_blocks_stream_before_pixels_change() -> None:
+    before = budget(gpu(8))
+    chosen = choose(estimate(before.config, before.parts, Workload([], [], False, [LITE], 0.0), before.device, None))
+    assert fits(chosen.phases, chosen.device)
+    assert chosen.config.offload.enable_group_offload
+    assert chosen.config.validation.validation_decoding == "strips"
+
+
+def test_a_preview_in_tiles_needs_no_more_than_training() -> None:
+    for settings in ({}, STREAMED, {**STREAMED, "offload_block_inputs": True}):
+        found = with_previews(budget(gpu(80), validation_decoding="tiles", **settings))
+        training, rendering = (
+            next(each.device for each in found.phases if each.name.startswith(name)) for name in ("training", "render")
+        )
+        assert rendering <= training
+
+
+def test_the_smallest_change_for_previews_is_how_they_are_decoded() -> None:
+    before = with_previews(budget(gpu(14)))
+    assert [str(each) for each in smallest_change(before)] == ["validation_decoding strips"]
 
 
 def test_streaming_and_moving_all_weights_exclude_each_other() -> None:

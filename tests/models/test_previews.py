@@ -5,19 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
+from simpletuner.config.load import RunConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import Sample
-from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.models import decoding
+from simpletuner.models.adapter import FamilyAdapter, PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.loading import with_solver
 from simpletuner.models.usage import SOLVERS
+from simpletuner.validation.runner import Renderer
 from tests.fidelity.family import CPU, make_adapter, make_config, picture
+from tests.fidelity.sana import make_sana_adapter, make_sana_config
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tiny import make_checkpoint
+from tests.tiny_sana import make_sana_checkpoint
+from tests.workspace import Workspace
 
 
 def test_a_sample_is_fitted_to_another_size_in_the_middle() -> None:
@@ -47,6 +54,53 @@ def test_a_source_of_another_ratio_is_cropped(tmp_path: Path, i2i_checkpoint: Pa
     with torch.no_grad():
         assert {frame.size for frame in stock.render(preview)} == {(96, 64)}
     assert seen == [(96, 64)]
+
+
+def family(kind: str, folder: Path) -> tuple[RunConfig, FamilyAdapter]:
+    """The config and the adapter of a tiny checkpoint of Flux's, HunyuanVideo's, Wan's or LTX-2's VAE."""
+    if kind in ("2b-480p", "2b-720p"):
+        checkpoint = make_sana_checkpoint(folder, flavour=kind)
+        return make_sana_config(checkpoint), make_sana_adapter(checkpoint)
+    checkpoint = make_checkpoint(folder, kind)  # type: ignore[arg-type]
+    adapter: Any = make_adapter(checkpoint) if kind == "t2i" else make_video_adapter(checkpoint, kind)
+    return make_config(checkpoint), adapter
+
+
+@pytest.mark.parametrize("kind", ["t2i", "t2v", "2b-480p", "2b-720p"])
+@torch.no_grad()
+def test_previews_keep_size_and_length_however_they_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(decoding, "TILE", 64)
+    monkeypatch.setattr(decoding, "OVERLAP", 32)
+    config, adapter = family(kind, tmp_path)
+    embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a red ball")])[0]
+    transformer = adapter.load_transformer(torch.float32).eval()
+    length = 1 if kind == "t2i" else 9
+    preview = PreviewRequest(embeds, embeds, 96, 64, 2, 1.0, 5, num_frames=length)
+    stock = adapter.load_preview_pipeline(transformer, CPU, None).render(preview)
+    found = {}
+    for how in ("whole", "strips", "tiles"):
+        renderer = Renderer(config.with_values({"validation_decoding": how}, "test"))
+        frames = renderer.open(adapter, transformer, CPU).render(preview)
+        assert [frame.size for frame in frames] == [(96, 64)] * length
+        found[how] = np.stack([np.asarray(frame) for frame in frames]).astype(int)
+    assert (found["whole"] == np.stack(stock)).all(), "byte for byte"
+    assert abs(found["strips"] - found["whole"]).max() <= 1
+    assert abs(found["tiles"] - found["whole"]).max() > 1
+
+
+def test_caches_do_not_depend_on_how_previews_are_decoded(workspace: Workspace) -> None:
+    def entries() -> dict[Path, int]:
+        folder = workspace.path("cache")
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if ".safetensors" in path.name}
+
+    seen = []
+    for how in ("whole", "tiles"):
+        assert workspace.run("cache", "fill", f"validation_decoding={how}") == 0
+        seen.append(entries())
+    assert seen[0]
+    assert seen[0] == seen[1]
 
 
 def test_a_size_that_the_stock_pipeline_does_not_render_is_told(t2i_checkpoint: Path) -> None:

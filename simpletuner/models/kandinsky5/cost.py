@@ -67,8 +67,10 @@ def image_vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:
 
 
 def image_vae_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
-    """Six feature maps (measured: 768 numbers per pixel)."""
-    return 6.0 * _base_channels(settings) * load.pixels * load.samples
+    """Six feature maps (measured: 768 numbers per pixel); in strips 3.2, with 2.5 to encode a source picture."""
+    if not load.strips:
+        return 6.0 * _base_channels(settings) * load.pixels * load.samples
+    return _base_channels(settings) * load.samples * max(3.2 * load.pixels, 2.5 * load.width * load.height)
 
 
 def _frames_at_once(load: VaeLoad) -> int:
@@ -84,10 +86,14 @@ def video_vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:
 
 
 def video_vae_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
-    """Measured likewise: nine maps per frame plus three; sliced, 6.75 plus eleven; and the clip's pixels twice."""
+    """Measured likewise: nine maps per frame plus three; sliced, 6.75 plus eleven; in strips, 3.1 plus a half.
+
+    The clip's pixels come twice, in whole strips once.
+    """
     frames = _frames_at_once(load)
     maps = 6.75 * frames + 11 if load.sliced and frames > 1 else 9 * frames + 3
-    clip = 2 * 3 * load.frames * load.width * load.height
+    maps = 3.1 * frames + 0.5 if load.strips else maps
+    clip = (1 if load.strips and not load.tiled else 2) * 3 * load.frames * load.width * load.height
     return float(load.samples * (maps * _base_channels(settings) * load.pixels + clip))
 
 

@@ -148,6 +148,7 @@ SANA_VIDEO = FamilySpec(
                 "largest_side": POSITIONS * 32,
                 "native_sizes": {720: SIZES_720},
                 "cost": COST_720,
+                "decodes_in_strips": True,
             },
         ),
     ),
@@ -202,4 +203,5 @@ SANA_VIDEO = FamilySpec(
     dataset_caption=dataset_caption,
     frame_rate=16,
     frame_stride=4,
+    decodes_in_strips=False,
 )

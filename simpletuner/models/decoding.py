@@ -1,0 +1,162 @@
+"""Decodes previews in less memory than a VAE's `decode` takes: in strips of rows, or in tiles as well.
+
+At full size a decoder has several copies of its widest feature maps at once: upsampled, padded, normalised. In strips,
+residual blocks and upsamplers compute `ROWS` rows at a time, from these and the neighbours that their convolutions
+read. Group normalisation takes its statistics from all rows first, so that only the rounding changes. Tiles are decoded
+separately, with statistics and neighbours of their own, so pixels change slightly, most of all at the seams.
+
+The Wan VAE takes few frames at a time; strips would save it next to nothing, and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
+    HunyuanVideoResnetBlockCausal3D,
+    HunyuanVideoUpsampleCausal3D,
+)
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import LTX2VideoResnetBlock3d, LTX2VideoUpsampler3d
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.autoencoders.vae import DecoderOutput
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.upsampling import Upsample2D
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simpletuner.config.schema import Decoding
+from simpletuner.models.cost import OVERLAP, TILE
+from simpletuner.models.loading import attend_by_frame
+
+ROWS = 8
+RESNETS = (ResnetBlock2D, HunyuanVideoResnetBlockCausal3D, LTX2VideoResnetBlock3d)
+UPSAMPLERS = (Upsample2D, HunyuanVideoUpsampleCausal3D, LTX2VideoUpsampler3d)
+OnRows = Callable[[Tensor], Tensor]  # `... H W` -> `... H' W'`, for some of the rows
+
+
+def decode_in(how: Decoding, vae: Any, stride: int) -> None:
+    """Let a VAE decode whole, in strips, or in tiles (and these in strips).
+
+    Args:
+        stride: pixels per latent position on each side.
+    """
+    if how == "whole":
+        return
+    attend_by_frame(vae)
+    if not isinstance(vae, AutoencoderKLWan):
+        use_strips(vae)
+    if how == "tiles":
+        vae.decode = partial(decode_tiles, vae.decode, stride)
+
+
+def use_strips(vae: Any) -> None:
+    """Run residual blocks, upsamplers and the last convolution of a VAE in strips."""
+    for module in vae.modules():
+        if isinstance(module, RESNETS) and not has_more_inputs(module):
+            module.forward = partial(resnet_in_strips, module)
+        elif isinstance(module, UPSAMPLERS) or module is vae.decoder.conv_out:
+            module.forward = partial(in_strips, module.forward)
+
+
+def has_more_inputs(block: Any) -> bool:
+    """Whether an LTX-2 block depends on noise or timesteps, or changes its width; no published one does."""
+    if not isinstance(block, LTX2VideoResnetBlock3d):
+        return False
+    return (block.norm3, block.per_channel_scale1, block.scale_shift_table) != (None, None, None)
+
+
+def strips(height: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Rows in strips: those of a strip, those with one more on each side, and the place of the former in the latter."""
+    for top in range(0, height, ROWS):
+        bottom = min(top + ROWS, height)
+        first = max(top - 1, 0)
+        yield slice(top, bottom), slice(first, min(bottom + 1, height)), slice(top - first, bottom - first)
+
+
+def in_strips(compute: Callable[..., Tensor], x: Tensor, *inputs: Any, **settings: Any) -> Tensor:
+    """`compute(x)` of `... H W`, where each row depends on its neighbours at most, and may become several."""
+    out = x.new_empty(0)
+    for own, reach, place in strips(x.shape[-2]):
+        part = compute(x[..., reach, :], *inputs, **settings)
+        scale = part.shape[-2] // (reach.stop - reach.start)
+        if own.start == 0:
+            out = part.new_empty((*part.shape[:-2], scale * x.shape[-2], part.shape[-1]))
+        out[..., scale * own.start : scale * own.stop, :] = part[..., scale * place.start : scale * place.stop, :]
+    return out
+
+
+def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None = None, **settings: Any) -> Tensor:
+    """The output of a residual block, `B C H W` or `B C T H W`, in place of its input, which nothing else reads."""
+    if len(x) > 1:
+        return torch.cat([resnet_in_strips(block, sample, **settings) for sample in x.split(1)])
+    first, act = normaliser(block.norm1, x), block.nonlinearity
+    middle = in_strips(lambda rows: block.conv1(act(first(rows)), **settings), x)
+    second = normaliser(block.norm2, middle)
+    out = x[:, : middle.shape[1]] if middle.shape[1] <= x.shape[1] else torch.empty_like(middle)
+    for own, reach, place in strips(x.shape[-2]):
+        rows = x[..., own, :]
+        added = block.conv2(act(second(middle[..., reach, :])), **settings)[..., place, :]
+        out[..., own, :] = added + (rows if block.conv_shortcut is None else block.conv_shortcut(rows))
+    return out
+
+
+def normaliser(norm: nn.Module, x: Tensor) -> OnRows:
+    """What normalises some rows of a sample `1 C ... H W` as `norm` normalises all of them."""
+    if not isinstance(norm, nn.GroupNorm):
+        return norm  # of single positions
+    mean, variance = channel_statistics(norm, x)
+    weight, bias, eps = norm.weight.float(), norm.bias.float(), norm.eps
+    return lambda rows: functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
+
+
+def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each channel's group, `C` in float32, put together from those of strips."""
+    found, shares = [], []
+    for own, _, _ in strips(x.shape[-2]):
+        groups = x[0, ..., own, :].float().unflatten(0, (norm.num_groups, -1)).flatten(1)
+        found.append(torch.stack(torch.var_mean(groups, dim=1, correction=0)))
+        shares.append((own.stop - own.start) / x.shape[-2])
+    variances, means = torch.stack(found, dim=-1)  # each `groups strips`
+    share = torch.tensor(shares, device=x.device)
+    mean = (share * means).sum(1)
+    variance = (share * (variances + (means - mean[:, None]) ** 2)).sum(1)
+    channels = x.shape[1] // norm.num_groups
+    return mean.repeat_interleave(channels), variance.repeat_interleave(channels)
+
+
+def decode_tiles(
+    decode: Callable[..., Any], stride: int, z: Tensor, *, return_dict: bool = True
+) -> DecoderOutput | tuple[Tensor]:
+    """What `decode` makes of z `... H W` in overlapping tiles, averaged with weights that fall off to their edges."""
+    total, out = z.new_empty(0), z.new_empty(0)
+    for rows in spans(z.shape[-2], stride):
+        for columns in spans(z.shape[-1], stride):
+            part = decode(z[..., rows, columns], return_dict=False)[0]
+            if not out.numel():
+                size = [stride * each for each in z.shape[-2:]]
+                out = part.new_zeros((*part.shape[:-2], *size), dtype=torch.float32)
+                total = out.new_zeros(size)
+            weight = fall_off(part.shape[-2], z.device)[:, None] * fall_off(part.shape[-1], z.device)
+            down, across = (slice(stride * each.start, stride * each.stop) for each in (rows, columns))
+            out[..., down, across] += part * weight
+            total[down, across] += weight
+    pixels = out.div_(total).to(part.dtype)
+    return DecoderOutput(sample=pixels) if return_dict else (pixels,)
+
+
+def spans(length: int, stride: int) -> Iterator[slice]:
+    """The latent positions of equal tiles, evenly spread along a side, which overlap by `OVERLAP` pixels or more."""
+    tile, overlap = min(TILE // stride, length), OVERLAP // stride
+    count = max(1, -(-(length - overlap) // (tile - overlap)))
+    for index in range(count):
+        start = index * (length - tile) // max(count - 1, 1)
+        yield slice(start, start + tile)
+
+
+def fall_off(length: int, device: torch.device) -> Tensor:
+    """Weights along a side of a tile: 1 inside, less within `OVERLAP` pixels of its ends."""
+    places = torch.arange(length, device=device) + 0.5
+    return (torch.minimum(places, length - places) / OVERLAP).clamp(max=1)

@@ -1,0 +1,123 @@
+"""Previews decoded in strips equal whole ones up to rounding; in tiles they have the right shape and a small error."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+from simpletuner.config.schema import Decoding
+from simpletuner.models import decoding, loading
+from simpletuner.models.cost import OVERLAP, TILE, VaeLoad
+from simpletuner.models.decoding import decode_in, decode_tiles, spans
+from simpletuner.models.registry import FAMILIES
+from tests.closeness import VAE, assert_close
+from tests.peak import Peak, attention
+from tests.tiny import build_image_vae, build_video_vae
+from tests.tiny_sana import build_ltx2_vae, build_wan_vae
+
+# What builds a tiny VAE, a latent shape of several strips and tiles, the stride, and its pixels.
+TINY = [
+    pytest.param(build_image_vae, (2, 16, 3, 21), 8, (2, 3, 24, 168), id="Flux"),
+    pytest.param(build_video_vae, (1, 16, 3, 3, 21), 8, (1, 3, 9, 24, 168), id="HunyuanVideo"),
+    pytest.param(build_wan_vae, (1, 16, 2, 3, 21), 8, (1, 3, 5, 24, 168), id="Wan"),
+    pytest.param(build_ltx2_vae, (1, 128, 2, 3, 5), 32, (1, 3, 9, 96, 160), id="LTX-2"),
+]
+
+
+@pytest.mark.parametrize(("build", "shape", "stride", "pixels"), TINY)
+@torch.no_grad()
+def test_strips_change_the_rounding_and_tiles_a_little_more(
+    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[[], Any],
+    shape: tuple[int, ...],
+    stride: int,
+    pixels: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr(decoding, "TILE", 128)
+    monkeypatch.setattr(decoding, "OVERLAP", 64)
+    torch.manual_seed(0)
+    vae = build().eval()
+    z = torch.randn(shape)
+    found = {}
+    for how in ("whole", "strips", "tiles"):
+        one = copy.deepcopy(vae)
+        decode_in(how, one, stride)
+        (found[how],) = one.decode(z, return_dict=False)
+        assert torch.equal(one.decode(z).sample, found[how])
+    assert torch.equal(vae.decode(z).sample, found["whole"])
+    assert_close(found["strips"], found["whole"], terms=VAE)
+    assert found["tiles"].shape == pixels
+    error = (found["tiles"] - found["whole"]).pow(2).mean().sqrt() / found["whole"].std()
+    print(f"tiles: relative error {error:.3f}")
+    assert 0 < error < 0.5
+    small = z[..., : 128 // stride]  # one tile is decoded as it is
+    assert_close(one.decode(small).sample, vae.decode(small).sample, terms=VAE)
+
+
+@pytest.mark.parametrize("length", [3, 48, 49, 64, 96, 104, 160])
+def test_tiles_cover_a_side_evenly(length: int) -> None:
+    tiles = list(spans(length, 8))
+    assert {each.stop - each.start for each in tiles} == {min(length, TILE // 8)}
+    assert (tiles[0].start, tiles[-1].stop) == (0, length)
+    assert all(left.stop - right.start >= OVERLAP // 8 for left, right in itertools.pairwise(tiles))
+
+
+@torch.no_grad()
+def test_where_tiles_agree_nothing_changes() -> None:
+    z = torch.randn(1, 3, 2, 60, 100)
+
+    def enlarge(part: torch.Tensor, return_dict: bool) -> tuple[torch.Tensor]:
+        return (part.repeat_interleave(8, -1).repeat_interleave(8, -2),)
+
+    (found,) = decode_tiles(enlarge, 8, z, return_dict=False)
+    assert_close(found, enlarge(z, False)[0], terms=8)
+
+
+FLUX: dict[str, Any] = {
+    "block_out_channels": (128, 256, 512, 512), "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4, "latent_channels": 16, "layers_per_block": 2,
+}  # fmt: skip
+# Family and flavour, the class of its VAE, and the preview: width, height, frames.
+REAL = [
+    ("kandinsky5-image", "t2i-lite-sft", "AutoencoderKL", FLUX, (512, 512, 1), ("strips",)),
+    ("kandinsky5-video", "t2v-lite-sft-5s", "AutoencoderKLHunyuanVideo", {}, (768, 512, 17), ("strips", "tiles")),
+    ("sanavideo", "2b-480p", "AutoencoderKLWan", {}, (832, 480, 81), ("tiles",)),
+    ("sanavideo", "2b-720p", "AutoencoderKLLTX2Video", {}, (1280, 704, 81), ("strips", "tiles")),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour", "name", "settings", "size", "how"), [(*each[:5], how) for each in REAL for how in each[5]]
+)
+def test_the_plan_knows_the_peak_at_full_size(
+    monkeypatch: pytest.MonkeyPatch,
+    family: str, flavour: str, name: str, settings: dict[str, Any], size: tuple[int, int, int], how: Decoding,
+) -> None:  # fmt: skip
+    """Tensors without numbers go through the published architecture; a low tile and one of the equal ones."""
+    spec = FAMILIES[family].for_flavour(flavour)
+    width, height, frames = size
+    dtype = torch.float32 if family == "sanavideo" else torch.bfloat16
+    monkeypatch.setattr(loading, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
+    tiles = [slice(0, 2), slice(0, TILE // spec.vae_stride)]
+    monkeypatch.setattr(decoding, "spans", lambda length, stride: tiles[length == width // stride :])
+    with torch.device("meta"), torch.no_grad():
+        vae = getattr(diffusers, name)(**settings).to(dtype)
+        latent = spec.latent_size(width, height, frames)
+        channels = vae.config.z_dim if name == "AutoencoderKLWan" else vae.config.latent_channels
+        z = torch.empty(1, channels, *(latent if spec.media == "video" else latent[1:]), dtype=dtype)
+        decode_in(how, vae, spec.vae_stride)
+        with Peak([*vae.parameters(), *vae.buffers(), z]) as peak:
+            pixels = vae.decode(z).sample
+    assert pixels.shape[-2:] == (height, width)
+    load = VaeLoad(1, frames, width, height, strips=True, tiled=how == "tiles", tile=TILE)
+    planned = spec.cost.vae_decode({}, load) * dtype.itemsize
+    print(f"{name} {how}: measured {peak.most / 1e9:.3f} GB, planned {planned / 1e9:.3f} GB")
+    assert 0.8 * planned < peak.most < 1.1 * planned
