@@ -155,9 +155,11 @@ class CacheFiller:
             entries: those that are encoded here.
             world: the processes that encode others meanwhile.
         """
+        config = self.plan.config
+        size = config.caching.captions_at_once(streamed=config.offload.group_offload_text_encoder)
 
         def work(bar: ProgressBar) -> Mapping[Any, str]:
-            return dict.fromkeys(fill_texts(entries, self._load_text_encoder, self.plan.config.caching, bar), "")
+            return dict.fromkeys(fill_texts(entries, self._load_text_encoder, size, bar), "")
 
         for note in self._encode(len(entries), world, "captions", "captions", "init_text_embed_cache", work):
             logger.warning(note)
