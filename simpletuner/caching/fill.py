@@ -73,7 +73,8 @@ def fill_texts(entries: Sequence[TextEntry], load: Callable[[], TextEncoder], si
     with ThreadPoolExecutor(WRITERS) as writers:
         for group in (ordered[start : start + size] for start in range(0, len(ordered), size)):
             for entry, embeds in zip(group, encode(group), strict=True):
-                writes.append(writers.submit(_write, entry, embeds, encode.at_once(group)))
+                # Not how many happened to share its batch: an entry is the same whatever is encoded beside it.
+                writes.append(writers.submit(_write, entry, embeds, encode.most or size))
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
                     notes.append(f"{entry.source}: the caption is too long; this part is cut off: {cut!r}")
