@@ -269,7 +269,7 @@ def test_an_error_of_the_device_while_encoding_condemns_no_file(
 @pytest.mark.parametrize("together", [1, None])
 def test_entries_do_not_depend_on_which_others_were_encoded(workspace: Workspace, together: int | None) -> None:
     """As after a kill in the middle: what is missing is encoded again, beside other entries than at first."""
-    workspace.write_config(**({} if together is None else {"text_encoder_batch_size": together}))
+    workspace.write_config(text_encoder_batch_size=together)
     assert workspace.run("cache", "fill") == 0
     paths = sorted([*workspace.path("output/cache").rglob("*.zst"), *workspace.path("cache").rglob("*.zst")])
     whole, before = {path: path.read_bytes() for path in paths}, [read(path) for path in paths]
