@@ -85,7 +85,6 @@ def _compare(kind: str, folder: Path, options: Any) -> list[Ratio]:
 
 def _filling(captions: Sequence[str], encoder: TextEncoder, batch: int, targets: Any) -> Callable[[], None]:
     """Fill an empty cache."""
-    caching = make_config(text_encoder_batch_size=batch).caching
     phase: Any = RunningPhase(EventStream(), PhaseStarted("Filling"))
     identity = EncoderIdentity("benchmark", "random", "fp32")
 
@@ -93,7 +92,7 @@ def _filling(captions: Sequence[str], encoder: TextEncoder, batch: int, targets:
         folder = next(targets)
         keys = [TextKey(caption, "", LONGEST, identity) for caption in captions]
         entries = [TextEntry(key, folder, key.caption, "benchmark", compress=False) for key in keys]
-        fill_texts(entries, lambda: encoder, caching, phase)
+        fill_texts(entries, lambda: encoder, batch, phase)
 
     return run
 

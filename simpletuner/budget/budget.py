@@ -43,7 +43,8 @@ from simpletuner.techniques.spec import TechniqueCost
 # Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers.
 HOST_BASE = 1.2e9
 LOADING, PREVIEWS = "loading the transformer", "rendering previews"
-TEXT_ACTIVATIONS = 0.03  # activations of one prompt, relative to the text encoders' weights
+# Activations of one prompt, relative to the text encoders' weights. Where more do not fit, batches become smaller.
+TEXT_ACTIVATIONS = 0.03
 # Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
 STREAMED_TEXT = 0.3
 
@@ -188,7 +189,8 @@ def _phases_of_one(config: RunConfig, parts: Parts, workload: Workload, setup: T
     vae, text = encoder_bytes(parts, config)
     cost = parts.transformer
     if workload.encodes_text:
-        on_device = text * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
+        kept = text * (1 - parts.text_dropped / parts.text_parameters)
+        on_device = kept * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
         yield PhasePeak("encoding captions", on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
     if workload.encoded:
         loads = [_at_a_time(load, config.caching) for load in workload.encoded]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +34,8 @@ class Parts:
         targets: selection of the modules that get a LoRA.
         vae: the VAE's config; empty if it is not on this machine.
         vae_parameters, text_parameters: parameters of the VAE and of all text encoders.
+        text_dropped: of the text encoders, what never gets to the device: the language head, and the vision tower
+            where prompts hold no picture.
         assumed: parts that are not on this machine, so that the published checkpoint's dimensions are used.
         techniques: those in use, which may add memory and time to a step.
         trains: whether anything is trained; otherwise previews are all there is.
@@ -50,6 +52,7 @@ class Parts:
     techniques: tuple[TechniqueSpec, ...] = ()
     trains: bool = True
     lora_bytes: int = 0
+    text_dropped: int = 0
 
     @property
     def cost(self) -> FamilyCost:
@@ -129,8 +132,18 @@ def parts_of(plan: Plan, device: Device) -> Parts:
     return Parts(
         plan.spec, transformer, plan.lora_targets, vae or {}, vae_parameters,
         sum(counts) if all(counts) else cost.text_parameters, tuple(assumed), plan.techniques, bool(plan.trained),
-        plan.lora_bytes,
+        plan.lora_bytes, _dropped_parameters(plan, encoders if all(counts) else ()),
     )  # fmt: skip
+
+
+def _dropped_parameters(plan: Plan, encoders: Sequence[Part]) -> int:
+    """Parameters of the text encoders that are dropped once they are loaded; as published if none is given."""
+    sees, cost = plan.flavour.task in plan.spec.prompt_holds_picture, plan.spec.cost
+    if not encoders:
+        return cost.head_parameters + (0 if sees else cost.vision_parameters)
+    names = ("lm_head.",) if sees else ("lm_head.", "visual.")
+    shapes = [item for part in encoders for item in part.weight_shapes().items()]
+    return sum(math.prod(shape) for name, shape in shapes if name.removeprefix("model.").startswith(names))
 
 
 def count_parameters(part: Part) -> int:

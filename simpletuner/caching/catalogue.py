@@ -273,19 +273,17 @@ class Catalogue:
             self.feature(kind, each) for kind in kinds for each in samples if each.dataset_id not in kind.unneeded
         )
 
-    def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> list[TextEntry]:
-        """All embeddings that training in an epoch reads.
+    def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> Iterator[TextEntry]:
+        """All embeddings that training in an epoch reads, some of them more than once.
 
         Args:
             with_empty: include the empty caption, which caption dropout substitutes; once per source picture if the
                 prompt contains one.
         """
-        return distinct(
-            self.text(sample.dataset_id, caption, sample.partner, sample.full_name)
-            for dataset in datasets
-            for sample in dataset.at_epoch(epoch).samples
-            for caption in self._captions(sample, with_empty=with_empty)
-        )
+        for dataset in datasets:
+            for sample in dataset.at_epoch(epoch).samples:
+                for caption in self._captions(sample, with_empty=with_empty):
+                    yield self.text(sample.dataset_id, caption, sample.partner, sample.full_name)
 
     def _captions(self, sample: Sample, *, with_empty: bool) -> Iterator[str]:
         yield from sample.captions
@@ -298,7 +296,7 @@ class Catalogue:
 def distinct(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     """Entries without duplicates: samples may share a picture or a caption."""
     found: dict[object, CacheEntry] = {}
-    for entry in entries:
+    for entry in {id(entry): entry for entry in entries}.values():  # most duplicates are the same object
         found.setdefault((entry.key.digest(), entry.folder), entry)
     return list(found.values())
 

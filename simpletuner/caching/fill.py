@@ -53,13 +53,12 @@ class ChangedFileError(UserError):
         self.sample = sample
 
 
-def fill_texts(
-    entries: Sequence[TextEntry], load: Callable[[], TextEncoder], config: CachingConfig, bar: ProgressBar
-) -> list[str]:
+def fill_texts(entries: Sequence[TextEntry], load: Callable[[], TextEncoder], size: int, bar: ProgressBar) -> list[str]:
     """Encode captions; returns notes about captions that were too long.
 
     Args:
         entries: the missing ones; if there are none, `load` is not called.
+        size: how many are encoded together.
 
     Raises:
         UserError: one does not fit into memory, or the encoder's values are not finite.
@@ -70,11 +69,12 @@ def fill_texts(
     encode = ShrinkingEncoder(_text_batch(encoder), lambda: False, lambda entry: entry.source, TEXT_ADVICE)
     notes = []
     writes: list[Future[None]] = []
-    ordered, size = _longest_first(entries), config.text_encoder_batch_size
+    ordered = _longest_first(entries, encoder)
     with ThreadPoolExecutor(WRITERS) as writers:
         for group in (ordered[start : start + size] for start in range(0, len(ordered), size)):
             for entry, embeds in zip(group, encode(group), strict=True):
-                writes.append(writers.submit(_write, entry, embeds, encode.at_once(group)))
+                # Not how many happened to share its batch: an entry is the same whatever is encoded beside it.
+                writes.append(writers.submit(_write, entry, embeds, encode.most or size))
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
                     notes.append(f"{entry.source}: the caption is too long; this part is cut off: {cut!r}")
@@ -171,11 +171,15 @@ def fill_features(
 
 def _text_batch(encoder: TextEncoder) -> Callable[[Sequence[TextEntry]], list[TextEmbeds]]:
     def encode(group: Sequence[TextEntry]) -> list[TextEmbeds]:
-        embeds = encoder.encode([TextRequest(each.caption, _picture(each.picture), each.bare) for each in group])
+        embeds = encoder.encode([_request(each, _picture(each.picture)) for each in group])
         stop_if_not_finite("text encoder", embeds, [each.source for each in group], "text_encoder_1_precision fp32")
         return embeds
 
     return encode
+
+
+def _request(entry: TextEntry, picture: Image.Image | None = None) -> TextRequest:
+    return TextRequest(entry.caption, picture, entry.bare)
 
 
 def _latent_batch(encoder: LatentEncoder) -> Callable[[Sequence[Decoded]], list[Tensor]]:
@@ -353,8 +357,8 @@ def _settle(writes: list[Future[None]], *, wait: bool = False) -> list[Future[No
     return [write for write in writes if not write.done()]
 
 
-def _longest_first(entries: Sequence[TextEntry]) -> list[TextEntry]:
-    """Captions sorted by length, so that batches contain little padding.
+def _longest_first(entries: Sequence[TextEntry], encoder: TextEncoder) -> list[TextEntry]:
+    """Captions sorted by length, so that those of one length meet.
 
     The longest come first, so that running out of memory shows up at once. Prompts with pictures of the same size stay
     together, since only those can share a batch.
@@ -362,7 +366,7 @@ def _longest_first(entries: Sequence[TextEntry]) -> list[TextEntry]:
 
     def order(entry: TextEntry) -> tuple[int, int, int]:
         width, height = (0, 0) if entry.picture is None else entry.picture.geometry.size
-        return -width, -height, -len(entry.caption)
+        return -width, -height, -encoder.tokens(_request(entry))
 
     return sorted(entries, key=order)
 

@@ -435,8 +435,11 @@ class CachingConfig(Group):
         False, "Encode latents at every use and cache none; the VAE stays on the device. A dataset may override it."
     )
     compress_disk_cache: Flag = option(True, "Compress cache entries; both kinds can be read with either setting.")
-    text_encoder_batch_size: Integer = option(
-        1, "Captions encoded at a time, fewer if memory runs out; changes only the rounding.", ge=1
+    text_encoder_batch_size: Integer | None = option(
+        None,
+        "Captions encoded at a time, fewer if memory runs out; changes at most the rounding.",
+        ge=1,
+        default_note="8; 32 with group_offload_text_encoder",
     )
     image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
     read_batch_size: Integer = option(25, "Accepted; reading needs no batches.", ge=1)
@@ -451,6 +454,10 @@ class CachingConfig(Group):
         False, "Move files that cannot be decoded to `<output_dir>/quarantine`; nothing is ever deleted."
     )
     delete_unwanted_images: Flag = option(False, "Also move files outside the size or aspect limits there.")
+
+    def captions_at_once(self, *, streamed: bool = False) -> int:
+        """How many captions are encoded together; more where each batch copies the weights to the device."""
+        return self.text_encoder_batch_size or (32 if streamed else 8)
 
 
 class FlowConfig(Group):

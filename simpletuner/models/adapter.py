@@ -64,6 +64,10 @@ class TextEncoder(Protocol):
         """Encode each request; unpadded embeddings on the CPU."""
         ...
 
+    def tokens(self, request: TextRequest) -> int:
+        """Length of a prompt as it is encoded; those of about one length are encoded together."""
+        ...
+
     def truncated(self, caption: str) -> str | None:
         """The part of a caption that is cut off for length, or None."""
         ...

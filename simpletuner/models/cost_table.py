@@ -82,6 +82,8 @@ class FamilyCost:
         published: flavour name -> dimensions of the published transformer, as in its config.json.
         transformer: (config.json, shapes of parameters by name, kernels) -> its cost.
         vae_parameters, text_parameters: of the published encoders, for checkpoints that are not downloaded yet.
+        head_parameters, vision_parameters: of those, what is dropped once it is loaded; the vision tower only where
+            prompts hold no picture.
         vae_encode, vae_decode: (the VAE's config, its load) -> numbers alive at the peak.
         prompt_layer: the layer that reads text embeddings, and so has their width.
         picture_tokens: (width, height) of a source picture -> text tokens that it takes in a prompt that holds it.
@@ -99,6 +101,8 @@ class FamilyCost:
     vae_decode: Callable[[Mapping[str, object], VaeLoad], float]
     prompt_layer: str
     picture_tokens: Callable[[int, int], int] = field(default=lambda width, height: 0)
+    head_parameters: int = 0
+    vision_parameters: int = 0
     guided_together: bool = False
     padded_text: int = 0
 

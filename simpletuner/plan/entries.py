@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 from simpletuner.caching.catalogue import (
@@ -149,8 +150,13 @@ def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
     """The entries that the run reads in an epoch; a text that several of them need is listed once."""
     dropout = plan.config.text.caption_dropout_probability > 0
     watched = evaluated(plan)
-    texts = catalogue.texts_of(plan.trained, epoch, with_empty=dropout)
-    texts = distinct([*texts, *catalogue.texts_of(watched, 1, with_empty=False), *prompt_entries(plan, catalogue)])
+    texts = distinct(
+        chain(
+            catalogue.texts_of(plan.trained, epoch, with_empty=dropout),
+            catalogue.texts_of(watched, 1, with_empty=False),
+            prompt_entries(plan, catalogue),
+        )
+    )
     latents = catalogue.latents_of(plan.trained, epoch) + catalogue.latents_of(watched, 1)
     features = catalogue.features_of(plan.trained, epoch, feature_kinds(plan))
     return Listing(plan, epoch, catalogue, texts, latents, features)

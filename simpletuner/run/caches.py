@@ -99,23 +99,24 @@ class CacheFiller:
         Raises:
             UserError: too few samples are left, or an entry could not be encoded.
         """
-        self.remove_damaged(self.share.of(self.listing.latents))
+        if self.remove_damaged(self.share.of(self.listing.latents)):
+            self.listing = replace(self.listing)  # what it found in the folders no longer holds
         try:  # one encoder after the other, so that only one is in memory
-            self.encode_texts(self.share.of(missing(self.listing.texts)), self.world)
-            failures = self.encode_latents(self.share.of(missing(self.listing.ahead)), self.world)
+            self.encode_texts(self.share.of(self.listing.missing_texts), self.world)
+            failures = self.encode_latents(self.share.of(self.listing.missing_latents), self.world)
         except ChangedFileError as error:
             self._forget(error.sample)
             raise
         if failures:
             self.plan = without_failures(self.plan, failures, self.world)
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
-        self.encode_features(self.share.of(missing(self.listing.features)), self.world)
+        self.encode_features(self.share.of(self.listing.missing_features), self.world)
         self._check_complete()
 
     def _check_complete(self) -> None:
-        """Make sure that nothing is missing: of all entries, or of a share that is encoded alone."""
+        """Make sure that nothing is missing any more: of all entries, or of a share that is encoded alone."""
         listing, together = self.listing, self.world.size > 1
-        holes: list[AnyEntry] = [*listing.texts, *listing.ahead, *listing.features]
+        holes: list[AnyEntry] = [*listing.missing_texts, *listing.missing_latents, *listing.missing_features]
         end = time.monotonic() + (APPEARANCE if together else 0)
         while holes := [each for each in missing(holes) if together or self.share.holds(each)]:
             if time.monotonic() >= end:
@@ -137,9 +138,11 @@ class CacheFiller:
             self.listing = list_entries(self.plan, self.catalogue, epoch)
             self.fill()
 
-    def remove_damaged(self, entries: Sequence[LatentEntry]) -> None:
-        """Verify the entries of datasets with `scan_for_errors`; damaged ones are removed, to be re-encoded."""
+    def remove_damaged(self, entries: Sequence[LatentEntry]) -> int:
+        """Verify the entries of datasets with `scan_for_errors`; damaged ones are removed, to be re-encoded, and
+        counted."""
         scanned = {dataset.id for dataset in self.plan.datasets if dataset.config.scan_for_errors}
+        removed = 0
         for entry in entries:
             store, key = CacheStore(entry.folder), entry.key.digest()
             if entry.sample.dataset_id in scanned and store.has(key):
@@ -148,6 +151,8 @@ class CacheFiller:
                 except DamagedEntryError as error:
                     logger.warning("%s: %s It is encoded again.", entry.sample.full_name, error)
                     store.remove(key)
+                    removed += 1
+        return removed
 
     def encode_texts(self, entries: list[TextEntry], world: World = World()) -> None:
         """Encode captions into their cache.
@@ -156,9 +161,11 @@ class CacheFiller:
             entries: those that are encoded here.
             world: the processes that encode others meanwhile.
         """
+        config = self.plan.config
+        size = config.caching.captions_at_once(streamed=config.offload.group_offload_text_encoder)
 
         def work(bar: ProgressBar) -> Mapping[Any, str]:
-            return dict.fromkeys(fill_texts(entries, self._load_text_encoder, self.plan.config.caching, bar), "")
+            return dict.fromkeys(fill_texts(entries, self._load_text_encoder, size, bar), "")
 
         for note in self._encode(len(entries), world, "captions", "captions", "init_text_embed_cache", work):
             logger.warning(note)

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 FRAMES = 8  # of a clip, evenly spaced over what is trained of it
 WIDEST = 100  # ratio of the sides of a picture, beyond which nothing is left of it
-BATCH = 8  # unless text_encoder_batch_size is set: streamed weights are copied once per batch and token
 FEWEST = 16  # tokens of a caption besides its trigger
 SHARE = 0.8  # of the free device memory that weights may take
 ADVICE = "These need less memory: group_offload_text_encoder, text_encoder_1_precision int8-quanto."
@@ -69,7 +68,7 @@ def described(
         return captioner.describe([request for _, request in shown], most)
 
     encode = ShrinkingEncoder(describe, lambda: False, lambda shown: str(shown[0].path), ADVICE)
-    size = config.caching.text_encoder_batch_size if config.is_explicit("text_encoder_batch_size") else BATCH
+    size = config.caching.captions_at_once()  # streamed weights are copied once per batch and token
     with events.phase("Writing captions", len(files), survey.spec.media_noun) as phase:
         for start in range(0, len(files), size):
             group = files[start : start + size]

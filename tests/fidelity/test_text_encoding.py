@@ -17,8 +17,8 @@ from simpletuner.memory.precision import quantise
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import TextTemplate
-from simpletuner.models.kandinsky5.text import QWEN_LAYERS, Kandinsky5TextEncoder
-from simpletuner.models.prompt_start import PromptStart
+from simpletuner.models.kandinsky5.text import CPU_STEP, QWEN_LAYERS, Kandinsky5TextEncoder
+from simpletuner.models.prompt_start import FEWEST_TO_READ, PromptStart
 from tests.closeness import MODEL, assert_close
 from tests.fidelity.family import CPU, make_adapter, picture
 from tests.fidelity.sana import make_sana_adapter
@@ -146,17 +146,18 @@ def test_quantised_too(t2i_checkpoint: Path) -> None:
     assert (full - hidden).abs().max() > 1e-3
 
 
-def test_the_template_is_read_once_and_the_head_never(t2i_checkpoint: Path) -> None:
+def test_the_template_is_read_once_and_captions_of_about_one_length_together(t2i_checkpoint: Path) -> None:
     encoder = encoder_of(t2i_checkpoint, "t2i")
-    encoder.qwen.lm_head = None
-    crop = encoder.template.crop
-    lengths = [len(one["prompt_embeds"]) for one in encoder_of(t2i_checkpoint, "t2i").encode(
-        [TextRequest(caption) for caption in CAPTIONS]
-    )]  # fmt: skip
+    requests = [TextRequest(caption) for caption in ("a star", "one star", CAPTIONS[4], "a far star")]
+    lengths = [encoder.tokens(each) for each in requests]
+    kept, start = len(encoder.start.tokens), encoder.template.crop + encoder.max_length
+    short, long = (-(-length // CPU_STEP) * CPU_STEP for length in (lengths[0], lengths[2]))
+    assert len(set(lengths)) > 2
     with tokens_read(encoder.qwen.model.language_model) as seen:
-        encoder.encode([TextRequest(CAPTIONS[4])])
-        encoder.encode([TextRequest(CAPTIONS[0]), TextRequest(CAPTIONS[4])])
-    assert seen == [crop + lengths[4], lengths[4], 2 * lengths[4]]
+        encoder.encode(requests)
+        encoder.encode(requests[2:])
+    rest = [length - min(kept, length - FEWEST_TO_READ) for length in (short, long)]
+    assert seen == [start, 3 * rest[0], rest[1], rest[1], rest[0]]
 
 
 @pytest.mark.parametrize(("task", "sees"), [("t2i", False), ("t2v", False), ("i2i", True)])
@@ -179,7 +180,7 @@ def test_a_caption_that_melts_with_the_template(t2i_checkpoint: Path) -> None:
     encoder = encoder_of(t2i_checkpoint, "t2i")
     encoder.template = TextTemplate("<|im_start|>system\nBe brief.<|im_end|>\nDescribe the col{}<|im_end|>", crop=4)
     words = encoder.template.text.partition("{}")[0]
-    encoder.start = PromptStart(encoder.processor.tokenizer(words)["input_ids"])
+    encoder.start = PromptStart(encoder.processor.tokenizer(words)["input_ids"], 40)
     pipeline = stock_pipeline(t2i_checkpoint, "t2i", encoder)
     captions = ["or of it, all of it, from left to right", "a star that falls and falls"]
     whole = len(encoder.start.tokens)
@@ -200,7 +201,7 @@ def test_an_instruction_longer_than_the_window_of_attention() -> None:
     ids[1:, :20] = ids[0, :20]
     mask = torch.ones_like(ids)
     mask[1, 30:] = 0
-    start = PromptStart(ids[0, :20].tolist())
+    start = PromptStart(ids[0, :20].tolist(), 40)
     with torch.no_grad():
         whole = gemma(ids, attention_mask=mask).last_hidden_state
         mine = start.read(gemma, ids, mask)

@@ -14,6 +14,7 @@ from simpletuner.models.kandinsky5.geometry import TILE, is_sparse, is_sparse_fl
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.kandinsky5", "Kandinsky5Transformer3DModel"
 # Parameters of the published encoders.
 QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
+QWEN_HEAD, QWEN_VISION = 544_997_376, 676_550_144
 FLUX_VAE, HUNYUAN_VAE = 83_819_683, 246_478_803
 PROMPT_PIXELS = 56  # pixels per side of a prompt token: Qwen gets the picture at half size, in patches of 28
 
@@ -109,6 +110,8 @@ IMAGE_COST = FamilyCost(
     transformer=transformer_cost,
     vae_parameters=FLUX_VAE,
     text_parameters=QWEN_AND_CLIP,
+    head_parameters=QWEN_HEAD,
+    vision_parameters=QWEN_VISION,
     vae_encode=image_vae_encode,
     vae_decode=image_vae_decode,
     prompt_layer="text_embeddings.in_layer",

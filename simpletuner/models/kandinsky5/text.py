@@ -10,6 +10,7 @@ gets to the device, nor does the vision tower where prompts hold no pictures.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,7 +18,6 @@ from typing import Any, Literal
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.diffusion.batch import TextEmbeds
@@ -25,11 +25,15 @@ from simpletuner.models.adapter import EncoderQuantiser, TextRequest
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
 from simpletuner.models.loading import load_whole, told_plainly
-from simpletuner.models.prompt_start import PromptStart
+from simpletuner.models.prompt_start import PromptStart, lengthen
 from simpletuner.models.source import ModelSource
 
 CLIP_LENGTH = 77
 POSITIONS = 1024  # text tokens in the transformer's position table
+# Prompts are padded to a multiple of so many tokens, and those of one length share a batch: attention kernels round
+# depending on the length. So what a caption becomes does not depend on its neighbours, but for kernels that round
+# depending on the number of rows. A GPU computes padding while it waits for weights.
+STEP, CPU_STEP = 32, 8
 PROMPT_PICTURE_SCALE = 2  # Qwen gets the source picture at half its size, as in the pipeline
 # Linear layers that can be quantised. The vision tower, embeddings and the pooled projection keep their dtype.
 QWEN_LAYERS = r"model\.language_model\.layers\.\d+\..+"
@@ -79,7 +83,8 @@ class Kandinsky5TextEncoder:
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
         with told_plainly(source["tokenizer_2"]):
             self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
-        self.start = PromptStart(self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"])
+        start = self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"]
+        self.start = PromptStart(start, template.crop + max_length)
         self.qwen = _load(Qwen2_5_VLForConditionalGeneration, source, "text_encoder", dtype)
         self.qwen.lm_head = nn.Identity()
         if not sees_pictures:
@@ -100,7 +105,7 @@ class Kandinsky5TextEncoder:
         """`prompt_embeds` (L, D) and `pooled_prompt_embeds` (D2) of each caption, on the CPU.
 
         Attention is causal, so neither padding after a caption nor other captions of the batch affect its
-        embeddings.
+        embeddings, but for rounding; see `STEP`.
 
         Raises:
             ValueError: a prompt with its picture takes more tokens than the transformer has positions for.
@@ -110,6 +115,11 @@ class Kandinsky5TextEncoder:
         pooled = self._encode_clip(captions)
         rows = zip(self._encode_qwen(inputs), pooled, strict=True)
         return [{"prompt_embeds": hidden, "pooled_prompt_embeds": one.clone()} for hidden, one in rows]
+
+    def tokens(self, request: TextRequest) -> int:
+        """Tokens of a prompt, with one for its picture."""
+        text = self.template.format(self._fit(clean_caption(request.caption)))
+        return len(self.processor.tokenizer(text)["input_ids"])
 
     def truncated(self, caption: str) -> str | None:
         """The end of a caption that does not fit, or None."""
@@ -141,26 +151,36 @@ class Kandinsky5TextEncoder:
 
     def _encode_qwen(self, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
         """Qwen's hidden states of each prompt after the template's crop, (L, D)."""
+        lengths = [one["input_ids"].shape[1] for one in inputs]
+        inputs = [self._padded(one) for one in inputs]
         hidden: dict[int, Tensor] = {}
         for members in _batches(inputs):
-            batch = [inputs[index] for index in members]
-            rows = self._encode_pictured(batch) if "pixel_values" in batch[0] else self._encode_words(batch)
+            batch = {
+                name: torch.cat([inputs[index][name] for index in members]).to(self.device)
+                for name in inputs[members[0]]
+            }
+            rows = self._encode_pictured(batch) if "pixel_values" in batch else self._encode_words(batch["input_ids"])
             for index, row in zip(members, rows[:, self.template.crop :].cpu(), strict=True):
-                hidden[index] = row[: inputs[index]["input_ids"].shape[1] - self.template.crop].clone()
+                hidden[index] = row[: lengths[index] - self.template.crop].clone()
         return [hidden[index] for index in range(len(inputs))]
 
-    def _encode_words(self, inputs: list[dict[str, Tensor]]) -> Tensor:
-        """Hidden states `B L D` of prompts without pictures. Any token can serve as padding, since no token sees it."""
-        ids = pad_sequence([one["input_ids"][0] for one in inputs], batch_first=True).to(self.device)
+    def _padded(self, one: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs of a prompt with what belongs to its tokens lengthened to a multiple of the step."""
+        step = CPU_STEP if self.device.type == "cpu" else STEP
+        shape = one["input_ids"].shape
+        length = math.ceil(shape[1] / step) * step
+        return {name: lengthen(each, length) if each.shape == shape else each for name, each in one.items()}
+
+    def _encode_words(self, ids: Tensor) -> Tensor:
+        """Hidden states `B L D` of prompts without pictures."""
         return self.start.read(self.qwen.model.language_model, ids)
 
-    def _encode_pictured(self, inputs: list[dict[str, Tensor]]) -> Tensor:
-        """Hidden states `B L D` of prompts with pictures, all of one shape.
+    def _encode_pictured(self, batch: dict[str, Tensor]) -> Tensor:
+        """Hidden states `B L D` of prompts with pictures.
 
         Encoded without `prompt_start`: the words before the caption are only a tenth, most of the rest is the picture.
         """
-        merged = {name: torch.cat([one[name] for one in inputs]).to(self.device) for name in inputs[0]}
-        hidden: Tensor = self.qwen.model(**merged, use_cache=False).last_hidden_state
+        hidden: Tensor = self.qwen.model(**batch, use_cache=False).last_hidden_state
         return hidden
 
     def _encode_clip(self, captions: list[str]) -> Tensor:
@@ -177,9 +197,8 @@ def _load(model_class: Any, source: ModelSource, role: str, dtype: torch.dtype) 
 
 
 def _batches(inputs: list[dict[str, Tensor]]) -> list[list[int]]:
-    """Indices of prompts to encode together: all without pictures, and those with pictures by shape."""
+    """Indices of prompts to encode together: those of one shape."""
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, one in enumerate(inputs):
-        pictured = "pixel_values" in one
-        groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items()) if pictured else ()].append(index)
+        groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items())].append(index)
     return list(groups.values())

@@ -63,7 +63,7 @@ class SanaTextEncoder:
         with told_plainly(source["tokenizer"]):
             self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
         self.tokenizer.padding_side = "right"
-        self.start = PromptStart(self.tokenizer.encode(self.instruction))
+        self.start = PromptStart(self.tokenizer.encode(self.instruction), self._length(bare=False))
         gemma: Any = load_whole(Gemma2Model, source["text_encoder"], dtype=dtype)
         if quantise is not None:
             quantise(gemma, GEMMA_LAYERS, encoder=1)
@@ -86,6 +86,10 @@ class SanaTextEncoder:
             for index, hidden in zip(members, self._encode(texts, bare) if texts else [], strict=True):
                 embeds[index] = {"prompt_embeds": hidden}
         return embeds
+
+    def tokens(self, request: TextRequest) -> int:
+        """Gemma's input is padded, so all captions have one length."""
+        return self._length(request.bare)
 
     def truncated(self, caption: str) -> str | None:
         """The end of a caption that does not fit, or None."""
