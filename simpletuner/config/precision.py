@@ -30,6 +30,8 @@ class Quantisation:
         shared: bytes for the scales of a group; 0 if each row has one scale.
         group: number of weights that share them.
         package: an optional package that it needs, if any.
+        multiplies: CUDA compute capability from which GPUs multiply these weights without unpacking them
+            (`quantized_matmul`); None if they cannot.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Quantisation:
     package: Package | None = None
     shared: int = 0
     group: int = 128
+    multiplies: tuple[int, int] | None = None
 
     @property
     def bytes_per_weight(self) -> float:
@@ -49,10 +52,10 @@ class Quantisation:
 QUANTISATIONS = {
     each.name: each
     for each in (
-        Quantisation("int8-quanto", "quanto", "qint8", 8),
+        Quantisation("int8-quanto", "quanto", "qint8", 8, multiplies=(7, 5)),
         Quantisation("int4-quanto", "quanto", "qint4", 4, shared=4),
         Quantisation("int2-quanto", "quanto", "qint2", 2, shared=4),
-        Quantisation("fp8-quanto", "quanto", "qfloat8_e4m3fn", 8),
+        Quantisation("fp8-quanto", "quanto", "qfloat8_e4m3fn", 8, multiplies=(8, 9)),
         Quantisation("fp8uz-quanto", "quanto", "qfloat8_e4m3fnuz", 8),
         Quantisation("int8-torchao", "torchao", "Int8WeightOnlyConfig", 8, TORCHAO),
         Quantisation("int8dq-torchao", "torchao", "Int8DynamicActivationInt8WeightConfig", 8, TORCHAO),
@@ -83,6 +86,48 @@ def check_quantisations(config: PrecisionConfig) -> Iterator[Problem]:
         if name in UNSUPPORTED:
             reason, instead = UNSUPPORTED[name]
             yield Problem(key, f"{name!r} cannot be used: {reason}; the nearest supported value is {instead}.")
+
+
+def check_products(config: PrecisionConfig, model_type: str) -> Iterator[Problem]:
+    """Whether `quantized_matmul` can multiply the weights as they are stored."""
+    base = config.base_model_precision
+    stored = None if base in UNSUPPORTED else quantisation(base)
+    if not config.quantized_matmul or (stored is not None and stored.multiplies):
+        return
+    if model_type == "full":
+        message = "and model_type full exclude each other: it multiplies frozen weights; use model_type lora."
+        yield Problem("quantized_matmul", message)
+        return
+    allowed = ", ".join(name for name, each in QUANTISATIONS.items() if each.multiplies)
+    yield Problem("quantized_matmul", f"multiplies weights stored as {allowed}, not {base!r}: {_why_not(stored)}.")
+
+
+def _why_not(stored: Quantisation | None) -> str:
+    """Why weights cannot be multiplied as they are stored."""
+    if stored is None:
+        return "these are not quantised"
+    if stored.library == "torchao":
+        return "torchao computes its own products"
+    return "GPUs multiply another float8" if stored.bits == 8 else "below 8 bits, scales change within a row"
+
+
+def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None) -> Iterator[Problem]:
+    """Whether a GPU multiplies the stored weights.
+
+    Args:
+        capability: of the GPU; None if unknown.
+    """
+    stored = quantisation(config.base_model_precision) if config.quantized_matmul else None
+    least = stored.multiplies if stored is not None else None
+    if stored is not None and least is not None and capability is not None and capability < least:
+        message = f"{stored.name} needs a GPU of compute capability {_written(least)}; this one has"
+        others = " or ".join(name for name, each in QUANTISATIONS.items() if (each.multiplies or (99, 0)) <= capability)
+        instead = f"Set base_model_precision {others}, or" if others else "Set"
+        yield Problem("quantized_matmul", f"{message} {_written(capability)}. {instead} quantized_matmul false.")
+
+
+def _written(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def check_packages(config: PrecisionConfig) -> Iterator[Problem]:

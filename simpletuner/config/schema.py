@@ -249,6 +249,12 @@ class PrecisionConfig(Group):
         "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
         "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
     )
+    quantized_matmul: Flag = option(
+        False,
+        "Multiply by the quantised weights of int8-quanto or fp8-quanto directly, activations and gradients rounded to "
+        "the same bits. Gradients differ by a percent or more; a run prints by how much.",
+        requires={"base_model_precision": ("int8", "int8-quanto", "fp8", "fp8-quanto")},
+    )
     text_encoder_1_precision: Precision = option(
         "no_change", "Precision of the first text encoder, same values; part of the cache identity."
     )

@@ -76,19 +76,19 @@ class MeasuredChoice:
             self.order = FLASH_FIRST[::-1] if cudnn < MARGIN * best else FLASH_FIRST
         return self._run
 
-    def _choose_flash(self, *inputs: Tensor) -> float:
+    def _choose_flash(self, query: Tensor, key: Tensor, value: Tensor) -> float:
         """Let the fastest flash attention serve the process; its milliseconds."""
         packages, chosen = installed_flash(), ""
         if packages:
             serve("")
-        best = measure(SDPBackend.FLASH_ATTENTION, *inputs)
+        best = measure(SDPBackend.FLASH_ATTENTION, query, key, value)
         for name in packages:
-            taken = measure(SDPBackend.FLASH_ATTENTION, *inputs) if serve(name) else math.inf
+            taken = measure(SDPBackend.FLASH_ATTENTION, query, key, value) if serve(name) else math.inf
             if taken < MARGIN * best:
                 best, chosen = taken, name
         if packages:
             serve(chosen)
-            logger.info("Attention of %d tokens: %s.", inputs[0].shape[1], chosen or "torch's own flash or cuDNN")
+            logger.info("Attention of %d tokens: %s.", query.shape[1], chosen or "torch's own flash or cuDNN")
         return best
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -31,12 +31,14 @@ from simpletuner.memory.offload.attach import attach_offload, place_model, strea
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.memory.precision import DTYPES, quantise
+from simpletuner.memory.products import check_device, use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.lora_targets import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import compile_blocks
+from simpletuner.speed.products import FirstGradients
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import Site, Technique
 from simpletuner.techniques.hidden_states import HiddenStates
@@ -103,7 +105,10 @@ def assemble(
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_blocks(transformer, layout, fast, config, device)
+    compared = _compare_products(layout, fast, config.precision)
     _compile_blocks(layout, fast, config, device)
+    if compared is not None:
+        compared.install()
     hidden = HiddenStates(layout)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(config.precision, config.caching)])
     site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, load_vae, world)
@@ -149,6 +154,7 @@ def _load(
     is_lora = config.model.model_type == "lora"
     hollow = config.launch.fsdp_cpu_ram_efficient_loading and not sharers.is_main
     dtype = DTYPES[transformer_dtype(config.precision)] if is_lora else trained_dtype
+    check_device(config.precision, device)
     transformer = adapter.load_transformer(dtype, hollow=hollow)
     _quantise(transformer, config.precision, adapter.spec, device)
     if not is_lora:
@@ -158,6 +164,7 @@ def _load(
 
 def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
     """Load a transformer for sampling alone: frozen, quantised, sped up, placed and streamed as in training."""
+    check_device(config.precision, device)
     transformer = adapter.load_transformer(DTYPES[transformer_dtype(config.precision)]).requires_grad_(False).eval()
     _quantise(transformer, config.precision, adapter.spec, device)
     _use_fast_blocks(transformer, config, adapter, device)
@@ -211,6 +218,8 @@ def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec,
     stored = quantisation(config.base_model_precision)
     if stored is not None:
         quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
+    if config.quantized_matmul:
+        use_quantised_products(transformer)
 
 
 def _add_adapter(
@@ -286,6 +295,14 @@ def _compile_blocks(layout: BlockLayout, fast: FastBlocks | None, config: RunCon
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
         compile_blocks(layout, fast, backend, config.launch, sampling=config.validation.validation_torch_compile)
+
+
+def _compare_products(layout: BlockLayout, fast: FastBlocks | None, config: PrecisionConfig) -> FirstGradients | None:
+    """With `quantized_matmul` a check of the first visual block, made before it is compiled."""
+    stored = quantisation(config.base_model_precision)
+    if not config.quantized_matmul or stored is None:
+        return None
+    return FirstGradients(stored.name.partition("-")[0], layout.visual_blocks[0], fast)
 
 
 def _place(transformer: nn.Module, layout: BlockLayout, config: OffloadConfig, device: torch.device) -> list[nn.Module]:

@@ -85,8 +85,16 @@ def test_sana(tmp_path: Path, sana_checkpoint: Path) -> None:
     assert pipeline.get_active_adapters()
 
 
-def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    settings = {**SETTINGS, "base_model_precision": "int4", "mixed_precision": "bf16"}
+@pytest.mark.parametrize(
+    "base",
+    [
+        {"base_model_precision": "int4"},
+        {"base_model_precision": "int8", "quantized_matmul": True, "use_dora": True, "lora_dropout": 0.1},
+    ],
+    ids=["int4", "int8 products"],
+)
+def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path, base: dict[str, Any]) -> None:
+    settings = {**SETTINGS, "mixed_precision": "bf16", **base}
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **settings)
     assert straight.train() == 0
     broken = Workspace.create(tmp_path / "broken", t2i_checkpoint, **settings)
