@@ -24,6 +24,7 @@ from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.tread import Route
 from simpletuner.memory.precision import QuantisedLinear, pack
 from simpletuner.memory.products import use_quantised_products
+from simpletuner.speed.attention import NEWER_FLASH, installed_flash, serve
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.step import add_noise
@@ -113,10 +114,13 @@ def pcie(machine: Machine) -> Iterator[Line]:
 
 
 def attention(machine: Machine) -> Iterator[Line]:
-    """cuDNN's kernel against flash, forward and backward, at the shapes of Lite and Image."""
+    """cuDNN's kernel and installed packages against flash, forward and backward, at the shapes of Lite and Image."""
     machine.need_gpu("flash and cuDNN attention are its kernels")
-    for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
-        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+    flash, packages = SDPBackend.FLASH_ATTENTION, ((name, SDPBackend.FLASH_ATTENTION) for name in installed_flash())
+    for name, backend in (("flash", flash), ("cuDNN", SDPBackend.CUDNN_ATTENTION), *packages):
+        if name in NEWER_FLASH and not serve(name):
+            continue
+        for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
             try:
                 rates, note = _attention_rates(tokens, heads, width, backend), ""
             except RuntimeError as error:  # this release or device has no such kernel; the other one still counts

@@ -22,7 +22,8 @@ from simpletuner.models.cost import BYTES, Activations, Adapters, BatchShape, Tr
 from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 
 AVERAGE = 4.0  # bytes per number of the moving average: float32
-PRODUCT = 9.0  # bytes at most per number of the widest layer: integer sums, float32 results, rounded inputs
+# Bytes per number of the widest layer that quantised products add to the peak, as metered: float32 copies and sums.
+PRODUCT = 4.5
 GATHERED = 2  # blocks that FSDP2 has whole: one computes while the next is gathered, or the last one's gradients leave
 BUNDLE = 1 << 24  # numbers that an average is updated with at a time, unless one weight has more
 SHARD = 5e9  # bytes of the files that a full model is saved in, each assembled in host memory

@@ -105,10 +105,7 @@ def assemble(
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_blocks(transformer, layout, fast, config, device)
-    compared = _compare_products(layout, fast, config.precision)
     _compile_blocks(layout, fast, config, device)
-    if compared is not None:
-        compared.install()
     hidden = HiddenStates(layout)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(config.precision, config.caching)])
     site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, load_vae, world)
@@ -292,17 +289,14 @@ def _checkpoint_blocks(
 
 
 def _compile_blocks(layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device) -> None:
+    """Compile the blocks; with `quantized_matmul` the first visual one tells the error of its gradients, uncompiled."""
+    stored = quantisation(config.precision.base_model_precision) if config.precision.quantized_matmul else None
+    first = stored and FirstGradients(stored.name.partition("-")[0], layout.visual_blocks[0], fast)
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
         compile_blocks(layout, fast, backend, config.launch, sampling=config.validation.validation_torch_compile)
-
-
-def _compare_products(layout: BlockLayout, fast: FastBlocks | None, config: PrecisionConfig) -> FirstGradients | None:
-    """With `quantized_matmul` a check of the first visual block, made before it is compiled."""
-    stored = quantisation(config.base_model_precision)
-    if not config.quantized_matmul or stored is None:
-        return None
-    return FirstGradients(stored.name.partition("-")[0], layout.visual_blocks[0], fast)
+    if first:
+        first.install()
 
 
 def _place(transformer: nn.Module, layout: BlockLayout, config: OffloadConfig, device: torch.device) -> list[nn.Module]:
