@@ -120,14 +120,11 @@ def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None
     stored = quantisation(config.base_model_precision) if config.quantized_matmul else None
     least = stored.multiplies if stored is not None else None
     if stored is not None and least is not None and capability is not None and capability < least:
-        message = f"{stored.name} needs a GPU of compute capability {_written(least)}; this one has"
+        needed, found = (".".join(map(str, each)) for each in (least, capability))
         others = " or ".join(name for name, each in QUANTISATIONS.items() if (each.multiplies or (99, 0)) <= capability)
         instead = f"Set base_model_precision {others}, or" if others else "Set"
-        yield Problem("quantized_matmul", f"{message} {_written(capability)}. {instead} quantized_matmul false.")
-
-
-def _written(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
+        message = f"{stored.name} needs a GPU of compute capability {needed}; this one has {found}."
+        yield Problem("quantized_matmul", f"{message} {instead} quantized_matmul false.")
 
 
 def check_packages(config: PrecisionConfig) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ from simpletuner.memory.offload.attach import attach_offload, place_model, strea
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.memory.precision import DTYPES, quantise
-from simpletuner.memory.products import check_device, use_quantised_products
+from simpletuner.memory.products import use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.lora_targets import Targets
@@ -151,7 +151,6 @@ def _load(
     is_lora = config.model.model_type == "lora"
     hollow = config.launch.fsdp_cpu_ram_efficient_loading and not sharers.is_main
     dtype = DTYPES[transformer_dtype(config.precision)] if is_lora else trained_dtype
-    check_device(config.precision, device)
     transformer = adapter.load_transformer(dtype, hollow=hollow)
     _quantise(transformer, config.precision, adapter.spec, device)
     if not is_lora:
@@ -161,7 +160,6 @@ def _load(
 
 def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
     """Load a transformer for sampling alone: frozen, quantised, sped up, placed and streamed as in training."""
-    check_device(config.precision, device)
     transformer = adapter.load_transformer(DTYPES[transformer_dtype(config.precision)]).requires_grad_(False).eval()
     _quantise(transformer, config.precision, adapter.spec, device)
     _use_fast_blocks(transformer, config, adapter, device)
@@ -215,8 +213,6 @@ def _quantise(transformer: nn.Module, config: PrecisionConfig, spec: FamilySpec,
     stored = quantisation(config.base_model_precision)
     if stored is not None:
         quantise(transformer, spec.quantised_layers, stored, via=config.quantize_via, accelerator=device)
-    if config.quantized_matmul:
-        use_quantised_products(transformer)
 
 
 def _add_adapter(
@@ -264,7 +260,9 @@ def _split_factors(
 def _use_fast_blocks(
     transformer: nn.Module, config: RunConfig, adapter: FamilyAdapter, device: torch.device
 ) -> FastBlocks | None:
-    """Apply the family's own speed-ups; None if its blocks stay those of diffusers."""
+    """Apply products in few bits and the family's own speed-ups; None if its blocks stay those of diffusers."""
+    if config.precision.quantized_matmul:
+        use_quantised_products(transformer)
     if bf16_modulation(config.speed):
         adapter.store_modulation_in_bf16(transformer)
     fast = adapter.use_fast_blocks(transformer) if plain_math(config.speed) else None

@@ -143,13 +143,14 @@ def test_gradients_of_a_lora(
 def test_the_comparison_leaves_no_trace(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
 ) -> None:
-    """Equal gradients without it, compiled, streamed, with kept attention and with dropout."""
+    """Equal gradients and as many calls of compiled code without it; streamed, with kept attention and with dropout."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(recomputation, "LONG", 0)
     monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
     settings |= {"base_model_precision": "int8", "quantized_matmul": True, "lora_dropout": 0.3}
-    found = []
+    found, called = [], []
+    monkeypatch.setattr(torch, "compile", lambda piece, **how: lambda *call: (called.append(piece), piece(*call))[1])
     for logs in (FirstGradients._log, lambda *block, **inputs: None):
         monkeypatch.setattr(FirstGradients, "_log", logs)
         assembly = make_assembly(t2i_checkpoint, **settings)
@@ -157,6 +158,9 @@ def test_the_comparison_leaves_no_trace(
         found.append(gradients(assembly, batch))
     assert told(caplog.records), "it was made once"
     assert all(torch.equal(found[0][each], found[1][each]) for each in found[0])
+    half = len(called) // 2
+    assert called[:half] == called[half:]
+    assert bool(called) is ("dynamo_backend" in settings)
 
 
 def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:
