@@ -1,4 +1,4 @@
-"""The meaning of the precision keys: dtypes by name, and how weights are quantised.
+"""The precision keys and their meaning: dtypes by name, and how weights are quantised.
 
 The dtype and quantisation of an encoder are part of the identity of what it encodes. Free of torch: `memory.precision`
 applies these tables.
@@ -8,14 +8,90 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import BITSANDBYTES, TORCHAO, Package, check_installed
-from simpletuner.config.schema import PLAIN_PRECISIONS, CachingConfig, PrecisionConfig
+from simpletuner.config.option import BITSANDBYTES, TORCHAO, Flag, Group, Integer, Package, check_installed, option
 from simpletuner.errors import Problem
 
+if TYPE_CHECKING:  # it imports this module
+    from simpletuner.config.schema import CachingConfig
+
+Precision = Literal[
+    "no_change", "bf16", "fp32",
+    "int8", "int4", "int2", "fp8", "fp8uz",
+    "int8-quanto", "int4-quanto", "int2-quanto", "fp8-quanto", "fp8uz-quanto",
+    "int8-torchao", "int8dq-torchao", "int4-torchao", "fp8-torchao",
+    "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
+]  # fmt: skip
+PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 Library = Literal["quanto", "torchao", "bnb"]
 PRECISION_KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
+
+
+class PrecisionConfig(Group):
+    """Precision and compute"""
+
+    mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = option(
+        "bf16", "Compute dtype; no is float32. fp16 is meant for GPUs without bf16."
+    )
+    base_model_precision: Precision = option(
+        "no_change",
+        "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
+        "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
+    )
+    quantized_matmul: Flag = option(
+        False,
+        "Multiply by the quantised weights of int8-quanto or fp8-quanto directly, activations and gradients rounded to "
+        "the same bits. Gradients differ by a percent or more; a run prints by how much.",
+        requires={"base_model_precision": ("int8", "int8-quanto", "fp8", "fp8-quanto")},
+    )
+    text_encoder_1_precision: Precision = option(
+        "no_change", "Precision of the first text encoder, same values; part of the cache identity."
+    )
+    text_encoder_2_precision: Precision = option(
+        "no_change", "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."
+    )
+    base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
+        None,
+        "Compute dtype of a quantised model, and dtype of its unquantised weights.",
+        default_note="as mixed_precision: bf16",
+    )
+    quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
+        "cpu",
+        "Where weights are quantised; the result is the same. accelerator moves one block at a time there, pipeline "
+        "one layer.",
+    )
+    gradient_checkpointing: Flag = option(
+        True, "Recompute block activations in the backward pass; gradients stay the same."
+    )
+    gradient_checkpointing_interval: Integer | None = option(
+        None,
+        "Recompute only every n-th block.",
+        ge=1,
+        default_note="all blocks",
+        requires={"gradient_checkpointing": (True,)},
+    )
+    gradient_checkpointing_kept_blocks: Integer = option(
+        0, "Of the recomputed blocks, this many, evenly spaced, keep their activations instead.", ge=0
+    )
+    attention_mechanism: Literal[
+        "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
+    ] = option(
+        "diffusers",
+        "Kernel of dense self-attention; diffusers is torch's own, on a GPU the faster of cuDNN and flash. The others "
+        "need their package.",
+    )  # fmt: skip
+    disable_tf32: Flag = option(False, "Keep full float32 in matrix products on a GPU.")
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Every n-th block is recomputed in the backward pass; None: no block is."""
+        return (self.gradient_checkpointing_interval or 1) if self.gradient_checkpointing else None
+
+    @property
+    def checkpoints_all(self) -> bool:
+        """Whether no block keeps its activations until the backward pass."""
+        return self.checkpoint_interval == 1 and not self.gradient_checkpointing_kept_blocks
 
 
 @dataclass(frozen=True)
