@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -20,8 +21,12 @@ from benchmarks.models import SHAPES, build_clip_vae, make_config
 from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
 from simpletuner.budget.measure import fastest, host_to_device_bytes, matmul_flops
+from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.tread import Route
+from simpletuner.memory.precision import QuantisedLinear, pack
+from simpletuner.memory.products import use_quantised_products
 from simpletuner.models.registry import FAMILIES
+from simpletuner.speed.attention import NEWER_FLASH, installed_flash, serve
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.step import add_noise
@@ -111,10 +116,13 @@ def pcie(machine: Machine) -> Iterator[Line]:
 
 
 def attention(machine: Machine) -> Iterator[Line]:
-    """cuDNN's kernel against flash, forward and backward, at the shapes of Lite and Image."""
+    """cuDNN's kernel and installed packages against flash, forward and backward, at the shapes of Lite and Image."""
     machine.need_gpu("flash and cuDNN attention are its kernels")
-    for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
-        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+    flash, packages = SDPBackend.FLASH_ATTENTION, ((name, SDPBackend.FLASH_ATTENTION) for name in installed_flash())
+    for name, backend in (("flash", flash), ("cuDNN", SDPBackend.CUDNN_ATTENTION), *packages):
+        if name in NEWER_FLASH and not serve(name):
+            continue
+        for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
             try:
                 rates, note = _attention_rates(tokens, heads, width, backend), ""
             except RuntimeError as error:  # this release or device has no such kernel; the other one still counts
@@ -138,6 +146,45 @@ def _attention_rates(tokens: int, heads: int, width: int, backend: SDPBackend) -
             lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True), device, 5
         )
     return flops / forward, 2.5 * flops / backward
+
+
+def products(machine: Machine) -> Iterator[Line]:
+    """Linear layers whose weights are multiplied in int8 and fp8 (`quantized_matmul`) against bf16."""
+    need_keys("quantized_matmul")
+    for size in (machine.video, machine.image):
+        settings, tokens = SHAPES[size].settings, SHAPES[size].tokens
+        for rows in (settings["model_dim"], settings["ff_dim"]):
+            yield from _layer_times(machine, f"{size} {tokens} x", tokens, settings["model_dim"], rows)
+
+
+def _layer_times(machine: Machine, size: str, tokens: int, columns: int, rows: int) -> Iterator[Line]:
+    """A layer of `rows` by `columns`; compiled ones have the rounding fused, as in compiled blocks."""
+    device = torch.device(machine.device)
+    plain = torch.nn.Linear(columns, rows, device=device, dtype=machine.dtype).requires_grad_(False)
+    inputs = torch.randn(1, tokens, columns, device=device, dtype=machine.dtype).requires_grad_()
+    layers: dict[str, Any] = {"bf16": plain}
+    for bits, name in (("int8", "int8-quanto"), ("fp8", "fp8-quanto")):
+        layers[bits] = QuantisedLinear(plain, pack(plain.weight, QUANTISATIONS[name]))
+        use_quantised_products(torch.nn.Sequential(layers[bits]))
+        if machine.on_gpu:
+            layers[f"{bits}, compiled"] = torch.compile(layers[bits], dynamic=False)
+    found: dict[str, tuple[float, float]] = {}
+    for name, layer in layers.items():
+        try:
+            found[name] = _layer_time(layer, inputs, device)
+        except RuntimeError as error:  # this device does not have the product; the others still count
+            yield Line(f"{name} forward, {size} {columns} x {rows}", 0.0, "ms", str(error).partition("\n")[0])
+            continue
+        for direction, seconds, unit in zip(("forward", "backward"), found[name], found["bf16"], strict=True):
+            yield Line(f"{name} {direction}, {size} {columns} x {rows}", seconds * 1e3, "ms", _ratio(seconds, unit))
+
+
+def _layer_time(layer: Callable[[Tensor], Tensor], inputs: Tensor, device: torch.device) -> tuple[float, float]:
+    """Seconds of the product, and of the gradient of its inputs."""
+    out = layer(inputs)
+    gradient = torch.randn_like(out)
+    forward = fastest(lambda: layer(inputs), device, 5)
+    return forward, fastest(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True), device, 5)
 
 
 # The parts of `speed`, from the code of diffusers to everything.
@@ -357,6 +404,7 @@ SECTIONS: dict[str, tuple[Section, float]] = {
     "block": (block, 100),
     "tread": (tread, 75),
     "full": (full, 75),
+    "products": (products, 90),
     "vae": (vae, 60),
     "decoding": (decoding, 90),
 }

@@ -215,21 +215,45 @@ def with_measured(device: Device, folder: Path) -> Device:
 
 def query_gpu() -> tuple[str, float] | None:
     """Name and bytes of the first NVIDIA GPU visible to this process, from nvidia-smi; None if there is none."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    program = shutil.which("nvidia-smi")
-    if program is None or (visible is not None and visible.strip() in ("", "-1")):
-        return None
-    chosen = visible.split(",")[0].strip() if visible else ""
+    program, chosen = _driver()
     try:
-        part = _slice(ask_driver(program, "-L"), chosen)
+        part = _slice(ask_driver(program, "-L"), chosen) if program else None
         if part is not None:
             return part
-        words = ["-i", chosen] if chosen else []
-        lines = ask_driver(program, *words, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-        name, _, mebibytes = lines[0].rpartition(",")
+        name, _, mebibytes = _ask_about(program, chosen, "name,memory.total").rpartition(",")
         return name.strip(), float(mebibytes) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None  # plan as without a GPU; if the driver is broken, torch reports it later
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """CUDA compute capability of that GPU; None if unknown."""
+    program, chosen = _driver()
+    try:
+        major, _, minor = _ask_about(program, "" if chosen.startswith("MIG-") else chosen, "compute_cap").partition(".")
+        return int(major), int(minor)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def _driver() -> tuple[str | None, str]:
+    """nvidia-smi, None if no GPU is visible; the index or UUID of the first one, empty if all are visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return None, ""
+    return shutil.which("nvidia-smi"), visible.split(",")[0].strip() if visible else ""
+
+
+def _ask_about(program: str | None, chosen: str, what: str) -> str:
+    """What nvidia-smi says of a GPU.
+
+    Raises:
+        OSError, SubprocessError, ValueError, IndexError: it says nothing.
+    """
+    if program is None:
+        raise ValueError("no GPU")
+    words = ["-i", chosen] if chosen else []
+    return ask_driver(program, *words, f"--query-gpu={what}", "--format=csv,noheader,nounits")[0]
 
 
 def count_gpus() -> int:

@@ -22,6 +22,8 @@ from simpletuner.models.cost import BYTES, Activations, Adapters, BatchShape, Tr
 from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 
 AVERAGE = 4.0  # bytes per number of the moving average: float32
+# Bytes per number of the widest layer that quantised products add to the peak, as metered: float32 copies and sums.
+PRODUCT = 4.5
 GATHERED = 2  # blocks that FSDP2 has whole: one computes while the next is gathered, or the last one's gradients leave
 BUNDLE = 1 << 24  # numbers that an average is updated with at a time, unless one weight has more
 SHARD = 5e9  # bytes of the files that a full model is saved in, each assembled in host memory
@@ -46,6 +48,7 @@ class TrainingSetup:
         quantised: bytes per weight of the blocks' linear layers; 0 if not quantised.
         released: gradients are freed as they arise, at most those of one block at a time.
         state_on_host: optimizer state is on the device only while a weight is updated.
+        multiplies: they multiply in these bits (`quantized_matmul`).
         averaged: where a moving average of the trained weights is kept, `device` or `host`; empty without one.
         routes: windows of blocks that some tokens skip, in training only.
         techniques: techniques in use, which may have their own weights and compute.
@@ -71,6 +74,7 @@ class TrainingSetup:
     quantised: float = 0.0
     released: bool = False
     state_on_host: bool = False
+    multiplies: bool = False
     averaged: Literal["", "device", "host"] = ""
     routes: tuple[Route, ...] = ()
     techniques: tuple[TechniqueSpec, ...] = ()
@@ -232,11 +236,12 @@ def step_memory(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -
         inputs += sum(block.attention for block in checkpointed)
     recomputed = any(chosen)
     added = technique_cost(cost, setup, load)
+    product = PRODUCT * cost.widest(load) if setup.multiplies else 0.0
     return StepMemory(
         weights=frozen_bytes(cost, setup),
         trained=trained_bytes(cost, setup) + added.parameters * (2 * BYTES["fp32"] + setup.state_bytes),
         inputs=added.held + inputs + sum(block.held + block.saved for block in plain),
-        block=max(block.transient + (block.saved if recomputed else 0.0) for block in blocks),
+        block=product + max(block.transient + (block.saved if recomputed else 0.0) for block in blocks),
         outside=cost.activations(load, BYTES[setup.dtype], setup.adapters).outside,
     )
 

@@ -87,6 +87,7 @@ class Parts:
             quantised=quantised_bytes(precision.base_model_precision),
             released=config.optimizer.optimizer_release_gradients and not is_lora,
             state_on_host=offload.offload_optimizer_state,
+            multiplies=precision.quantized_matmul,
             routes=config.tread.routes,
             techniques=self.techniques,
             averaged=average_place(config.ema),

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from simpletuner.budget.budget import Budget, make_budget
-from simpletuner.budget.device import count_gpus, find_device
+from simpletuner.budget.device import compute_capability, count_gpus, find_device
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.fit import check_fit, choose
 from simpletuner.budget.ways import check_ways
 from simpletuner.config.arguments import Arguments
-from simpletuner.config.load import raise_if_fatal
+from simpletuner.config.load import RunConfig, raise_if_fatal
+from simpletuner.config.precision import check_capability
 from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
@@ -71,8 +72,15 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
             budget = replace(make_budget(chosen, device), decisions=budget.decisions)
         plan = chosen
     found = [*check_fit(budget), *check_ways(budget), *check_disk(plan, find_writings(plan, budget))]
+    found += check_products_here(plan.config)
     problems.extend(found)
     return replace(plan, warnings=[*plan.warnings, *(each for each in found if not each.fatal)]), budget
+
+
+def check_products_here(config: RunConfig) -> Iterator[Problem]:
+    """Whether this machine's GPU has the products that the settings ask for; of another machine's it is unknown."""
+    if config.precision.quantized_matmul and config.offload.plan_device_memory_gb is None:
+        yield from check_capability(config.precision, compute_capability())
 
 
 def feature_room(plan: Plan) -> float:

@@ -1,4 +1,4 @@
-"""The meaning of the precision keys: dtypes by name, and how weights are quantised.
+"""The precision keys and their meaning: dtypes by name, and how weights are quantised.
 
 The dtype and quantisation of an encoder are part of the identity of what it encodes. Free of torch: `memory.precision`
 applies these tables.
@@ -8,14 +8,90 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import BITSANDBYTES, TORCHAO, Package, check_installed
-from simpletuner.config.schema import PLAIN_PRECISIONS, CachingConfig, PrecisionConfig
+from simpletuner.config.option import BITSANDBYTES, TORCHAO, Flag, Group, Integer, Package, check_installed, option
 from simpletuner.errors import Problem
 
+if TYPE_CHECKING:  # it imports this module
+    from simpletuner.config.schema import CachingConfig
+
+Precision = Literal[
+    "no_change", "bf16", "fp32",
+    "int8", "int4", "int2", "fp8", "fp8uz",
+    "int8-quanto", "int4-quanto", "int2-quanto", "fp8-quanto", "fp8uz-quanto",
+    "int8-torchao", "int8dq-torchao", "int4-torchao", "fp8-torchao",
+    "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
+]  # fmt: skip
+PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 Library = Literal["quanto", "torchao", "bnb"]
 PRECISION_KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
+
+
+class PrecisionConfig(Group):
+    """Precision and compute"""
+
+    mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = option(
+        "bf16", "Compute dtype; no is float32. fp16 is meant for GPUs without bf16."
+    )
+    base_model_precision: Precision = option(
+        "no_change",
+        "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
+        "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
+    )
+    quantized_matmul: Flag = option(
+        False,
+        "Multiply by the quantised weights of int8-quanto or fp8-quanto directly, activations and gradients rounded to "
+        "the same bits. Gradients differ by a percent or more; a run prints by how much.",
+        requires={"base_model_precision": ("int8", "int8-quanto", "fp8", "fp8-quanto")},
+    )
+    text_encoder_1_precision: Precision = option(
+        "no_change", "Precision of the first text encoder, same values; part of the cache identity."
+    )
+    text_encoder_2_precision: Precision = option(
+        "no_change", "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."
+    )
+    base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
+        None,
+        "Compute dtype of a quantised model, and dtype of its unquantised weights.",
+        default_note="as mixed_precision: bf16",
+    )
+    quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
+        "cpu",
+        "Where weights are quantised; the result is the same. accelerator moves one block at a time there, pipeline "
+        "one layer.",
+    )
+    gradient_checkpointing: Flag = option(
+        True, "Recompute block activations in the backward pass; gradients stay the same."
+    )
+    gradient_checkpointing_interval: Integer | None = option(
+        None,
+        "Recompute only every n-th block.",
+        ge=1,
+        default_note="all blocks",
+        requires={"gradient_checkpointing": (True,)},
+    )
+    gradient_checkpointing_kept_blocks: Integer = option(
+        0, "Of the recomputed blocks, this many, evenly spaced, keep their activations instead.", ge=0
+    )
+    attention_mechanism: Literal[
+        "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
+    ] = option(
+        "diffusers",
+        "Kernel of dense self-attention; diffusers is torch's own, on a GPU the faster of cuDNN and flash. The others "
+        "need their package.",
+    )  # fmt: skip
+    disable_tf32: Flag = option(False, "Keep full float32 in matrix products on a GPU.")
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Every n-th block is recomputed in the backward pass; None: no block is."""
+        return (self.gradient_checkpointing_interval or 1) if self.gradient_checkpointing else None
+
+    @property
+    def checkpoints_all(self) -> bool:
+        """Whether no block keeps its activations until the backward pass."""
+        return self.checkpoint_interval == 1 and not self.gradient_checkpointing_kept_blocks
 
 
 @dataclass(frozen=True)
@@ -30,6 +106,8 @@ class Quantisation:
         shared: bytes for the scales of a group; 0 if each row has one scale.
         group: number of weights that share them.
         package: an optional package that it needs, if any.
+        multiplies: CUDA compute capability from which GPUs multiply these weights without unpacking them
+            (`quantized_matmul`); None if they cannot.
     """
 
     name: str
@@ -39,6 +117,7 @@ class Quantisation:
     package: Package | None = None
     shared: int = 0
     group: int = 128
+    multiplies: tuple[int, int] | None = None
 
     @property
     def bytes_per_weight(self) -> float:
@@ -49,10 +128,10 @@ class Quantisation:
 QUANTISATIONS = {
     each.name: each
     for each in (
-        Quantisation("int8-quanto", "quanto", "qint8", 8),
+        Quantisation("int8-quanto", "quanto", "qint8", 8, multiplies=(7, 5)),
         Quantisation("int4-quanto", "quanto", "qint4", 4, shared=4),
         Quantisation("int2-quanto", "quanto", "qint2", 2, shared=4),
-        Quantisation("fp8-quanto", "quanto", "qfloat8_e4m3fn", 8),
+        Quantisation("fp8-quanto", "quanto", "qfloat8_e4m3fn", 8, multiplies=(8, 9)),
         Quantisation("fp8uz-quanto", "quanto", "qfloat8_e4m3fnuz", 8),
         Quantisation("int8-torchao", "torchao", "Int8WeightOnlyConfig", 8, TORCHAO),
         Quantisation("int8dq-torchao", "torchao", "Int8DynamicActivationInt8WeightConfig", 8, TORCHAO),
@@ -83,6 +162,45 @@ def check_quantisations(config: PrecisionConfig) -> Iterator[Problem]:
         if name in UNSUPPORTED:
             reason, instead = UNSUPPORTED[name]
             yield Problem(key, f"{name!r} cannot be used: {reason}; the nearest supported value is {instead}.")
+
+
+def check_products(config: PrecisionConfig, model_type: str) -> Iterator[Problem]:
+    """Whether `quantized_matmul` can multiply the weights as they are stored."""
+    base = config.base_model_precision
+    stored = None if base in UNSUPPORTED else quantisation(base)
+    if not config.quantized_matmul or (stored is not None and stored.multiplies):
+        return
+    if model_type == "full":
+        message = "and model_type full exclude each other: it multiplies frozen weights; use model_type lora."
+        yield Problem("quantized_matmul", message)
+        return
+    allowed = ", ".join(name for name, each in QUANTISATIONS.items() if each.multiplies)
+    yield Problem("quantized_matmul", f"multiplies weights stored as {allowed}, not {base!r}: {_why_not(stored)}.")
+
+
+def _why_not(stored: Quantisation | None) -> str:
+    """Why weights cannot be multiplied as they are stored."""
+    if stored is None:
+        return "these are not quantised"
+    if stored.library == "torchao":
+        return "torchao computes its own products"
+    return "GPUs multiply another float8" if stored.bits == 8 else "below 8 bits, scales change within a row"
+
+
+def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None) -> Iterator[Problem]:
+    """Whether a GPU multiplies the stored weights.
+
+    Args:
+        capability: of the GPU; None if unknown.
+    """
+    stored = quantisation(config.base_model_precision) if config.quantized_matmul else None
+    least = stored.multiplies if stored is not None else None
+    if stored is not None and least is not None and capability is not None and capability < least:
+        needed, found = (".".join(map(str, each)) for each in (least, capability))
+        others = " or ".join(name for name, each in QUANTISATIONS.items() if (each.multiplies or (99, 0)) <= capability)
+        instead = f"Set base_model_precision {others}, or" if others else "Set"
+        message = f"{stored.name} needs a GPU of compute capability {needed}; this one has {found}."
+        yield Problem("quantized_matmul", f"{message} {instead} quantized_matmul false.")
 
 
 def check_packages(config: PrecisionConfig) -> Iterator[Problem]:

@@ -34,6 +34,8 @@ from simpletuner.config.option import (
     option,
     parse_text,
 )
+from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
+from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.preservation import PreservationConfig
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
@@ -47,20 +49,12 @@ CaptionStrategy = Literal[
 # Choices that look like numbers may be written as numbers.
 Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
 
-Precision = Literal[
-    "no_change", "bf16", "fp32",
-    "int8", "int4", "int2", "fp8", "fp8uz",
-    "int8-quanto", "int4-quanto", "int2-quanto", "fp8-quanto", "fp8uz-quanto",
-    "int8-torchao", "int8dq-torchao", "int4-torchao", "fp8-torchao",
-    "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
-]  # fmt: skip
 DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
 # Steps of a run: years on any machine, so more is a typo.
 MOST_STEPS = 1_000_000_000
 # Pixels of an edge: far beyond any model, so more is a typo.
 LARGEST_SIZE = 100_000
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
-PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 
 OptimizerName = Literal[
     "adamw_bf16", "adamw",
@@ -236,66 +230,6 @@ class OptimizerConfig(Group):
     grad_clip_method: Literal["value", "norm"] = option(
         "value", "value: clip every gradient entry to ±max_grad_norm; norm: clip the norm of all gradients together."
     )
-
-
-class PrecisionConfig(Group):
-    """Precision and compute"""
-
-    mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = option(
-        "bf16", "Compute dtype; no is float32. fp16 is meant for GPUs without bf16."
-    )
-    base_model_precision: Precision = option(
-        "no_change",
-        "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
-        "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
-    )
-    text_encoder_1_precision: Precision = option(
-        "no_change", "Precision of the first text encoder, same values; part of the cache identity."
-    )
-    text_encoder_2_precision: Precision = option(
-        "no_change", "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."
-    )
-    base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
-        None,
-        "Compute dtype of a quantised model, and dtype of its unquantised weights.",
-        default_note="as mixed_precision: bf16",
-    )
-    quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
-        "cpu",
-        "Where weights are quantised; the result is the same. accelerator moves one block at a time there, pipeline "
-        "one layer.",
-    )
-    gradient_checkpointing: Flag = option(
-        True, "Recompute block activations in the backward pass; gradients stay the same."
-    )
-    gradient_checkpointing_interval: Integer | None = option(
-        None,
-        "Recompute only every n-th block.",
-        ge=1,
-        default_note="all blocks",
-        requires={"gradient_checkpointing": (True,)},
-    )
-    gradient_checkpointing_kept_blocks: Integer = option(
-        0, "Of the recomputed blocks, this many, evenly spaced, keep their activations instead.", ge=0
-    )
-    attention_mechanism: Literal[
-        "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
-    ] = option(
-        "diffusers",
-        "Kernel of dense self-attention; diffusers is torch's own, on a GPU the faster of cuDNN and flash. The others "
-        "need their package.",
-    )  # fmt: skip
-    disable_tf32: Flag = option(False, "Keep full float32 in matrix products on a GPU.")
-
-    @property
-    def checkpoint_interval(self) -> int | None:
-        """Every n-th block is recomputed in the backward pass; None: no block is."""
-        return (self.gradient_checkpointing_interval or 1) if self.gradient_checkpointing else None
-
-    @property
-    def checkpoints_all(self) -> bool:
-        """Whether no block keeps its activations until the backward pass."""
-        return self.checkpoint_interval == 1 and not self.gradient_checkpointing_kept_blocks
 
 
 class SpeedConfig(Group):

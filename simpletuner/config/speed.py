@@ -35,6 +35,14 @@ ATTENTION_PACKAGES = {
 }
 
 
+def is_installed(module: str) -> bool:
+    """Whether a module, such as `flash_attn.cute`, is there; only its parent package is imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
 def is_enabled(switch: bool | None, config: SpeedConfig) -> bool:
     """An individual switch, or the value that `speed` implies if it is unset."""
     return config.speed == "auto" if switch is None else switch

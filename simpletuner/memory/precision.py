@@ -36,6 +36,10 @@ class WeightFormat(Protocol):
         """`inputs` (..., in) times the weight plus the bias: (..., out)."""
         return functional.linear(inputs, self.unpack(*packed), bias)
 
+    def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
+        """The gradient of the inputs (..., in) from that of the product (..., out)."""
+        return gradient @ self.unpack(*packed)
+
 
 Packed = tuple[WeightFormat, Mapping[str, Tensor]]
 
@@ -178,7 +182,7 @@ class FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         packed = ctx.saved_tensors
-        inputs = gradient @ ctx.form.unpack(*packed) if ctx.needs_input_grad[0] else None
+        inputs = ctx.form.input_gradient(gradient, *packed) if ctx.needs_input_grad[0] else None
         return (inputs, None, None, *(None for _ in packed))
 
 

@@ -188,6 +188,11 @@ class TransformerCost:
         blocks, number_of = load.in_blocks(self.large), self._large_block
         return lambda name: self.rows(name, blocks[number_of[name]] if name in number_of else load)
 
+    def widest(self, load: BatchShape) -> int:
+        """The most numbers that a linear layer of a large block reads or writes."""
+        rows, names = self._applied(load), (name for name in self._large_block if len(self.shapes[name]) == 2)
+        return max(rows(name) * max(self.shapes[name]) for name in names)
+
     @cached_property
     def parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())

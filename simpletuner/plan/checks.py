@@ -11,7 +11,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.lora import check_kind
 from simpletuner.config.loss import check_masked_loss
 from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate, optimizer_name
-from simpletuner.config.precision import check_quantisations, text_encoder_dtype, transformer_dtype
+from simpletuner.config.precision import check_products, check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, family_groups
@@ -120,6 +120,7 @@ def check_memory(config: RunConfig) -> Iterator[Problem]:
         )
         yield Problem("base_model_precision", message)
     yield from check_quantisations(precision)
+    yield from check_products(precision, config.model.model_type)
     if precision.mixed_precision == "fp8":
         yield Problem("mixed_precision", "'fp8' is not available yet; use bf16.")
 

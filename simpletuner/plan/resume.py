@@ -150,6 +150,7 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
     changeable = {key: value for key, value in values.items() if not key.endswith(("_name_or_path", "_cache"))}
     changeable |= {
         "lora_dropout": lora.lora_dropout,
+        "quantized_matmul": precision.quantized_matmul,
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
     if sampled.is_on:  # its steps are those of the sampler of previews

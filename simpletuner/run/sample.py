@@ -22,6 +22,7 @@ from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.option import Size
 from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.memory.precision import DTYPES
+from simpletuner.memory.products import check_device
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
@@ -95,6 +96,7 @@ class Studio:
         """Download the model and embed the prompts; the text encoders are gone before the transformer comes."""
         prepare_machine(plan)
         adapter, device = build_adapter(plan), make_accelerator().device
+        check_device(plan.config.precision, device)
         fetch(plan, events)
         filler = CacheFiller(plan, adapter, device, events, list_entries(plan, complete_catalogue(plan)))
         filler.fill()

@@ -24,6 +24,7 @@ from simpletuner.config.precision import transformer_dtype
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES
+from simpletuner.memory.products import check_device
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import feature_kinds, text_folder
 from simpletuner.reporting.card import CARD_FOLDER
@@ -83,6 +84,7 @@ def _run(
     prepare_machine(plan)
     accelerator = make_accelerator()
     device, config, doing = accelerator.device, plan.config, Doing()
+    check_device(config.precision, device)
     events.subscribe(doing)
     adapter = build_adapter(plan)
     if world.is_main:

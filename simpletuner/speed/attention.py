@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from simpletuner.config.speed import ATTENTION_PACKAGES
+from simpletuner.config.speed import ATTENTION_PACKAGES, is_installed
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.blocks import AttentionKernel, torch_attention
 from simpletuner.speed.recomputation import outside_checkpoints
@@ -18,8 +20,13 @@ from simpletuner.speed.recomputation import outside_checkpoints
 # Torch's own order of preference, unless a measurement reverses it.
 FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 REST = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-# cuDNN rounds differently from flash, so it must be clearly faster to be chosen.
+# Kernels round differently, so one after the first must be clearly faster to be chosen.
 MARGIN = 0.97
+
+# Packages that can take the place of torch's flash attention, by torch's name for them.
+NEWER_FLASH = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+
+logger = logging.getLogger(__name__)
 
 Choose = Callable[[Tensor, Tensor, Tensor], AttentionKernel]
 
@@ -54,7 +61,8 @@ def load_kernel(mechanism: str) -> AttentionKernel:
 
 
 class MeasuredChoice:
-    """cuDNN or flash, whichever was faster in forward plus backward at the largest number of tokens so far."""
+    """The fastest kernel in forward plus backward at the largest number of tokens so far: torch's flash, cuDNN's, or an
+    installed FlashAttention 3 or 4, which then takes the place of torch's flash in the whole process."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -63,13 +71,53 @@ class MeasuredChoice:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel:
         if query.shape[1] > self.tokens and torch.is_grad_enabled():
             self.tokens = query.shape[1]
-            flash, cudnn = (measure(backend, query, key, value) for backend in FLASH_FIRST)
-            self.order = FLASH_FIRST[::-1] if cudnn < MARGIN * flash else FLASH_FIRST
+            best = self._choose_flash(query, key, value)
+            cudnn = measure(SDPBackend.CUDNN_ATTENTION, query, key, value)
+            self.order = FLASH_FIRST[::-1] if cudnn < MARGIN * best else FLASH_FIRST
         return self._run
+
+    def _choose_flash(self, query: Tensor, key: Tensor, value: Tensor) -> float:
+        """Let the fastest flash attention serve the process; its milliseconds."""
+        packages, chosen = installed_flash(), ""
+        if packages:
+            serve("")
+        best = measure(SDPBackend.FLASH_ATTENTION, query, key, value)
+        for name in packages:
+            taken = measure(SDPBackend.FLASH_ATTENTION, query, key, value) if serve(name) else math.inf
+            if taken < MARGIN * best:
+                best, chosen = taken, name
+        if packages:
+            serve(chosen)
+            logger.info("Attention of %d tokens: %s.", query.shape[1], chosen or "torch's own flash or cuDNN")
+        return best
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel([*self.order, *REST], set_priority=True):
             return torch_attention(query, key, value)
+
+
+def installed_flash() -> list[str]:
+    """The newer flash attentions, by torch's names, that are installed; none for a torch that cannot run them."""
+    known = hasattr(torch.nn.attention, "activate_flash_attention_impl")
+    return [name for name, module in NEWER_FLASH.items() if known and is_installed(module)]
+
+
+def serve(name: str) -> bool:
+    """Let an installed flash attention, or torch's own (""), serve all flash attention of the process.
+
+    torch then runs it under the names of its own operations, so its results are kept by checkpointing like theirs.
+
+    Returns:
+        Whether it works.
+    """
+    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+    try:
+        if name:
+            torch.nn.attention.activate_flash_attention_impl(name)
+    except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
+        logger.warning("%s is installed but cannot be used: %s", name, error)
+        return False
+    return True
 
 
 def measure(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, rounds: int = 3) -> float:
@@ -84,7 +132,7 @@ def measure(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, roun
                 out = torch_attention(*inputs)
                 torch.autograd.grad(out, inputs, out.detach())
             except RuntimeError:  # no enabled kernel supports these shapes, or cuDNN fails in either direction
-                return float("inf")
+                return math.inf
             end.record()
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end))

@@ -32,12 +32,14 @@ from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.image import WeightImage
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.memory.precision import DTYPES
+from simpletuner.memory.products import use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.lora_targets import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import compile_blocks
+from simpletuner.speed.products import FirstGradients
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import Site, Technique
 from simpletuner.techniques.hidden_states import HiddenStates
@@ -251,7 +253,9 @@ def _split_factors(
 def _use_fast_blocks(
     transformer: nn.Module, config: RunConfig, adapter: FamilyAdapter, device: torch.device
 ) -> FastBlocks | None:
-    """Apply the family's own speed-ups; None if its blocks stay those of diffusers."""
+    """Apply products in few bits and the family's own speed-ups; None if its blocks stay those of diffusers."""
+    if config.precision.quantized_matmul:
+        use_quantised_products(transformer)
     if bf16_modulation(config.speed):
         adapter.store_modulation_in_bf16(transformer)
     fast = adapter.use_fast_blocks(transformer) if plain_math(config.speed) else None
@@ -276,9 +280,14 @@ def _checkpoint_blocks(
 
 
 def _compile_blocks(layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device) -> None:
+    """Compile the blocks; with `quantized_matmul` the first visual one tells the error of its gradients, uncompiled."""
+    stored = quantisation(config.precision.base_model_precision) if config.precision.quantized_matmul else None
+    first = stored and FirstGradients(stored.name.partition("-")[0], layout.visual_blocks[0], fast)
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
         compile_blocks(layout, fast, backend, config.launch, sampling=config.validation.validation_torch_compile)
+    if first:
+        first.install()
 
 
 def _place(transformer: nn.Module, layout: BlockLayout, config: OffloadConfig, device: torch.device) -> list[nn.Module]:

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from simpletuner.budget import device as module
-from simpletuner.budget.device import DeviceRates, find_device, host_memory, query_gpu, rates_of, write_rates
+from simpletuner.budget.device import (
+    DeviceRates,
+    compute_capability,
+    find_device,
+    host_memory,
+    query_gpu,
+    rates_of,
+    write_rates,
+)
 
 
 def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -30,6 +38,16 @@ def test_the_gpu_that_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert query_gpu() == ("asked for 3", 2**20)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert query_gpu() is None
+
+
+@pytest.mark.parametrize(("says", "expected"), [("8.9", (8, 9)), ("10.0", (10, 0)), ("[N/A]", None)])
+def test_compute_capability(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, expected: tuple[int, int] | None
+) -> None:
+    fake_smi(tmp_path, monkeypatch, f"test $1 = --query-gpu=compute_cap && echo '{says}'")
+    assert compute_capability() == expected
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert compute_capability() is None
 
 
 LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa)

@@ -19,6 +19,7 @@ from simpletuner.training import step
 from simpletuner.training.assemble import TrainingSpec, assemble
 from simpletuner.training.state import Assembly
 from tests.fidelity.family import make_adapter, make_config
+from tests.memory.test_products import draw, layer
 from tests.training.assembly import make_batch
 
 pytestmark = [
@@ -131,6 +132,21 @@ def test_streamed_weights_train_bit_for_bit_like_resident_ones(
     report = step.optimizer_step(streamed, loader, 3)
     assert report.weights_seconds is not None
     assert 0 < report.weights_seconds < report.seconds
+
+
+@pytest.mark.parametrize(("name", "least"), [("int8-quanto", (7, 5)), ("fp8-quanto", (8, 9))])
+def test_quantised_products_are_those_of_a_cpu(name: str, least: tuple[int, int]) -> None:
+    if torch.cuda.get_device_capability() < least:
+        pytest.skip(f"needs compute capability {least}")
+    results = []
+    for device in ("cpu", "cuda"):
+        found = layer(name, dtype=torch.bfloat16).to(device)
+        inputs = draw(4, 9, 64, dtype=torch.bfloat16).detach().to(device).requires_grad_()
+        outputs = found(inputs)
+        gradient = draw(4, 9, 48, dtype=torch.bfloat16).detach().to(device)
+        results.append([each.float().cpu() for each in (outputs, *torch.autograd.grad(outputs, inputs, gradient))])
+    for one, other in zip(*results, strict=True):
+        assert (one - other).norm() < 2**-8 * one.norm()
 
 
 def test_the_loader_hands_out_locked_pages() -> None:

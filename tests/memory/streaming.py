@@ -18,6 +18,7 @@ from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.memory.precision import quantise
+from simpletuner.memory.products import use_quantised_products
 from simpletuner.models.kandinsky5 import attention
 from simpletuner.models.kandinsky5.denoiser import block_layout, predict_velocity
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR
@@ -157,6 +158,16 @@ def to_packed(name: str) -> Callable[[nn.Module], None]:
         quantise(model, ALL_LINEAR, QUANTISATIONS[name], accelerator=CPU)
 
     return pack
+
+
+def to_products(name: str) -> Callable[[nn.Module], None]:
+    """The same, multiplied in its own bits."""
+
+    def prepare(model: nn.Module) -> None:
+        to_packed(name)(model)
+        use_quantised_products(model)
+
+    return prepare
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -12,13 +12,17 @@ import pytest
 import torch
 from diffusers import Kandinsky5Transformer3DModel, SanaVideoTransformer3DModel
 from peft import LoraConfig
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import cost_of
 from simpletuner.budget.estimate import TrainingSetup, step_memory
 from simpletuner.config.schema import OptimizerConfig
+from simpletuner.memory.precision import QuantisedLinear, linear_layers
+from simpletuner.memory.products import QuantisedProducts
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.lora_targets import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.training.optimizers import build_optimizer
@@ -75,21 +79,58 @@ def train(model: Any, cost: TransformerCost, adapters: Adapters, checkpointed: b
 def test_the_planned_peak_is_the_metered_one(
     name: str, load: BatchShape, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert 0.95 <= planned_by_metered(name, load, checkpointed, None, monkeypatch) <= 1.1
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "checkpointed", "levels"),
+    [
+        ("t2v-lite-sft-5s", BatchShape(1, 16, 32, 48, 256), True, torch.int8),
+        ("t2i-lite-sft", BatchShape(2, 1, 64, 64, 128), False, torch.float8_e4m3fn),
+    ],
+    ids=["lite-int8", "image-fp8"],
+)
+def test_with_products_in_few_bits(
+    name: str, load: BatchShape, checkpointed: bool, levels: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 0.95 <= planned_by_metered(name, load, checkpointed, levels, monkeypatch) <= 1.1
+
+
+def planned_by_metered(
+    name: str, load: BatchShape, checkpointed: bool, levels: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> float:
+    """Of what is there beside the weights.
+
+    Args:
+        levels: of weights that are multiplied as they are stored; None for bf16 weights.
+    """
     is_sana = name == "2b-480p"
     family = SANA_COST if is_sana else VIDEO_COST if name.startswith("t2v") else IMAGE_COST
     settings = {**family.published(name), "num_layers" if is_sana else "num_visual_blocks": 3}
     with torch.device("meta"):
         model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(**settings)
     cost = cost_of(family, model)
+    if levels is not None:
+        use_levels(model, levels)
     adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), SANA if is_sana else KANDINSKY)))
     model = train(model, cost, adapters, checkpointed)
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         metered = peak_of_step(model, sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)))
-    setup = TrainingSetup("bf16", adapters, 2, 0, checkpoint_interval=1 if checkpointed else None)
+    setup = TrainingSetup(
+        "bf16", adapters, 2, 0, checkpoint_interval=1 if checkpointed else None, multiplies=levels is not None
+    )
     planned = step_memory(cost, setup, load)
-    beside_weights = planned.inputs + planned.block + planned.outside
-    assert 0.95 <= beside_weights / metered <= 1.1
+    return (planned.inputs + planned.block + planned.outside) / metered
+
+
+def use_levels(model: nn.Module, levels: torch.dtype) -> None:
+    """Layers of the blocks that multiply in their own bits, without numbers."""
+    for path, layer in list(linear_layers(model, KANDINSKY5_IMAGE.quantised_layers)):
+        rows, columns = layer.weight.shape
+        scale = torch.empty((rows, 1), dtype=BF16, device="meta")
+        packed = {"data": torch.empty((rows, columns), dtype=levels, device="meta"), "scale": scale}
+        model.set_submodule(path, QuantisedLinear(layer, (QuantisedProducts(), packed)))
 
 
 @pytest.mark.parametrize(

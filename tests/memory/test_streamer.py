@@ -10,10 +10,20 @@ import pytest
 import torch
 from torch import nn
 
+from simpletuner.memory import products
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.image import leaves
 from simpletuner.memory.offload.streamer import in_backward
-from tests.memory.streaming import BLOCKS, AdversarialLane, Trained, assert_equal, order, to_int8, to_packed
+from tests.memory.streaming import (
+    BLOCKS,
+    AdversarialLane,
+    Trained,
+    assert_equal,
+    order,
+    to_int8,
+    to_packed,
+    to_products,
+)
 
 KEPT: dict[str, Any] = {"checkpointing": False}
 # Each block is compiled anew, with gradients and without; torch gives up on a ninth.
@@ -24,6 +34,7 @@ COMPILED: dict[str, Any] = {"compiled": "aot_eager", "blocks": 3}
 def adversary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every lane of this file is the worst one."""
     monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
+    monkeypatch.setattr(products, "FEW", 0)  # tiny batches have few tokens
 
 
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -55,6 +66,8 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed int8, no checkpointing": ({**KEPT, "prepare": to_packed("int8-quanto")}, {}),
     "packed fp8, every second checkpointed": ({"interval": 2, "prepare": to_packed("fp8-quanto")}, {}),
     "packed int8, compiled": ({**COMPILED, "compiled": "eager", "prepare": to_packed("int8-quanto")}, {}),
+    "products in int8": ({"prepare": to_products("int8-quanto")}, {}),
+    "products in fp8, no checkpointing": ({**KEPT, "prepare": to_products("fp8-quanto")}, {}),
     "compiled": (COMPILED, {}),
 }
 

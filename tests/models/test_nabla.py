@@ -216,6 +216,19 @@ class TestChoice:
         assert "blocks of 7: no kernel" in record.getMessage()
 
 
+@pytest.mark.parametrize(("right", "fast", "chosen"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_an_installed_flash_attention_must_be_right_and_faster(
+    monkeypatch: pytest.MonkeyPatch, right: bool, fast: bool, chosen: bool
+) -> None:
+    def flash(*inputs: Tensor) -> Tensor:
+        return nabla.attend_masked(*inputs) if right else nabla.attend_dense(*inputs)
+
+    monkeypatch.setattr(nabla, "_seconds", lambda attend, *rest: 0.5 if (attend is flash) is fast else 1.0)
+    present = ("present", nabla.attend_masked)
+    found = nabla._faster(present, ("flash", lambda: flash), CPU, torch.float32, 16, 2)
+    assert found == (("flash", flash) if chosen else present)
+
+
 def test_a_way_that_raises_is_at_fault() -> None:
     def attend(*inputs: Tensor) -> Tensor:
         raise RuntimeError("no kernel for this\nand a long story")

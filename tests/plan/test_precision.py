@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.precision import check_packages, quantisation, text_encoder_storage, transformer_dtype
+from simpletuner.config.precision import (
+    check_packages,
+    check_products,
+    quantisation,
+    text_encoder_storage,
+    transformer_dtype,
+)
 from simpletuner.config.schema import PrecisionConfig, all_options
 from tests.complaints import complaint, complaints, warnings
 from tests.workspace import Workspace
@@ -100,6 +106,40 @@ def test_what_a_quantised_base_excludes(
     workspace.write_config(base_model_precision="fp32")
     if settings.get("lora_init_type") != "loftq":
         assert workspace.run("plan") == 0, "a plain dtype excludes none of it"
+
+
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        ("no_change", "these are not quantised"),
+        ("bf16", "these are not quantised"),
+        ("int4", "below 8 bits, scales change within a row"),
+        ("nf4-bnb", "below 8 bits, scales change within a row"),
+        ("fp8uz", "GPUs multiply another float8"),
+        ("int8dq-torchao", "torchao computes its own products"),
+    ],
+)
+def test_bases_that_cannot_be_multiplied(base: str, reason: str) -> None:
+    config = PrecisionConfig(base_model_precision=base, quantized_matmul=True)
+    (problem,) = check_products(config, "lora")
+    assert str(problem) == (
+        f"quantized_matmul: multiplies weights stored as int8-quanto, fp8-quanto, not '{base}': {reason}."
+    )
+
+
+def test_products_at_plan_time(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace.write_config(quantized_matmul=True, model_type="full")
+    assert complaint(workspace, capsys).startswith("quantized_matmul: and model_type full exclude each other: ")
+    monkeypatch.setattr("simpletuner.budget.ready.compute_capability", lambda: (8, 6))
+    workspace.write_config(quantized_matmul=True, base_model_precision="fp8", model_type="lora")
+    assert complaint(workspace, capsys) == (
+        "quantized_matmul: fp8-quanto needs a GPU of compute capability 8.9; this one has 8.6. Set "
+        "base_model_precision int8-quanto, or quantized_matmul false."
+    )
+    assert workspace.run("plan", "plan_device_memory_gb=24") == 0, "the GPU of another machine"
+    assert workspace.run("plan", "base_model_precision=int8") == 0
 
 
 def test_a_second_encoder_that_is_not_there(

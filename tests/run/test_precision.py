@@ -64,6 +64,8 @@ def test_continuing_on_another_base_is_said(workspace: Workspace, capsys: pytest
     assert "no longer quite the same" not in capsys.readouterr().out, "int8 means int8-quanto"
     assert workspace.run("plan", "base_model_precision=no_change") == 0
     assert "'no_change': checkpoint-4 was trained with 'int8-quanto'" in capsys.readouterr().out
+    assert workspace.run("plan", "quantized_matmul=true") == 0
+    assert "was trained with False, not True; the new value applies from here on" in capsys.readouterr().out
 
 
 def test_clips(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_clips(tmp_path: Path) -> None:
 
 def test_sana(tmp_path: Path, sana_checkpoint: Path) -> None:
     settings = {"model_family": "sanavideo", "model_flavour": "2b-480p", "validation_num_video_frames": 5}
-    settings |= {"base_model_precision": "fp8", "text_encoder_1_precision": "int8"}
+    settings |= {"base_model_precision": "fp8", "quantized_matmul": True, "text_encoder_1_precision": "int8"}
     workspace = Workspace.create(tmp_path / "run", sana_checkpoint, pictures=4, **INT8 | settings)
     assert workspace.train() == 0
     assert "nan" not in str(workspace.metrics()).lower()
@@ -86,7 +88,8 @@ def test_sana(tmp_path: Path, sana_checkpoint: Path) -> None:
 
 
 def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    settings = {**SETTINGS, "base_model_precision": "int4", "mixed_precision": "bf16"}
+    base = {"base_model_precision": "int8", "quantized_matmul": True, "use_dora": True, "lora_dropout": 0.1}
+    settings = {**SETTINGS, "mixed_precision": "bf16", **base}
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **settings)
     assert straight.train() == 0
     broken = Workspace.create(tmp_path / "broken", t2i_checkpoint, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import _Losses, micro_loss, noisy_batch, run_micro_step
+from tests.closeness import ROTATION, distance
 from tests.fidelity import family
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tiny import make_checkpoint
@@ -199,6 +201,69 @@ def test_a_kernel_without_gradients_is_not_chosen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", lambda **settings: SimpleNamespace(record=lambda: None))
     inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
     assert attention.measure(SDPBackend.CUDNN_ATTENTION, *inputs) == float("inf")
+
+
+class StandIn:
+    """A flash attention that torch runs on CPUs in place of its own, as it runs FA3 and FA4 on GPUs."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl("_scaled_dot_product_flash_attention_for_cpu", self.forward, "CPU", allow_override=True)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+        attn_mask: Tensor | None = None, scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Plain products, and the logarithms that torch's backward pass reads."""
+        type(self).calls += 1
+        scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+        scores = scores if attn_mask is None else scores + attn_mask
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    def remove(self) -> None:
+        self.library._destroy()
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package."""
+    torch.nn.attention.register_flash_attention_impl("stand-in", register_fn=StandIn)
+    monkeypatch.setattr(attention, "installed_flash", lambda: ["stand-in"])
+    StandIn.calls = 0
+    yield
+    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+    torch.nn.attention._registry._FLASH_ATTENTION_IMPLS.pop("stand-in")
+
+
+@pytest.mark.parametrize(("theirs", "wins"), [(0.5, True), (0.99, False), (2.0, False)])
+def test_an_installed_flash_attention_serves_if_it_is_faster(
+    checkpoints: dict[str, Path], stand_in: None, monkeypatch: pytest.MonkeyPatch, theirs: float, wins: bool
+) -> None:
+    """It changes no result but by rounding, and its results are kept by checkpointing."""
+    served = torch.nn.attention.current_flash_attention_impl
+    monkeypatch.setattr(attention, "measure", lambda *call: theirs if served() else 1.0)
+    batch = make_batch(checkpoints["t2i"], "t2i")
+    plain = loss_and_gradients(make_assembly(checkpoints["t2i"], "t2i"), batch)
+    assembly = make_assembly(checkpoints["t2i"], "t2i")
+    for block in assembly.adapter.block_layout(assembly.transformer).visual_blocks:
+        forward: Any = block.forward
+        forward.fast.self_attention.choose = MeasuredChoice()
+    found = loss_and_gradients(assembly, batch)
+    assert served() == ("stand-in" if wins else None)
+    assert distance(found, plain) < ROTATION
+    StandIn.calls = 0
+    loss_and_gradients(assembly, batch)
+    assert StandIn.calls == (8 if wins else 0), "five attentions, and three again: those of visual tokens are kept"
+
+
+def test_a_broken_package_is_not_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(attention, "installed_flash", lambda: ["FA3"])  # it is not
+    monkeypatch.setattr(attention, "measure", lambda *call: 1.0)
+    inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
+    assert torch.equal(MeasuredChoice()(*inputs)(*inputs), inputs[0])
+    assert "FA3 is installed but cannot be used: No module named" in caplog.text
 
 
 @pytest.mark.gpu

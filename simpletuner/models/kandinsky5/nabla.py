@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from simpletuner.config.speed import is_installed
 from simpletuner.models.kandinsky5.attention import project
 from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE
 
 logger = logging.getLogger(__name__)
 
+TIMED = 128  # tiles per side when two implementations are timed
 HEADS = 2  # heads in the self-test, unless the model's number is known
 
 # (query, key, value, each `B S H D`; visible tiles, bool `B H N N`) -> `B S H D`.
@@ -106,11 +109,17 @@ IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
     "blocks of 64, searched": lambda: compiled(tile_blocks, {}, {"max_autotune": True}),
     "blocks of 128": lambda: compiled(paired_blocks, {}, {}),
 }
+# FlashAttention 4 through flex attention, an alternative to whichever of the others works.
+FLASH: tuple[str, Callable[[], Attend]] = (
+    "FlashAttention 4, blocks of 128", lambda: compiled(paired_blocks, {"BACKEND": "FLASH"}, {}),
+)  # fmt: skip
+FLASH_MODULE = "flash_attn.cute"
 
 
 @functools.cache
 def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = HEADS) -> Attend:
-    """The first implementation with correct results and gradients on this device, or dense with a warning."""
+    """The first implementation with correct results and gradients on this device, or dense with a warning; an
+    installed FlashAttention 4 if it is correct and faster."""
     if device.type == "cpu":
         return attend_masked  # flex attention has no backward pass there
     faults = []
@@ -118,6 +127,8 @@ def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads
         attend = build()
         fault = find_fault(attend, device, dtype, head_dim, heads)
         if fault is None:
+            if is_installed(FLASH_MODULE):
+                name, attend = _faster((name, attend), FLASH, device, dtype, head_dim, heads)
             logger.info("Block-sparse attention (NABLA) runs compiled, in %s.", name)
             return attend
         faults.append(f"{name}: {fault}")
@@ -127,6 +138,33 @@ def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads
         device, "; ".join(faults),
     )  # fmt: skip
     return attend_dense
+
+
+def _faster(
+    present: tuple[str, Attend], other: tuple[str, Callable[[], Attend]],
+    device: torch.device, dtype: torch.dtype, head_dim: int, heads: int,
+) -> tuple[str, Attend]:  # fmt: skip
+    """The faster of two implementations in forward plus backward, of which the second may be wrong."""
+    name, attend = other[0], other[1]()
+    fault = find_fault(attend, device, dtype, head_dim, heads)
+    if fault is not None:
+        logger.info("Block-sparse attention (NABLA) cannot use %s: %s.", name, fault)
+        return present
+    own, shape = torch.Generator(device).manual_seed(0), (1, TIMED * TILE, heads, head_dim)
+    draws = [torch.randn(shape, generator=own, device=device, dtype=dtype) for _ in range(4)]
+    tiles = torch.rand(1, heads, TIMED, TIMED, generator=own, device=device) < 0.2
+    tiles = tiles | torch.eye(TIMED, dtype=torch.bool, device=device)
+    seconds = [min(_seconds(each, draws, tiles) for _ in range(4)) for each in (present[1], attend)]
+    return (name, attend) if seconds[1] < seconds[0] else present
+
+
+def _seconds(attend: Attend, draws: list[Tensor], tiles: Tensor) -> float:
+    """Of a forward and backward pass on a CUDA device."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    _results(attend, draws, tiles, backward=True)
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def find_fault(
@@ -152,7 +190,7 @@ def find_fault(
     wanted = _results(attend_masked, [each.double() for each in draws], tiles, backward)
     try:
         found = _results(attend, [each.to(device) for each in draws], tiles.to(device), backward)
-    except RuntimeError as error:  # torch.compile raises it if no kernel is available
+    except (RuntimeError, ValueError, AssertionError) as error:  # as compilers and kernels refuse
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     distance = max(_distance(one, other) for one, other in zip(found, wanted, strict=True))
     limit = tolerance(device, dtype)

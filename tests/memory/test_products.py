@@ -1,0 +1,191 @@
+"""Products in the bits of the weights: exact but for the rounding of what they multiply, everywhere a base is used."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from simpletuner.config.precision import QUANTISATIONS
+from simpletuner.config.schema import PrecisionConfig
+from simpletuner.errors import ConfigError
+from simpletuner.memory.offload import attach
+from simpletuner.memory.precision import QuantisedLinear, pack
+from simpletuner.memory.products import FEW, QuantisedProducts, check_device, use_quantised_products
+from simpletuner.speed import recomputation
+from simpletuner.speed.products import FirstGradients
+from simpletuner.training.assemble import load_for_sampling
+from tests.closeness import distance
+from tests.fidelity.family import CPU, make_adapter, make_config
+from tests.memory.streaming import AdversarialLane
+from tests.memory.test_precision import gradients, weight
+from tests.training.assembly import make_assembly, make_batch
+
+NAMES = ("int8-quanto", "fp8-quanto")
+
+
+def layer(name: str, rows: int = 48, columns: int = 64, dtype: torch.dtype = torch.float32) -> QuantisedLinear:
+    """A layer `rows columns` that multiplies in its own bits."""
+    found = QuantisedLinear(nn.Linear(columns, rows).to(dtype), pack(weight(rows, columns, dtype), QUANTISATIONS[name]))
+    use_quantised_products(nn.Sequential(found))
+    return found
+
+
+def divided(rows: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Rows with ± `largest` as their largest number, and what they were divided by."""
+    scale = (rows.float().abs().amax(-1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    return rows / scale, scale
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers with outliers, rows of unequal size and one of zeros."""
+    torch.manual_seed(7)
+    values = torch.randn(shape) * torch.randn(shape).mul(2).exp() * torch.logspace(-8, 2, shape[0]).view(-1, 1, 1)
+    values[0, 0] = 0
+    return values.to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_products_are_those_of_integers_bit_for_bit(dtype: torch.dtype) -> None:
+    """Outputs and input gradients, against sums of levels in int64."""
+    found, inputs, gradient = (
+        layer("int8-quanto", dtype=dtype),
+        draw(4, 9, 64, dtype=dtype),
+        draw(4, 9, 48, dtype=dtype),
+    )
+    levels, scale = found.packed
+    exact, rows = divided(inputs.detach(), 127.0)
+    outputs = found(inputs)
+    sums = exact.round().long() @ levels.long().t()
+    assert torch.equal(outputs, (sums.float() * rows * scale.float().t()).to(dtype) + found.bias)
+    exact, rows = divided(gradient.detach() * scale.float().t(), 127.0)
+    (ours,) = torch.autograd.grad(outputs, inputs, gradient.detach())
+    assert torch.equal(ours, ((exact.round().long() @ levels.long()).float() * rows).to(dtype))
+    assert exact.round().abs().amax(-1).unique().tolist() == [0.0, 127.0], "each row uses all levels"
+
+
+def test_fp8_products_are_off_by_the_rounding_of_their_factors() -> None:
+    """e4m3 rounds a number by up to 2^-4 of itself, near zero 2^-10 of the unit in which 448 is the largest; a GPU's
+    kernels write bf16, which rounds by 2^-9."""
+    found, inputs, gradient = layer("fp8-quanto"), draw(4, 9, 64), draw(4, 9, 48)
+    levels, scale = found.packed[0].float(), found.packed[1].t()
+    outputs = found(inputs)
+    (ours,) = torch.autograd.grad(outputs, inputs, gradient.detach())
+    for got, factor, matrix in (
+        (outputs.detach() - found.bias.detach(), inputs.detach(), levels.t() * scale),
+        (ours, gradient.detach() * scale, levels),
+    ):
+        rounding = factor.abs() * 2**-4 + divided(factor, 448.0)[1] * 2**-10
+        expected = factor @ matrix
+        limit = rounding @ matrix.abs() + expected.abs() * 2**-8
+        assert ((got - expected).abs() <= limit + 1e-6 * (limit.amax(-1, keepdim=True) + found.bias.abs().max())).all()
+        assert (got - expected).norm() > 1e-3 * expected.norm(), "they are rounded indeed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_that_is_not_for_the_kernels_multiplies_unpacked(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Widths that are no multiple of 16, and too few rows; inputs that are not contiguous are no hindrance."""
+    with caplog.at_level(logging.INFO):
+        odd = layer(name, columns=72)
+    assert "0 are multiplied unpacked" in caplog.text
+    found = layer(name)
+    for module, inputs in ((odd, torch.randn(FEW + 1, 72)), (found, torch.randn(FEW, 64))):
+        assert torch.equal(module(inputs), nn.functional.linear(inputs, module.weight, module.bias))
+    inputs = torch.randn(64, FEW + 1)
+    assert torch.equal(found(inputs.t()), found(inputs.t().contiguous()))
+    assert not torch.equal(found(inputs.t()), nn.functional.linear(inputs.t(), found.weight, found.bias))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_products_are_equal(name: str) -> None:
+    found, inputs = layer(name), draw(4, 9, 64)
+    compiled: Any = torch.compile(found, backend="aot_eager", fullgraph=True, dynamic=True)
+    gradients = [torch.autograd.grad(each(inputs).sin().sum(), inputs)[0] for each in (found, compiled)]
+    assert torch.equal(*gradients)
+
+
+def told(records: list[logging.LogRecord]) -> list[str]:
+    return [each.getMessage() for each in records if "gradients of block 0" in each.getMessage()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_a_lora(
+    t2i_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Near those of unpacked products, the same with and without checkpointing, and the error is told once."""
+    monkeypatch.setattr(recomputation, "LONG", 0)  # the attention's result is kept
+    batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
+    settings: dict[str, Any] = {"mixed_precision": "bf16", "base_model_precision": name}
+    unpacked = gradients(make_assembly(t2i_checkpoint, **settings), batch)
+    settings["quantized_matmul"] = True
+    with caplog.at_level(logging.INFO):
+        assembly = make_assembly(t2i_checkpoint, **settings)
+        found = gradients(assembly, batch)
+        (line,) = told(caplog.records)
+        again = gradients(assembly, batch)
+        assert told(caplog.records) == [line]
+    error = float(
+        line.removeprefix(f"{name[:-7]} products: on the first batch, gradients of block 0 differ by up to ")[:7]
+    )
+    assert 1e-4 < error < 0.2
+    assert 1e-4 < distance(found, unpacked) < 0.1
+    for other in (again, gradients(make_assembly(t2i_checkpoint, gradient_checkpointing=False, **settings), batch)):
+        assert all(torch.equal(found[each], other[each]) for each in found)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dynamo_backend": "aot_eager"}, {"enable_group_offload": True}, {"use_dora": True}], ids=str
+)
+def test_the_comparison_leaves_no_trace(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+) -> None:
+    """Equal gradients and as many calls of compiled code without it; streamed, with kept attention and with dropout."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(recomputation, "LONG", 0)
+    monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
+    batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
+    settings |= {"base_model_precision": "int8", "quantized_matmul": True, "lora_dropout": 0.3}
+    found, called = [], []
+    monkeypatch.setattr(torch, "compile", lambda piece, **how: lambda *call: (called.append(piece), piece(*call))[1])
+    for logs in (FirstGradients._log, lambda *block, **inputs: None):
+        monkeypatch.setattr(FirstGradients, "_log", logs)
+        assembly = make_assembly(t2i_checkpoint, **settings)
+        torch.manual_seed(3)
+        found.append(gradients(assembly, batch))
+    assert told(caplog.records), "it was made once"
+    assert all(torch.equal(found[0][each], found[1][each]) for each in found[0])
+    half = len(called) // 2
+    assert called[:half] == called[half:]
+    assert bool(called) is ("dynamo_backend" in settings)
+
+
+def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:
+    config = make_config(t2i_checkpoint, base_model_precision="int8", quantized_matmul=True)
+    model = load_for_sampling(config, make_adapter(t2i_checkpoint), CPU)
+    layers = [each for each in model.modules() if isinstance(each, QuantisedLinear)]
+    assert layers
+    assert all(isinstance(each.form, QuantisedProducts) for each in layers)
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "capability", "reason"),
+    [
+        ("mps", None, None, "needs an NVIDIA GPU, not mps"),
+        ("cuda", "6.4", None, "needs an NVIDIA GPU, not ROCm"),
+        ("cuda", None, (8, 6), "fp8-quanto needs a GPU of compute capability 8.9; this one has 8.6"),
+    ],
+)
+def test_devices_without_the_products(
+    monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, capability: tuple[int, int], reason: str
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    config = PrecisionConfig(base_model_precision="fp8-quanto", quantized_matmul=True)
+    with pytest.raises(ConfigError, match=f"^quantized_matmul: {reason}"):
+        check_device(config, torch.device(device))
+    check_device(config, CPU)
+    check_device(PrecisionConfig(), torch.device(device))
