@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +25,9 @@ torch.set_num_threads(THREADS)
 if os.environ.get("MKLDNN") == "off":
     torch.backends.mkldnn.set_flags(False)
 
+# What a shell starts in the background ignores Ctrl-C, and so would every process that the tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _frozen_modules = 0
 

@@ -11,6 +11,7 @@ import pytest
 
 from simpletuner.errors import UserError
 from simpletuner.world import World, first_host, launched, settle_meeting
+from tests.processes import PATIENCE
 
 RANK = """
 import json, sys
@@ -38,7 +39,7 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     started = [
         subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in range(2)
     ]
-    outputs = [each.communicate(timeout=60)[0] for each in started]
+    outputs = [each.communicate(timeout=PATIENCE)[0] for each in started]
     assert [each.returncode for each in started] == [0, 0]
     common = '{"any": [true, false], "mean": [0.5, 0.1], "broadcast": {"seed": 5}, "gather": ["a", "b"], '
     assert outputs[0] == common + '"slots": [0, 1, 2], "main": true}\n'
@@ -49,13 +50,14 @@ HANGS = """
 import sys, time
 from simpletuner.world import World, connect
 rank, folder = int(sys.argv[1]), sys.argv[2]
-with connect(World(rank, 2), f"file://{folder}/meeting", limit=1.0) as world:
+with connect(World(rank, 2), f"file://{folder}/meeting") as world:
     world.watch.ended = lambda message, code: print(message, code, flush=True)
     world.barrier()
+    world.watch.limit = 1.0
     if rank == 1:
-        time.sleep(60)
+        time.sleep(3600)
     with world.exchanging("Step 3"):
-        time.sleep(60)
+        time.sleep(3600)
 """
 
 
@@ -64,7 +66,7 @@ def test_an_exchange_that_a_process_does_not_take_part_in_ends_the_run(tmp_path:
     started = [
         subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in range(2)
     ]
-    outputs = [each.communicate(timeout=60)[0] for each in started]
+    outputs = [each.communicate(timeout=PATIENCE)[0] for each in started]
     assert [each.returncode for each in started] == [1, 1]
     assert outputs == ["Step 3 has waited 1 s for process 1. 1\n"] * 2
 
