@@ -124,7 +124,7 @@ class World:
 
 @dataclass
 class Watch:
-    """Notices what concerns all processes, also while this one waits for another; polls in a thread of its own.
+    """Notices what concerns all processes, also while this one waits for another: `poll` has a thread of its own.
 
     Attributes:
         ended: called with a message and an exit code before this process is ended because another one failed.
@@ -143,9 +143,6 @@ class Watch:
     writing: threading.Lock = field(default_factory=threading.Lock)
     _doing: tuple[str, float] | None = field(default=None, init=False)
     _over: threading.Event = field(default_factory=threading.Event, init=False)
-
-    def start(self) -> None:
-        threading.Thread(target=self._poll, name="watch", daemon=True).start()
 
     def close(self) -> None:
         self._over.set()
@@ -166,7 +163,7 @@ class Watch:
         yield
         self._doing = None
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
         from torch.distributed import DistError
 
         try:
@@ -281,12 +278,15 @@ def connect(
     control = distributed.new_group(backend="gloo", timeout=PATIENCE)
     store: Any = _get_default_store()
     watch = Watch(place.rank, place.size, store.clone(), limit)  # a connection of its own: the other may be waiting
-    watch.start()
+    polling = threading.Thread(target=watch.poll, name="watch", daemon=True)
+    polling.start()
     try:
         yield ConnectedWorld(*astuple(place), control=control, watch=watch)
-        distributed.barrier(control)  # the store lives in one of them
+        distributed.barrier(control)
     finally:
         watch.close()
+    polling.join()
+    distributed.barrier(control)  # the store lives in one of them, and the watch of none looks into it any more
     distributed.destroy_process_group()
 
 

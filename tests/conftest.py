@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +28,9 @@ torch.set_num_threads(THREADS)
 if os.environ.get("MKLDNN") == "off":
     torch.backends.mkldnn.set_flags(False)
 
+# What a shell starts in the background ignores Ctrl-C, and so would every process that the tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _frozen_modules = 0
 
@@ -70,6 +77,18 @@ def _roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simpletuner.budget.device.query_gpu", lambda: None)
 
 
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions are traced as `torch.compile` traces them, and run as they are; this takes half of the time. What
+    backends make of their graphs is for tests/speed."""
+    original = torch.compile
+
+    def trace(function: Callable[..., Any], **settings: Any) -> Any:
+        return original(function, **{**settings, "backend": "eager", "mode": None})
+
+    monkeypatch.setattr(torch, "compile", trace)
+
+
 @pytest.fixture(scope="session")
 def t2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Kandinsky 5 text-to-image checkpoint of random weights."""
@@ -92,3 +111,27 @@ def sana_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workspace(tmp_path: Path, t2i_checkpoint: Path) -> Workspace:
     """A folder with a config, a dataset file and eight captioned pictures, ready for a short t2i run."""
     return Workspace.create(tmp_path / "run", t2i_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> Workspace:
+    """The folder of `workspace` after a run, to be copied."""
+    workspace = Workspace.create(tmp_path_factory.mktemp("finished") / "run", t2i_checkpoint)
+    assert workspace.train() == 0
+    return workspace
+
+
+@pytest.fixture
+def trained(tmp_path: Path, finished: Workspace) -> Workspace:
+    """The folder of `workspace` after a run of four steps."""
+    return Workspace(shutil.copytree(finished.folder, tmp_path / "run"))
+
+
+@pytest.fixture
+def filled(tmp_path: Path, finished: Workspace) -> Workspace:
+    """The folder of `workspace` after `cache fill`."""
+    workspace = Workspace(shutil.copytree(finished.folder, tmp_path / "run"))
+    for path in workspace.path("output").iterdir():
+        if path.name != "cache":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return workspace

@@ -12,7 +12,17 @@ from pathlib import Path
 from simpletuner.cli.app import main
 from tests.workspace import Workspace
 
-PATIENCE = 120  # seconds for a run of a few steps on a busy machine
+PATIENCE = 900  # seconds for what takes a few on an idle machine
+_ports: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port on which only the caller will listen: it stays bound here, so that no other process is given it."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _ports.append(holder)
+    return int(holder.getsockname()[1])
 
 
 def start(workspaces: Sequence[Workspace], *arguments: str, each: Sequence[Sequence[str]] = ()) -> list[BaseProcess]:
@@ -23,9 +33,7 @@ def start(workspaces: Sequence[Workspace], *arguments: str, each: Sequence[Seque
     Args:
         each: further arguments of each process.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     places = range(len(workspaces))
     extras = each or [()] * len(workspaces)
     return [workspaces[rank].fork(_run, rank, len(workspaces), port, [*arguments, *extras[rank]]) for rank in places]

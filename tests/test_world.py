@@ -2,71 +2,88 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
+import json
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from torch import distributed
 
 from simpletuner.errors import UserError
-from simpletuner.world import World, first_host, launched, settle_meeting
+from simpletuner.world import POLL_SECONDS, World, connect, first_host, launched, settle_meeting
+from tests.processes import finish, free_port
+from tests.workspace import FORKS
 
-RANK = """
-import json, sys
-from simpletuner.world import World, connect
-rank, folder = int(sys.argv[1]), sys.argv[2]
-with connect(World(rank, 2), f"file://{folder}/meeting") as world:
-    world.barrier()
-    print(json.dumps({
-        "any": [world.any(rank == 1), world.any(False)],
-        "mean": world.mean([float(rank), 0.1]),
-        "broadcast": world.broadcast({"seed": 5 + rank}),
-        "gather": world.gather("ab"[rank]),
-        "slots": list(world.slots(3)),
-        "main": world.is_main,
-    }))
-    if rank == 0:
-        open(f"{folder}/written", "w").close()
-    world.barrier()
-    assert open(f"{folder}/written").read() == ""
-"""
+
+def in_two_processes(work: Callable[..., None], *arguments: object) -> list[int | None]:
+    """`work(rank, *arguments)` in each of two; returns their exit codes."""
+    started = [FORKS.Process(target=work, args=(rank, *arguments)) for rank in range(2)]
+    for each in started:
+        each.start()
+    return finish(started)
+
+
+def agree(rank: int, folder: Path) -> None:
+    with connect(World(rank, 2), f"file://{folder}/meeting") as world:
+        world.barrier()
+        found = {
+            "any": [world.any(rank == 1), world.any(False)],
+            "mean": world.mean([float(rank), 0.1]),
+            "broadcast": world.broadcast({"seed": 5 + rank}),
+            "gather": world.gather("ab"[rank]),
+            "slots": list(world.slots(3)),
+            "main": world.is_main,
+        }
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        if rank == 0:
+            (folder / "written").touch()
+        world.barrier()
+        assert (folder / "written").exists()
 
 
 def test_two_processes_agree(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(RANK)]
-    started = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in range(2)
-    ]
-    outputs = [each.communicate(timeout=60)[0] for each in started]
-    assert [each.returncode for each in started] == [0, 0]
-    common = '{"any": [true, false], "mean": [0.5, 0.1], "broadcast": {"seed": 5}, "gather": ["a", "b"], '
-    assert outputs[0] == common + '"slots": [0, 1, 2], "main": true}\n'
-    assert outputs[1] == common + '"slots": [3, 4, 5], "main": false}\n'
+    assert in_two_processes(agree, tmp_path) == [0, 0]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    common = {"any": [True, False], "mean": [0.5, 0.1], "broadcast": {"seed": 5}, "gather": ["a", "b"]}
+    assert found == [common | {"slots": [0, 1, 2], "main": True}, common | {"slots": [3, 4, 5], "main": False}]
 
 
-HANGS = """
-import sys, time
-from simpletuner.world import World, connect
-rank, folder = int(sys.argv[1]), sys.argv[2]
-with connect(World(rank, 2), f"file://{folder}/meeting", limit=1.0) as world:
-    world.watch.ended = lambda message, code: print(message, code, flush=True)
-    world.barrier()
-    if rank == 1:
-        time.sleep(60)
-    with world.exchanging("Step 3"):
-        time.sleep(60)
-"""
+def hang(rank: int, folder: Path) -> None:
+    with connect(World(rank, 2), f"file://{folder}/meeting") as world:
+        told = folder / f"{rank}.txt"
+        world.watch.ended = lambda message, code: told.write_text(f"{message} {code}")  # type: ignore[assignment]
+        world.barrier()
+        world.watch.limit = 1.0
+        if rank == 1:
+            time.sleep(3600)
+        with world.exchanging("Step 3"):
+            time.sleep(3600)
 
 
 def test_an_exchange_that_a_process_does_not_take_part_in_ends_the_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HANGS]
-    started = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in range(2)
-    ]
-    outputs = [each.communicate(timeout=60)[0] for each in started]
-    assert [each.returncode for each in started] == [1, 1]
-    assert outputs == ["Step 3 has waited 1 s for process 1. 1\n"] * 2
+    assert in_two_processes(hang, tmp_path) == [1, 1]
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert told == ["Step 3 has waited 1 s for process 1. 1"] * 2
+
+
+def come_late(rank: int, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    barrier = distributed.barrier
+
+    def slow(group: object) -> None:
+        barrier(group)
+        time.sleep(3 * rank * POLL_SECONDS)
+
+    with patch.object(distributed, "barrier", slow), connect(World(rank, 2)):
+        pass
+
+
+def test_a_process_that_is_slow_to_end_does_not_take_the_first_for_killed() -> None:
+    """The first one holds the store that the watches of all look into."""
+    assert in_two_processes(come_late, free_port()) == [0, 0]
 
 
 def test_one_process_asks_nobody() -> None:

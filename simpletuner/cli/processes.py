@@ -28,7 +28,7 @@ import typer
 from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, full_text, shorten
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-from simpletuner.world import LOST, POLL_SECONDS, ConnectedWorld, World, connect, settle_meeting
+from simpletuner.world import LOST, ConnectedWorld, World, connect, settle_meeting
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTRA = "ACCELERATE_EXTRA_ARGS"
-# Seconds that a failed process stays, so that the first one can say why before a launcher ends it.
+# Seconds that a failed process stays: the first one can say why before a launcher ends it, and a slow one can ask it.
 LINGER = 3.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -171,8 +171,8 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
             own = f"{type(error).__name__}: {own} (the traceback is in debug.log)"
         own = f"Process {world.rank} on {socket.gethostname()}: {own}"
     first, first_code = world.watch.fail(known or own, code)
-    # Until the others have noticed: the first process may hold their store, and prints what another one announces.
-    time.sleep(2 * POLL_SECONDS if world.is_main else LINGER)
+    # Until the others have noticed: the first process holds their store, and prints what another one announces.
+    time.sleep(LINGER)
     if not world.is_main:
         return typer.Exit(first_code)
     return error if known is None and first == own else RemoteError(first, first_code)

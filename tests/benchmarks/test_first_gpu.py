@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from benchmarks import first_gpu, gpu_sections
 from benchmarks.gpu_sections import SECTIONS, Line, Machine, SkippedError
 from benchmarks.models import SHAPES, build_transformer, dtype_of, hollow_transformer
+from tests.processes import PATIENCE
 
 CPU = Machine("cpu", "tiny")
 NEED_CUDA = {"pcie", "attention"}
@@ -34,9 +36,12 @@ def test_a_section_gives_numbers_or_a_reason(name: str) -> None:
     assert len({line.name for line in lines}) == len(lines)
 
 
-def test_everything_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_in_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SECTIONS, "peaks", (SECTIONS["peaks"][0], PATIENCE))
     options = argparse.Namespace(
-        device="cpu", size="tiny", only=["peaks"], json=tmp_path / "results" / "cpu.json", minutes=2.0
+        device="cpu", size="tiny", only=["peaks"], json=tmp_path / "results" / "cpu.json", minutes=30.0
     )
     assert first_gpu.run_all(options) == 0
     content = json.loads(options.json.read_text())
@@ -48,31 +53,37 @@ def test_everything_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_section_that_cannot_run_here_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     first_gpu.run_section(argparse.Namespace(device="cpu", size="tiny", section="pcie"))
     said = capsys.readouterr().out.strip()
-    result = first_gpu.in_its_own_process(["echo", said], 60)
+    result = first_gpu.in_its_own_process(["echo", said], PATIENCE)
     assert (result["state"], result["lines"]) == ("skipped", [])
     first_gpu.show_section("pcie", result)
     assert "needs CUDA" in capsys.readouterr().out
 
 
 def test_a_section_that_fails_or_hangs_is_told() -> None:
-    broken = first_gpu.in_its_own_process([sys.executable, "-c", "{}['no such section']"], 60)
+    broken = first_gpu.in_its_own_process([sys.executable, "-c", "{}['no such section']"], PATIENCE)
     assert (broken["state"], broken["reason"]) == ("failed", "KeyError: 'no such section'")
-    hangs = ["sleep", "60"]
+    hangs = ["sleep", "3600"]
     slow = first_gpu.in_its_own_process(hangs, 0.2)
     assert (slow["state"], slow["reason"]) == ("failed", "took longer than 0 s")
     late = first_gpu.in_its_own_process(hangs, -1)
     assert late["state"] == "skipped"
 
 
-def test_what_a_section_found_before_its_time_was_up_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_section_found_before_its_time_was_up_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where a compiler that it started lives on with its output."""
     line = json.dumps(vars(Line("first", 1.0, "s")))
-    script = f"echo '{line}'; sleep 30 & echo '{{\"cut'; wait"
+    said = tmp_path / "said"
+    script = f"echo '{line}'; sleep 3600 & echo '{{\"cut'; touch {said}; wait"
     popen = subprocess.Popen
-    monkeypatch.setattr(first_gpu.subprocess, "Popen", lambda words, **more: popen(["sh", "-c", script], **more))
-    started = time.monotonic()
-    result = first_gpu.in_its_own_process(["peaks"], 0.5)
-    assert time.monotonic() - started < 10
+
+    def start(words: Any, **more: Any) -> Any:
+        process = popen(["sh", "-c", script], **more)
+        while not said.exists():
+            time.sleep(0.01)
+        return process
+
+    monkeypatch.setattr(first_gpu.subprocess, "Popen", start)
+    result = first_gpu.in_its_own_process(["peaks"], 0.2)
     assert (result["state"], result["reason"]) == ("failed", "took longer than 0 s")
     assert [each["name"] for each in result["lines"]] == ["first"]
 

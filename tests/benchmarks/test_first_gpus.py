@@ -17,13 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import first_gpus
 from benchmarks.first_gpu import cause
 from benchmarks.scaling import CASES, Sent
+from tests.processes import PATIENCE
 
 SHARDED = "Lite full, FSDP2"
 
 
-def test_two_processes_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_in_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_gpus, "LIMIT", PATIENCE)
     options = argparse.Namespace(
-        device="cpu", size="tiny", processes=[2], only=[SHARDED], json=tmp_path / "results" / "2xcpu.json", minutes=2.0
+        device="cpu", size="tiny", processes=[2], only=[SHARDED], json=tmp_path / "results" / "2xcpu.json", minutes=30.0
     )
     assert first_gpus.run_all(options) == 0, capsys.readouterr().out
     group = json.loads(options.json.read_text())["groups"][f"{SHARDED}, 2 processes"]
@@ -101,9 +105,9 @@ def test_processes_end_when_their_launcher_is_killed() -> None:
             end_with_parent()
             os.setsid()
             os.write(write, b".")
-            time.sleep(60)
+            time.sleep(3600)
             os._exit(0)
-        time.sleep(60)
+        time.sleep(3600)
         os._exit(0)
     os.close(write)
     assert os.read(read, 1) == b"."

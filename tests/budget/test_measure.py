@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ from simpletuner.budget.measure import device_rates
 CPU = torch.device("cpu")
 
 
-def test_a_cpu_is_measured_quickly_and_plausibly(tmp_path: Path) -> None:
-    started = time.process_time()
+def test_a_cpu_is_measured_plausibly(tmp_path: Path) -> None:
     rates = device_rates(tmp_path, CPU, torch.float32)
-    assert time.process_time() - started < 1.0
     assert rates is not None
     assert (rates.device, rates.dtype, rates.host_to_device_bytes) == ("cpu", "float32", None)
     assert 1e8 < rates.matmul_flops < 1e14

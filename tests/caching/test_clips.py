@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from simpletuner.data.files import content_hash
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch
 from tests.clips import time_in, write_clip
+from tests.processes import PATIENCE
 
 ENCODER = EncoderIdentity("kandinsky5-video", "c" * 64, "fp32")
 SIZE = (96, 64)
@@ -36,12 +38,12 @@ class SmallEncoder:
 
     device = torch.device("cpu")
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
         self.shapes: list[tuple[int, ...]] = []
-        self.seconds = seconds
+        self.wait = wait
 
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
-        time.sleep(self.seconds)
+        self.wait()
         self.shapes.append(tuple(pixels.shape))
         return pixels[:, :, ::4, ::8, ::8].clone()
 
@@ -203,19 +205,30 @@ def test_waiting_clips_take_a_bounded_amount_of_memory(
 def test_decoding_and_writing_go_on_while_the_encoder_works(
     catalogue: Catalogue, film: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wall time is the encoder's own, though decoding takes as long again."""
-    crops = [replace(film.geometry, resized=(108, 72), crop=(index, 0)) for index in range(12)]
+    """A clip is encoded while the next is decoded and the one before is written."""
+    crops = [replace(film.geometry, resized=(108, 72), crop=(index, 0)) for index in range(4)]
     entries = [catalogue.latent(replace(film, geometry=crop)) for crop in crops]
-    decode = fill._decode
+    decoded, written = ([threading.Event() for _ in entries] for _ in range(2))
 
-    def slowly(sample: Sample) -> np.ndarray:
-        time.sleep(0.1)
-        return decode(sample)
+    def noted(work: Callable[..., Any], done: list[threading.Event]) -> Callable[..., Any]:
+        def wrapped(clip: Sample | LatentEntry, *more: Any) -> Any:
+            result = work(clip, *more)
+            sample = clip if isinstance(clip, Sample) else clip.sample
+            done[sample.geometry.crop[0]].set()
+            return result
 
-    monkeypatch.setattr(fill, "_decode", slowly)
-    start = time.monotonic()
-    fill_latents(entries, lambda: SmallEncoder(seconds=0.1), config_of(vae_batch_size=1, max_workers=2), Silent())
-    assert time.monotonic() - start < 12 * 0.1 * 1.15 + 0.4
+        return wrapped
+
+    def wait() -> None:
+        number = len(encoder.shapes)
+        for done in (*decoded[number + 1 : number + 2], *written[:number]):
+            assert done.wait(PATIENCE)
+
+    monkeypatch.setattr(fill, "_decode", noted(fill._decode, decoded))
+    monkeypatch.setattr(fill, "_write", noted(fill._write, written))
+    encoder = SmallEncoder(wait)
+    fill_latents(entries, lambda: encoder, config_of(vae_batch_size=1, max_workers=2), Silent())
+    assert len(encoder.shapes) == 4
 
 
 @pytest.fixture(autouse=True)

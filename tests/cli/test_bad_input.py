@@ -17,6 +17,7 @@ import pytest
 from simpletuner import atomic
 from tests import pictures
 from tests.complaints import complaint, complaints, warnings
+from tests.processes import PATIENCE
 from tests.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
@@ -358,6 +359,6 @@ def test_refusals_of_the_real_command_never_meet_torch(workspace: Workspace, arg
 
 def test_the_exit_code_reaches_the_shell(workspace: Workspace) -> None:
     with workspace.spawn("train", "lora_rank=0", stderr=subprocess.PIPE) as process:
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert told.splitlines()[-1] == "1 problem to fix; nothing was started."

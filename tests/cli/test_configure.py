@@ -19,6 +19,7 @@ from simpletuner.cli.wizard.questions import STEPS
 from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Task
+from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
 FILE = Path("config/config.json")
@@ -464,7 +465,7 @@ def test_input_that_ends_early_writes_nothing(tmp_path: Path, t2i_checkpoint: Pa
 def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
     monkeypatch.setenv("TERM", "xterm-256color")
     child = pexpect.spawn(sys.executable, ["-m", "simpletuner", "configure"], cwd=str(tmp_path), encoding="utf-8",
-                          timeout=60, dimensions=(40, 100))  # fmt: skip
+                          timeout=PATIENCE, dimensions=(40, 100))  # fmt: skip
     yield child
     child.close(force=True)
 
@@ -508,7 +509,7 @@ def test_leaving_in_the_middle_keeps_the_answers(
     )  # all of it: before the prompt is whole, the line is not edited yet
     # A signal that comes just before readline waits is seen with the next key only.
     while terminal.sendcontrol(key) and terminal.expect(
-        ["Your answers are kept in config/config.json.draft", pexpect.TIMEOUT], timeout=5
+        ["Your answers are kept in config/config.json.draft", pexpect.TIMEOUT], timeout=30
     ):
         pass
     terminal.expect(words)

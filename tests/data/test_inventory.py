@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +33,17 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def exact_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of this moment are trusted; the tests wait for the file system's clock instead."""
+    """Files of this moment are trusted; tests wait for the file system's clock instead."""
     monkeypatch.setattr(captions, "COARSEST_CLOCK", 0.0)
+
+
+def let_the_clock_move_on(folder: Path) -> None:
+    """Until files bear another time than those that are there, on a file system of any granularity."""
+    probe = folder / "probe"
+    probe.touch()
+    before = probe.stat().st_ctime_ns
+    while probe.stat().st_ctime_ns == before:
+        probe.touch()
 
 
 def paint(path: Path, number: int) -> None:
@@ -126,14 +134,16 @@ def test_the_datasets_are_those_of_a_first_start(seed: int, context: DataContext
         )
         if chance.random() < 0.8:
             found.save_index()
-        time.sleep(0.01)  # until the clock of the file system has moved on
+        let_the_clock_move_on(tmp_path)
         for change in chance.sample(CHANGES, chance.randrange(4)):
             change(photos, chance)
 
 
-def test_what_is_unchanged_is_not_read(context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_unchanged_is_not_read(
+    context: DataContext, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build(context, photos).save_index()
-    time.sleep(0.01)
+    let_the_clock_move_on(tmp_path)
     edit_caption(photos, random.Random(0))
     build(context, photos).save_index()
     read: list[Path] = []

@@ -42,8 +42,9 @@ def change(one: Path, other: Path) -> float:
 def test_the_demo_learns_its_concept(tmp_path: Path) -> None:
     # Previews in between and of no prompt would show nothing that is looked at here.
     only = ("validation_step_interval=300", "validation_disable_unconditional=true", "checkpoint_step_interval=300")
+    fast = ("gradient_checkpointing=false", "torch_num_threads=1")  # with the same result
     with contextlib.chdir(tmp_path):
-        assert main(["train", "--example", "demo", "torch_num_threads=2", *only]) == 0
+        assert main(["train", "--example", "demo", *only, *fast]) == 0
     output = tmp_path / "output" / "demo"
     before = mean_shares([output / "benchmarks" / "base_model" / f"{name}_96x96.png" for name in GLIMMERS])
     after = mean_shares([output / "validation_images" / f"step_300_{name}_0_96x96.png" for name in GLIMMERS])

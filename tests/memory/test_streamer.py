@@ -76,12 +76,15 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_every_mode_gives_the_same_bits(mode: str) -> None:
     model, offload = MODES[mode]
     torch._dynamo.reset()  # what tests before it compiled counts towards the limit
-    plain, streamed = Trained(**model), Trained(**model)
+    streamed = Trained(**model)
+    plain = Trained(**model | ({"compiled": None} if model.get("compiled") == "eager" else {}))
     streamer = streamed.offloaded(**offload)
     for number in range(3):
-        assert_equal(streamed.step(), plain.step())
-        if number == 0:
-            assert torch.equal(streamed.sample(), plain.sample()), "sampling between steps"
+        # Other memory behind a weight is no reason to compile a block anew.
+        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            assert_equal(streamed.step(), plain.step())
+            if number == 0 and model.get("compiled") != "aot_eager":  # with "eager" it costs half as much
+                assert torch.equal(streamed.sample(), plain.sample()), "sampling between steps"
     assert order(streamer), "a test that copies nothing shows nothing"
 
 
@@ -115,16 +118,6 @@ def test_a_steady_step_copies_as_little_as_it_can(slots: int, size: int) -> None
     for _ in range(2):
         trained.step()
         assert len(order(streamer)) == 2 * (groups - slots)
-
-
-def test_compiled_blocks_are_compiled_once() -> None:
-    """Other memory behind a weight is no reason to compile a block anew."""
-    torch._dynamo.reset()
-    trained = Trained(compiled="eager", blocks=3)
-    trained.offloaded()
-    first = trained.step()
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert_equal(trained.step(), first)
 
 
 def test_sampling_wraps_around() -> None:

@@ -38,7 +38,7 @@ def test_the_snippet_runs(
     checkpoint = sana_checkpoint if family == "sanavideo" else make_checkpoint(tmp_path / "model", task)
     options = FamilyOptions({group: group() for group in family_groups()})
     usage = Usage(
-        str(checkpoint), None, task, "float32", 'a "star"', "", (128, 128), 17, 8.0, 2, 2.0, 7, options, solver=solver
+        str(checkpoint), None, task, "float32", 'a "star"', "", (64, 64), 5, 8.0, 2, 2.0, 7, options, solver=solver
     )
     Image.new("RGB", (100, 60), "red").save(tmp_path / "source.png")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

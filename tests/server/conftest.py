@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import PATIENCE
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -16,9 +18,11 @@ def browser() -> Iterator[Any]:
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
         pytest.skip("needs an installed Chromium")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    wait = PATIENCE * 1000.0
+    expect.set_options(timeout=wait)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=wait)
         yield browser
         browser.close()

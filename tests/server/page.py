@@ -16,6 +16,7 @@ from simpletuner.server.guard import Access
 from simpletuner.server.project import Project
 from simpletuner.server.runs import Run
 from simpletuner.server.serve import listen, make_server
+from tests.processes import PATIENCE
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def serving(folder: Path) -> Iterator[tuple[int, Server]]:
         yield listener.getsockname()[1], server
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
@@ -52,6 +53,7 @@ def opened(browser: Any, folder: Path, anchor: str = "") -> Iterator[Any]:
     size = {"width": 1200, "height": 900}
     with serving(folder) as (port, _), browser.new_context(viewport=size) as context:
         page = context.new_page()
+        page.set_default_timeout(PATIENCE * 1000)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: None if f":{port}/" in request.url else complaints.append(request.url))
         page.goto(f"http://127.0.0.1:{port}/{anchor}")

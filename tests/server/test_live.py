@@ -24,12 +24,11 @@ from simpletuner.run.lock import LOCK_FILE
 from simpletuner.server.app import create_app
 from simpletuner.server.project import Project
 from simpletuner.server.runs import CONSOLE_FILE
+from tests.processes import PATIENCE
 from tests.server.page import ending_runs, serving
 from tests.server.test_runs import STEPS, own, tell
 from tests.server.test_serve import fetch, started
 from tests.workspace import Workspace
-
-LIMIT = 300.0  # seconds; a run of a tiny model takes ten
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def page(project: Workspace) -> TestClient:
 
 def until(page: TestClient, wanted: Callable[[dict[str, Any]], bool], run: str = "") -> dict[str, Any]:
     """The state of a run, of the first if none is named, as soon as it is as wanted."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + PATIENCE
     while not wanted(status := page.get(f"/api/training/status?run={run}").json()):
         assert status["status"] != "error", status
         assert time.monotonic() < deadline, status
@@ -192,7 +191,7 @@ class Listener:
     """A browser that listens to the events of a run."""
 
     def __init__(self, port: int, run: str, last: str = "") -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         self.connection.request(
             "GET", f"/api/training/events?run={run}", headers={"Last-Event-ID": last} if last else {}
         )
@@ -238,7 +237,7 @@ def test_events_reach_every_browser_and_none_is_missed(project: Workspace) -> No
         assert late.hear(1) == [(1, "anew")]
         for each in (late, again):
             each.close()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while server.server_state.tasks:  # no stream outlives its browser
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -246,17 +245,17 @@ def test_events_reach_every_browser_and_none_is_missed(project: Workspace) -> No
 
 @pytest.mark.slow
 def test_a_run_outlives_its_server_is_stopped_and_continued(page: TestClient, project: Workspace) -> None:
-    project.write_config(max_train_steps=500, checkpoint_step_interval=1000)
+    project.write_config(max_train_steps=50_000, checkpoint_step_interval=1000)
     project.path("config/first").mkdir()
     project.path("config/config.json").rename(project.path("config/first/config.json"))
     with started(project.folder, "--env", "first") as (process, address):
         assert b'"ok"' in fetch(address[3])
         os.killpg(process.pid, signal.SIGINT)  # as the terminal does
-        assert process.communicate(timeout=10)[1] == "Interrupted.\n"
+        assert process.communicate(timeout=PATIENCE)[1] == "Interrupted.\n"
     # Another server, which knows nothing.
     status = until(page, lambda status: status["progress"]["current"] >= 2)
     run = status["run"]
-    assert (status["status"], status["config"]["name"], status["progress"]["total"]) == ("running", "first", 500)
+    assert (status["status"], status["config"]["name"], status["progress"]["total"]) == ("running", "first", 50_000)
     post(page, "start", 409, config="first")
     post(page, "stop")
     status = until(page, lambda status: status["can"]["continue"])

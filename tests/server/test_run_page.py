@@ -22,8 +22,6 @@ from tests.workspace import Workspace
 pytestmark = pytest.mark.slow
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 expect = sync_api.expect
-expect.set_options(timeout=30_000)
-WAIT = 300_000.0  # milliseconds; a run of a tiny model takes ten seconds
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def test_a_run_goes_from_its_start_to_its_last_preview(page: Any, project: Works
     expect(state(page)).to_have_text("idle")
     press(page, "Start")
     # The caption of a preview; a browser that is slow to start sees none of the first ones.
-    expect(page.get_by_text(re.compile(r"^step \d+$")).first).to_be_visible(timeout=WAIT)
+    expect(page.get_by_text(re.compile(r"^step \d+$")).first).to_be_visible()
     expect(state(page)).to_have_text("running")
     expect(page.locator(".run-list .state").first).to_have_text("running")
     expect(page.locator("figure.chart").first).to_contain_text("Loss")
@@ -63,7 +61,7 @@ def test_a_run_goes_from_its_start_to_its_last_preview(page: Any, project: Works
     page.reload()
     expect(state(page)).to_have_text("running")
     press(page, "Save now")
-    expect(page.locator(".console")).to_contain_text("Saved checkpoint-", timeout=WAIT)
+    expect(page.locator(".console")).to_contain_text("Saved checkpoint-")
 
     pid = Run("", project.path("output")).pid
     assert pid is not None
@@ -73,7 +71,7 @@ def test_a_run_goes_from_its_start_to_its_last_preview(page: Any, project: Works
     last = int(project.metrics()[-1]["step"]) + 2  # it goes on from the checkpoint, some steps before
     page.get_by_label("to step").fill(str(last))
     press(page, "Continue")
-    expect(state(page)).to_have_text("completed", timeout=WAIT)
+    expect(state(page)).to_have_text("completed")
     expect(page.locator(".message")).to_contain_text("pytorch_lora_weights.safetensors")
     expect(page.get_by_text(f"step {last}", exact=True).first).to_be_visible()
     expect(page.get_by_role("link", name="Report")).to_be_visible()

@@ -194,7 +194,6 @@ def test_regularisation_data_is_not_aligned(deep: Path, batch: Batch) -> None:
 
 
 def gradients_of(checkpoint: Path, batch: Batch, crepa: Crepa, **settings: Any) -> dict[str, Tensor]:
-    torch.compiler.reset()
     assembly = make_assembly(checkpoint, crepa, **{"gradient_checkpointing": False, **settings})
     step.rehearse_micro_step(assembly, batch)
     every = assembly.parameters | assembly.module_parameters
@@ -210,7 +209,6 @@ def gradients_of(checkpoint: Path, batch: Batch, crepa: Crepa, **settings: Any) 
         ({}, {"gradient_checkpointing": True}),
         (BACKBONE, {"gradient_checkpointing": True, "enable_group_offload": True}),
         ({"irepa_enabled": True}, {"enable_group_offload": True}),
-        ({}, {"dynamo_backend": "aot_eager"}),
     ],
 )
 def test_memory_and_speed_settings_change_no_gradient(

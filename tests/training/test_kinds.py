@@ -213,7 +213,7 @@ def test_a_quantised_base_is_published_as_a_lora(t2i_checkpoint: Path, tmp_path:
     assert 0 < float(read_header(tmp_path / LORA_FILE)[METADATA][FORWARD_ERROR]) <= 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("traced_only")
 def test_compiled_blocks_give_the_same_gradients(t2i_checkpoint: Path) -> None:
     batch, gradients = make_batch(t2i_checkpoint, ["a star"]), []
     for each in ({}, {"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.world import World
 from tests.closeness import ROTATION, distance
+from tests.processes import PATIENCE
 from tests.training.assembly import make_batch
 from tests.training.sharded_run import BATCH_FILE, CASES, HOLLOW, LEG, RELAYED, Run, main, relay, run_case
 from tests.workspace import FORKS
@@ -41,7 +42,7 @@ def start(size: int, *arguments: Any) -> None:
         for each in started:
             each.start()
         for each in started:
-            each.join(240)
+            each.join(PATIENCE)
     finally:
         for each in started:
             each.kill()
