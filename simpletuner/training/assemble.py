@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.precision import transformer_dtype, vae_dtype
+from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import step_seed
