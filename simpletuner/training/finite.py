@@ -49,6 +49,8 @@ def stop_if_gradients_not_finite(
     parameters: Mapping[str, nn.Parameter],
     scaler: torch.amp.GradScaler,
     files: Sequence[Sequence[str]],
+    *,
+    is_halfway: bool = False,
 ) -> None:
     """Check the gradient of a step before the update.
 
@@ -56,6 +58,7 @@ def stop_if_gradients_not_finite(
 
     Args:
         sizes: norm or largest value of the whole gradient, as measured by clipping.
+        is_halfway: released gradients have updated some weights.
 
     Raises:
         NonFiniteError: naming the tensors in the order in which the backward pass reached them, and the files.
@@ -64,9 +67,22 @@ def stop_if_gradients_not_finite(
         return
     gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
     guilty = not_finite(gradients)[::-1]  # the backward pass goes from the last layer to the first
+    raise gradient_error(guilty, files, is_halfway=is_halfway)
+
+
+def gradient_error(guilty: Sequence[str], files: Sequence[Sequence[str]], *, is_halfway: bool) -> NonFiniteError:
+    """The error for a gradient that is NaN or infinite.
+
+    Args:
+        guilty: its tensors, in the order in which the backward pass reached them; none if each by itself is finite.
+        is_halfway: some weights are updated already.
+    """
     what = f"of {shorten(guilty)}, in the order of the backward pass," if guilty else "of all tensors together"
-    raise NonFiniteError(
-        f"The gradient {what} is NaN or infinite, although the loss is finite. The weights were not touched. "
+    left = "were not touched"
+    if is_halfway:
+        left = "of this step are partly updated and are not saved: continue from the last checkpoint"
+    return NonFiniteError(
+        f"The gradient {what} is NaN or infinite, although the loss is finite. The weights {left}. "
         f"Trained on: {', '.join(name for names in files for name in names)}."
     )
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from simpletuner.config.schema import OptimizerConfig
-from simpletuner.errors import NonFiniteError, shorten
+from simpletuner.training.finite import gradient_error
 from simpletuner.training.host_state import HostState
 
 
@@ -131,9 +130,4 @@ class GradientRelease:
     def _stop(self, sizes: Mapping[str, Tensor], files: Sequence[Sequence[str]]) -> None:
         finite = torch.stack([*sizes.values()]).isfinite().tolist()
         guilty = [name for name, is_finite in zip(sizes, finite, strict=True) if not is_finite]
-        left = "The weights of this step are partly updated and are not saved: continue from the last checkpoint."
-        raise NonFiniteError(
-            f"The gradient of {shorten(guilty) or 'all tensors together'}, in the order of the backward pass, is NaN "
-            f"or infinite, although the loss is finite. {left if self.is_halfway else 'The weights were not touched.'} "
-            f"Trained on: {', '.join(chain.from_iterable(files))}."
-        )
+        raise gradient_error(guilty, files, is_halfway=self.is_halfway)

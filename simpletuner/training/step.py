@@ -203,9 +203,10 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
     gradient = clip_trained(assembly, everyone.names)
     own = clip_gradients(assembly.module_parameters.values(), settings.optimizer)
-    stop_if_gradients_not_finite((*gradient.values(), *own.values()), every, assembly.scaler, everyone.names)
-    if assembly.release is not None:
-        assembly.release.finish()
+    sizes, release = (*gradient.values(), *own.values()), assembly.release
+    stop_if_gradients_not_finite(sizes, every, assembly.scaler, everyone.names, is_halfway=release is not None)
+    if release is not None:
+        release.finish()
     else:
         assembly.scaler.step(assembly.optimizer)
     assembly.scaler.update()
