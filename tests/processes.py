@@ -36,7 +36,7 @@ def start(workspaces: Sequence[Workspace], *arguments: str, each: Sequence[Seque
     port = free_port()
     places = range(len(workspaces))
     extras = each or [()] * len(workspaces)
-    return [workspaces[rank].fork(_run, rank, len(workspaces), port, [*arguments, *extras[rank]]) for rank in places]
+    return [workspaces[rank].fork(run_as, rank, len(workspaces), port, [*arguments, *extras[rank]]) for rank in places]
 
 
 def finish(processes: Sequence[BaseProcess]) -> list[int | None]:
@@ -59,7 +59,8 @@ def printed(workspace: Workspace, rank: int = 0) -> str:
     return workspace.path(f"rank{rank}.txt").read_text()
 
 
-def _run(rank: int, size: int, port: int, arguments: list[str]) -> None:
+def run_as(rank: int, size: int, port: int, arguments: list[str]) -> None:
+    """`simpletuner <arguments>` as one of `size` processes, which meet at a port."""
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     os.environ.update(
         {name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)

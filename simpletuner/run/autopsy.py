@@ -1,5 +1,7 @@
 """What a failed run leaves behind: `output_dir/failures/step-<n>/`, from which `run.replay` repeats the step.
 
+A process other than the first, if it fails alone, leaves `step-<n>-process-<rank>/`.
+
 failure.json    the cause, the step and its samples, settings, versions, memory, the last metrics
 config.json     what the user had set, as a config file for the same working directory
 traceback.txt
@@ -92,8 +94,8 @@ def autopsied(session: Session, assembly: Assembly, state: TrainState, doing: Do
     except Exception as error:
         world = assembly.world
         # Of NaN all processes learn at the same time, and each fails of its own accord.
-        own = isinstance(error, NonFiniteError) or world.first_failure(error) is None
-        if world.is_main and own and not isinstance(error, Interrupted | WriteError):
+        guilty = world.is_main if isinstance(error, NonFiniteError) else world.first_failure(error) is None
+        if guilty and not isinstance(error, Interrupted | WriteError):
             try:
                 with world.undisturbed():
                     error.add_note(_leave(session, assembly, state, doing, error))
@@ -118,7 +120,8 @@ def _leave(session: Session, assembly: Assembly, state: TrainState, doing: Doing
     }
     samples, origin = [_describe(each) for each in batches], str(start.path) if start else None
     failure = Failure(cause, advice, step, samples, origin, facts_of(plan), rows, memory)
-    names = (f"{FOLDER}/step-{step}{f'-{number}' if number > 1 else ''}" for number in count(1))
+    name = f"{FOLDER}/step-{step}" + ("" if assembly.world.is_main else f"-process-{assembly.world.rank}")
+    names = (f"{name}{f'-{number}' if number > 1 else ''}" for number in count(1))
     folder = next(path for name in names if not (path := plan.output_dir / name).exists())
     with build_folder(folder) as unfinished:
         write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))

@@ -7,6 +7,8 @@ import gc
 import json
 import os
 import weakref
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from PIL import Image
 from torch import Tensor
 
-from simpletuner.caching import fill
+from simpletuner.caching import catalogue, fill, keys
 from simpletuner.caching.entry import entry_path, read_provenance
 from simpletuner.caching.read import CacheStore
 from simpletuner.data import files
@@ -283,6 +285,29 @@ def test_entries_do_not_depend_on_which_others_were_encoded(workspace: Workspace
 
 def read(path: Path) -> dict[str, Tensor]:
     return CacheStore(path.parents[1]).read(path.name.partition(".")[0])
+
+
+def test_a_start_digests_each_key_and_lists_each_folder_once(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert workspace.run("cache", "fill") == 0
+    digested, listed = Counter[str](), Counter[Path]()
+    digest, listing = keys.hash_text, catalogue.list_keys
+
+    def count_digest(text: str) -> str:
+        digested[text] += 1
+        return digest(text)
+
+    def count_listing(folder: Path) -> Iterator[str]:
+        listed[folder] += 1
+        return listing(folder)
+
+    monkeypatch.setattr(keys, "hash_text", count_digest)
+    monkeypatch.setattr(catalogue, "list_keys", count_listing)
+    assert workspace.train() == 0
+    assert set(digested.values()) == {1}
+    assert set(listed.values()) == {1}
+    assert len(listed) == 2, "of captions and of latents"
 
 
 def test_an_entry_says_with_how_many_it_was_encoded(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -195,6 +196,31 @@ def test_two_processes_leave_one_folder_and_one_process_repeats_their_step(
     shown = capsys.readouterr().out
     assert "fails again" in shown
     assert "Fails on its own: pictures/p7.png" in shown
+
+
+def fail_in_the_second(rank: int, port: int) -> None:
+    """`simpletuner train` as one of two processes, of which the second fails in step 2."""
+    compute = step.elementwise_loss
+
+    def fail(prediction: torch.Tensor, noisy: Any, config: Any) -> torch.Tensor:
+        if rank == 1 and noisy.place.global_step == 1:
+            raise ValueError("only here")
+        return compute(prediction, noisy, config)
+
+    with patch.object(step, "elementwise_loss", fail):
+        processes.run_as(rank, 2, port, ["train"])
+
+
+def test_a_process_that_fails_alone_leaves_the_folder(workspace: Workspace) -> None:
+    port = processes.free_port()
+    codes = processes.finish([workspace.fork(fail_in_the_second, rank, port) for rank in range(2)])
+    assert 0 not in codes
+    folder, failure = only_failure(workspace)
+    assert folder.name == "step-2-process-1"
+    assert failure["cause"] == "ValueError: only here"
+    (batch,) = failure["batches"]
+    assert [sample["slot"] for sample in batch["samples"]] == [2, 3], "its own part"
+    assert "only here" in processes.printed(workspace)
 
 
 def test_no_folder_without_a_failure_and_its_own_failure_hides_nothing(
