@@ -277,14 +277,13 @@ def _search(budget: Budget, *, in_8_bits: bool) -> tuple[Budget | None, Budget]:
     leanest = choices[-1][-1][-1]
     budget = _with_tiles(budget, leanest)
     beyond = _beyond(budget, leanest)
-    if budget.workload.previews:
-        # Previews must not slow training down if they can be decoded in another way. Alone, they would rather stream.
-        trained = _fastest(choices, budget, beyond | {PREVIEWS}) if budget.workload.buckets else None
-        decoded = _with_decoding(budget, trained or leanest)
-        if PREVIEWS not in _beyond(decoded, leanest):
-            budget, beyond = decoded, beyond - {PREVIEWS}
-    fastest = _fastest(choices, budget, beyond)
-    return _with(budget, *fastest) if fastest else None, _with(budget, *leanest)
+    ways = [way for way in _with_decodings(budget) if PREVIEWS not in _beyond(way, leanest)]
+    if ways:
+        beyond -= {PREVIEWS}
+    found = [(way, each) for way in ways or [budget] if (each := _fastest(choices, way, beyond)) is not None]
+    fitting = [_with(way, *each) for way, each in found]  # of equally fast ones, previews that change least
+    fastest = min(fitting, key=lambda each: each.step_seconds, default=None)
+    return fastest, _with(ways[0] if ways else budget, *leanest)
 
 
 def _fastest(
@@ -299,14 +298,12 @@ def _fastest(
     return None
 
 
-def _with_decoding(budget: Budget, beside: Candidate) -> Budget:
-    """Decode previews in the first way that fits beside these settings, if the user has not set it."""
-    taken = budget
+def _with_decodings(budget: Budget) -> Iterator[Budget]:
+    """The budget, and with the other ways of decoding previews if the user has not set one."""
+    yield budget
     for how in () if budget.config.is_explicit("validation_decoding") else _decodings(budget):
-        if PREVIEWS in _beyond(taken, beside):
-            reason = f"previews are decoded in {how} to fit {_room(budget.device)}, which changes {DECODINGS[how]}"
-            taken = _with(budget, Change({"validation_decoding": how}), reason)
-    return taken
+        reason = f"previews are decoded in {how} to fit {_room(budget.device)}, which changes {DECODINGS[how]}"
+        yield _with(budget, Change({"validation_decoding": how}), reason)
 
 
 def _decodings(budget: Budget) -> list[str]:

@@ -429,7 +429,7 @@ def with_previews(before: Budget, preview: Bucket = LITE) -> Budget:
     return estimate(before.config, before.parts, workload, before.device, None)
 
 
-@pytest.mark.parametrize(("gigabytes", "how"), [(6, "tiles"), (16, "strips"), (40, "whole")])
+@pytest.mark.parametrize(("gigabytes", "how"), [(6, "tiles"), (9, "strips"), (16, "strips"), (40, "whole")])
 def test_auto_decodes_previews_in_the_first_way_that_fits_beside_training(gigabytes: float, how: str) -> None:
     alone = budget(gpu(gigabytes))
     chosen = choose(with_previews(alone))

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.reporting.events import EventStream
 from simpletuner.training.state import TrainState, random_states, restore_random_states
 from simpletuner.validation import runner
@@ -59,7 +60,8 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     )  # fmt: skip
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, device=CPU)
     assembly: Any = SimpleNamespace(
-        accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load), transformer=nn.Identity(),
+        accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load, spec=KANDINSKY5_IMAGE),
+        transformer=nn.Identity(),
         sampling_weights=nullcontext, world=World(), is_sharded=False, parameters={}, module_parameters={},
         settings=SimpleNamespace(total_steps=9),
     )  # fmt: skip
