@@ -5,6 +5,7 @@ A run collects after each encoder that it releases; looking through torch takes 
 """
 
 import gc
+import os
 
 import diffusers.guiders
 import PIL.ImageDraw
@@ -16,5 +17,6 @@ import simpletuner.run.train
 import tests.conftest
 import tests.training.sharded_run
 
+os.fsync = lambda handle: None  # as in tests/conftest.py
 gc.collect()
 gc.freeze()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -124,6 +125,18 @@ class Workspace:
         lines = (self.folder / output / "training_metrics.jsonl").read_text().splitlines()
         clock = re.compile("time|mfu|(.*_)?seconds|.*_share|peak_memory_gb")
         return [{key: value for key, value in json.loads(line).items() if not clock.fullmatch(key)} for line in lines]
+
+    def stopped(self, folder: Path, step: int) -> Workspace:
+        """A copy of a run, as if it had ended after a step of which it has a checkpoint."""
+        copy = Workspace(Path(shutil.copytree(self.folder, folder)))
+        output = copy.path("output")
+        for checkpoint in output.glob("checkpoint-*"):
+            if int(checkpoint.name.split("-")[1]) > step:
+                shutil.rmtree(checkpoint)
+        for result in output.glob("*.safetensors"):
+            result.unlink()
+        shutil.rmtree(output / "pipeline", ignore_errors=True)
+        return copy
 
     def path(self, relative: str) -> Path:
         return self.folder / relative

@@ -36,9 +36,8 @@ def test_a_tiny_model_fits_and_every_phase_is_listed(workspace: Workspace, capsy
     assert any("s a step" in line for line in lines)
 
 
-def test_what_is_cached_is_not_encoded_again(workspace: Workspace, capsys: Capture) -> None:
-    assert workspace.run("cache", "fill") == 0
-    lines = "\n".join(estimate(workspace, capsys))
+def test_what_is_cached_is_not_encoded_again(filled: Workspace, capsys: Capture) -> None:
+    lines = "\n".join(estimate(filled, capsys))
     assert "encoding" not in lines
     assert "latents" not in lines
 

@@ -163,15 +163,14 @@ def test_originals_may_be_gone(workspace: Workspace) -> None:
     assert [line["step"] for line in workspace.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_scan_for_errors_mends_before_training(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert workspace.train() == 0
-    entry = next(workspace.path("output/cache/vae").rglob("*.zst"))
+def test_scan_for_errors_mends_before_training(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = next(trained.path("output/cache/vae").rglob("*.zst"))
     entry.write_bytes(entry.read_bytes()[:-5])
-    workspace.write_datasets([{**DATASETS[0], "scan_for_errors": True}, DATASETS[1]])
+    trained.write_datasets([{**DATASETS[0], "scan_for_errors": True}, DATASETS[1]])
     capsys.readouterr()
-    assert workspace.train("max_train_steps=5") == 0
+    assert trained.train("max_train_steps=5") == 0
     assert "1 picture" in capsys.readouterr().out
-    assert workspace.run("cache", "verify") == 0
+    assert trained.run("cache", "verify") == 0
 
 
 def test_long_captions_are_cut_with_a_warning(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,15 +213,14 @@ def test_a_text_encoder_that_overflows_fills_no_cache(
     assert not list(workspace.path("cache/text").rglob("*.zst"))
 
 
-def test_an_entry_that_is_not_finite_is_found_and_encoded_again(workspace: Workspace) -> None:
-    assert workspace.run("cache", "fill") == 0
-    entry = next(workspace.path("cache/text").rglob("*.zst"))
+def test_an_entry_that_is_not_finite_is_found_and_encoded_again(filled: Workspace) -> None:
+    entry = next(filled.path("cache/text").rglob("*.zst"))
     store, key = CacheStore(entry.parents[1]), entry.name.partition(".")[0]
     spoilt = {name: each * float("nan") if each.is_floating_point() else each for name, each in store.read(key).items()}
     store.write(key, spoilt, read_provenance(entry_path(store.folder, key)))
-    assert workspace.run("cache", "verify") == 2
-    assert workspace.train() == 0
-    assert workspace.run("cache", "verify") == 0
+    assert filled.run("cache", "verify") == 2
+    assert filled.train() == 0
+    assert filled.run("cache", "verify") == 0
 
 
 def test_a_picture_changed_after_the_plan_is_not_stored_under_its_old_hash(

@@ -72,12 +72,11 @@ def test_json_holds_every_problem_and_ends_with_the_same_code(workspace: Workspa
         assert ("memory" in document) == reached
 
 
-def test_a_finished_run_has_nothing_left_to_do(workspace: Workspace, capsys: Capture) -> None:
-    assert workspace.train() == 0
-    shown = plan(workspace, capsys)
+def test_a_finished_run_has_nothing_left_to_do(trained: Workspace, capsys: Capture) -> None:
+    shown = plan(trained, capsys)
     assert "nothing is left to do: this run is finished" in shown
     assert "-" not in shown.partition("micro-step")[2].partition("disk:")[0].replace("micro-step", "")
-    told = json.loads(plan(workspace, capsys, "--json"))
+    told = json.loads(plan(trained, capsys, "--json"))
     assert told["length"]["finished"]
     assert (told["seconds"]["training"], told["seconds"]["previews"]) == (0, 0)
 
@@ -131,9 +130,8 @@ def test_every_file_is_used_or_has_a_reason(workspace: Workspace, capsys: Captur
     assert "6 of 10 files are used" in shown
 
 
-def test_it_knows_what_is_cached(workspace: Workspace, capsys: Capture) -> None:
-    assert workspace.run("cache", "fill") == 0
-    shown = plan(workspace, capsys)
+def test_it_knows_what_is_cached(filled: Workspace, capsys: Capture) -> None:
+    shown = plan(filled, capsys)
     assert "Cache of pictures: 8 of 8 are there, 0 to encode" in shown
     assert ", 0 to encode" in shown.partition("Cache of captions")[2].splitlines()[0]
 

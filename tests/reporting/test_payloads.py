@@ -108,7 +108,7 @@ def test_progress_is_thinned_but_first_and_last_remain() -> None:
 
 
 def test_phases_become_stages() -> None:
-    events, payloads = EventStream(), Payloads(every=5)
+    events, payloads = EventStream(), Payloads(every=5, now=Clock())
     seen: list[Payload] = []
     events.subscribe(lambda event: seen.extend(payloads(event)))
 

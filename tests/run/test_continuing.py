@@ -85,34 +85,31 @@ def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path
     ],
 )
 def test_what_the_weights_cannot_do_without_is_refused(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: list[str]
+    trained: Workspace, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: list[str]
 ) -> None:
-    assert workspace.train() == 0
-    workspace.write_config(**change, max_train_steps=6)
-    assert workspace.train() == 2
+    trained.write_config(**change, max_train_steps=6)
+    assert trained.train() == 2
     message = capsys.readouterr().err
     assert all(word in message for word in words), message
 
 
-def test_another_base_is_refused(workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert workspace.train() == 0
+def test_another_base_is_refused(trained: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = make_checkpoint(tmp_path / "other", seed=1)
-    workspace.write_config(pretrained_model_name_or_path=str(other), max_train_steps=6)
-    assert workspace.train() == 2
+    trained.write_config(pretrained_model_name_or_path=str(other), max_train_steps=6)
+    assert trained.train() == 2
     message = capsys.readouterr().err
     assert "another transformer" in message
     assert "another vae" in message
 
 
-def test_what_may_be_meant_is_said(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert workspace.train() == 0
+def test_what_may_be_meant_is_said(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     changed = {"resolution": 80, "is_regularisation_data": True, "timestep_sampling_offset": 0.25}
-    workspace.write_datasets([{**DATASETS[0], **changed}, DATASETS[1]])
+    trained.write_datasets([{**DATASETS[0], **changed}, DATASETS[1]])
     sampled = {"scheduled_sampling_max_step_offset": 1, "scheduled_sampling_probability": 0.5}
     techniques = {**sampled, "layersync_lambda": 0.1}
-    workspace.write_config(seed=8, loss_type="huber", text_template="diffusers", max_train_steps=6, **techniques)
+    trained.write_config(seed=8, loss_type="huber", text_template="diffusers", max_train_steps=6, **techniques)
     capsys.readouterr()
-    assert workspace.train() == 0
+    assert trained.train() == 0
     said = capsys.readouterr().out
     assert "seed" in said
     assert "with 7, not 8" in said
@@ -127,8 +124,7 @@ def test_what_may_be_meant_is_said(workspace: Workspace, capsys: pytest.CaptureF
     assert "80" in said
 
 
-def test_rates_steps_and_intervals_go_on_silently(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert workspace.train() == 0
+def test_rates_steps_and_intervals_go_on_silently(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert workspace.train("max_train_steps=6", "learning_rate=5e-4", "checkpoint_step_interval=3") == 0
+    assert trained.train("max_train_steps=6", "learning_rate=5e-4", "checkpoint_step_interval=3") == 0
     assert "was trained with" not in capsys.readouterr().out

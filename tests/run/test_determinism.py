@@ -19,22 +19,18 @@ def cache_files(workspace: Workspace) -> dict[str, bytes]:
     return {str(path.relative_to(workspace.folder)): path.read_bytes() for path in paths}
 
 
-def test_two_cold_runs_agree(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    runs = [Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("one", "two")]
-    for run in runs:
-        assert run.train() == 0
-    one, two = runs
+def test_two_cold_runs_agree(workspace: Workspace, finished: Workspace) -> None:
+    one, two = finished, workspace
+    assert two.train() == 0
     assert cache_files(one) == cache_files(two)
     assert len(cache_files(one)) > 8
     assert one.metrics() == two.metrics()
     assert one.path(LORA).read_bytes() == two.path(LORA).read_bytes()
 
 
-def test_another_seed_is_another_run(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    one = Workspace.create(tmp_path / "one", t2i_checkpoint)
-    two = Workspace.create(tmp_path / "two", t2i_checkpoint, seed=8)
-    assert (one.train(), two.train()) == (0, 0)
-    assert one.metrics() != two.metrics()
+def test_another_seed_is_another_run(workspace: Workspace, finished: Workspace) -> None:
+    assert workspace.train("seed=8") == 0
+    assert workspace.metrics() != finished.metrics()
 
 
 @pytest.mark.parametrize(
@@ -46,13 +42,12 @@ def test_another_seed_is_another_run(tmp_path: Path, t2i_checkpoint: Path) -> No
         {"gradient_checkpointing": False},
     ],
 )
-def test_watching_changes_nothing(tmp_path: Path, t2i_checkpoint: Path, watching: dict[str, Any]) -> None:
-    plain = Workspace.create(tmp_path / "plain", t2i_checkpoint)
-    watched = Workspace.create(tmp_path / "watched", t2i_checkpoint, **watching)
-    assert (plain.train(), watched.train()) == (0, 0)
-    losses = [[line["train_loss"] for line in run.metrics()] for run in (plain, watched)]
+def test_watching_changes_nothing(workspace: Workspace, finished: Workspace, watching: dict[str, Any]) -> None:
+    workspace.write_config(**watching)
+    assert workspace.train() == 0
+    losses = [[line["train_loss"] for line in run.metrics()] for run in (finished, workspace)]
     assert losses[0] == losses[1]
-    assert plain.path(LORA).read_bytes() == watched.path(LORA).read_bytes()
+    assert finished.path(LORA).read_bytes() == workspace.path(LORA).read_bytes()
 
 
 def test_random_crops_differ_by_epoch_and_repeat_by_seed(tmp_path: Path, t2i_checkpoint: Path) -> None:

@@ -76,9 +76,8 @@ def test_the_plan_counts_the_vae_beside_training_and_says_so(
     assert "Encoded in training: 8 pictures" in capsys.readouterr().out
 
 
-def test_with_everything_cached_no_vae_is_loaded(workspace: Workspace) -> None:
-    assert workspace.run("cache", "fill") == 0
-    budget = budget_of(workspace, "vae_cache_ondemand=true")
+def test_with_everything_cached_no_vae_is_loaded(filled: Workspace) -> None:
+    budget = budget_of(filled, "vae_cache_ondemand=true")
     assert not budget.workload.encoded_in_training
 
 

@@ -56,18 +56,18 @@ def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_clips_become_a_lora_and_previews(tmp_path: Path, t2v: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workspace = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
-    workspace.write_config(validation_disable=False)
+    workspace.write_config(validation_disable=False, validation_num_video_frames=5)
     assert workspace.run("plan") == 0
     assert workspace.train() == 0
     told = capsys.readouterr().out
     assert "Cache of clips: 0 of 3 are there" in told
     assert "Encoding clips: 3 clips" in told
-    preview = workspace.path("output/validation_images/step_3_validation_0_128x128@17.mp4")
+    preview = workspace.path("output/validation_images/step_3_validation_0_128x128@5.mp4")
     with av.open(str(preview)) as clip:
         stream = clip.streams.video[0]
         assert (stream.width, stream.height, float(stream.average_rate or 0)) == (128, 128, 12.0)
-        assert len(list(clip.decode(video=0))) == 17
-    assert workspace.path("output/benchmarks/base_model/validation_128x128@17_0.mp4").exists()
+        assert len(list(clip.decode(video=0))) == 5
+    assert workspace.path("output/benchmarks/base_model/validation_128x128@5_0.mp4").exists()
     pipeline = Kandinsky5T2VPipeline.from_pretrained(t2v, tokenizer=load_processor(t2v))
     pipeline.load_lora_weights(workspace.path("output"))
     report = workspace.path("output/training_report.html").read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def test_clips_become_a_lora_and_previews(tmp_path: Path, t2v: Path, capsys: pyt
 
 def test_i2v_needs_nothing_beside_the_clips(tmp_path: Path, i2v: Path) -> None:
     workspace = make_workspace(tmp_path / "run", i2v, "i2v-lite-5s")
-    workspace.write_config(validation_disable=False)
+    workspace.write_config(validation_disable=False, disable_benchmark=True)
     assert workspace.train() == 0
     latents = list(workspace.path("output/cache/vae").rglob("*.safetensors*"))
     assert len(latents) == 6, "each clip, and its first frame alone"
@@ -94,13 +94,11 @@ def test_full_fine_tune(tmp_path: Path, t2v: Path) -> None:
 
 
 def test_stop_and_go_equals_going_on(tmp_path: Path, i2v: Path) -> None:
-    runs = [make_workspace(tmp_path / name, i2v, "i2v-lite-5s") for name in ("straight", "broken")]
-    for run in runs:
-        run.write_config(checkpoint_step_interval=1)
-    assert runs[0].train() == 0
+    straight = make_workspace(tmp_path / "straight", i2v, "i2v-lite-5s")
+    straight.write_config(checkpoint_step_interval=1)
+    assert straight.train() == 0
+    runs = [straight, straight.stopped(tmp_path / "broken", 2)]
     assert runs[1].train() == 0
-    runs[1].path("output/pytorch_lora_weights.safetensors").unlink()
-    assert runs[1].train("resume_from_checkpoint=checkpoint-2") == 0
     assert runs[0].metrics() == runs[1].metrics()
     weights = [load_file(run.path("output/pytorch_lora_weights.safetensors")) for run in runs]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])

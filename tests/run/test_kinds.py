@@ -34,12 +34,10 @@ def test_stop_and_go_equals_going_on(
     tmp_path: Path, t2i_checkpoint: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lycoris.json").write_text(json.dumps(FILE))
-    straight, broken = (
-        Workspace.create(tmp_path / name, t2i_checkpoint, **SETTINGS, **KINDS[kind]) for name in ("straight", "broken")
-    )
+    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS, **KINDS[kind])
     assert straight.train() == 0
     told = capsys.readouterr().out
-    assert broken.train("max_train_steps=3") == 0
+    broken = straight.stopped(tmp_path / "broken", 3)
     assert broken.train("resume_from_checkpoint=latest") == 0
     assert_same_run(straight, broken)
     pipeline = Kandinsky5T2IPipeline.from_pretrained(t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint))

@@ -71,16 +71,15 @@ def test_two_halves_make_the_whole_loss(tmp_path: Path, name: str, request: pyte
 def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> None:
     """With masks in some of the batches, the prior, and other crops in each epoch."""
     settings = {"masked_loss_probability": 0.3, "masked_loss_prior": 0.5, "masked_loss_normalise": True}
-    runs = [make_workspace(tmp_path / name, t2i_checkpoint, "image", **settings) for name in ("straight", "broken")]
-    for run in runs:
-        entries = json.loads(run.path("config/multidatabackend.json").read_text())
-        entries[0] |= {"crop": True, "repeats": 0}
-        run.write_datasets(entries)
-        assert run.train("max_train_steps=6", "train_batch_size=1") == 0
-    assert any("masked_prior_loss" in line for line in runs[0].metrics())
-    assert not all("masked_prior_loss" in line for line in runs[0].metrics())
-    runs[1].path(RESULT).unlink()
-    assert runs[1].train("resume_from_checkpoint=checkpoint-2", "max_train_steps=6", "train_batch_size=1") == 0
+    straight = make_workspace(tmp_path / "straight", t2i_checkpoint, "image", **settings)
+    entries = json.loads(straight.path("config/multidatabackend.json").read_text())
+    entries[0] |= {"crop": True, "repeats": 0}
+    straight.write_datasets(entries)
+    assert straight.train("max_train_steps=6", "train_batch_size=1") == 0
+    assert any("masked_prior_loss" in line for line in straight.metrics())
+    assert not all("masked_prior_loss" in line for line in straight.metrics())
+    runs = [straight, straight.stopped(tmp_path / "broken", 2)]
+    assert runs[1].train("max_train_steps=6", "train_batch_size=1") == 0
     assert runs[0].metrics() == runs[1].metrics()
     one, other = (load_file(run.path(RESULT)) for run in runs)
     assert all((one[key] == other[key]).all() for key in one)

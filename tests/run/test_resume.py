@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from simpletuner.cli.app import main
+from tests.processes import PATIENCE
 from tests.workspace import DATASETS, Workspace
 
 RESULT = "output/pytorch_lora_weights.safetensors"
@@ -69,9 +70,7 @@ def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path, kind:
     settings = {**SETTINGS, "model_type": kind, "optimizer": optimizer, "learning_rate": 1e-4}
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **settings)
     assert straight.train() == 0
-    broken = Workspace(shutil.copytree(straight.folder, tmp_path / "broken"))
-    shutil.rmtree(broken.path(f"output/checkpoint-{STEPS}"))
-    broken.path(RESULT).unlink(missing_ok=True)
+    broken = straight.stopped(tmp_path / "broken", STEPS // 2)
     assert broken.train("resume_from_checkpoint=latest") == 0
     assert_same_run(straight, broken)
 
@@ -103,10 +102,10 @@ def test_kill_at_any_moment(tmp_path: Path, t2i_checkpoint: Path) -> None:
     killed = Workspace.create(tmp_path / "killed", t2i_checkpoint, **SETTINGS, checkpoints_total_limit=0)
     killed.write_config(checkpoint_step_interval=1)
     straight_again = random.Random(0)
-    for _ in range(4):
+    for _ in range(3):
         process = killed.fork(main, ["train"])
         seen = killed.path("output")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while process.is_alive() and not seen.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(straight_again.uniform(0.0, 2.0))
@@ -116,20 +115,18 @@ def test_kill_at_any_moment(tmp_path: Path, t2i_checkpoint: Path) -> None:
     assert_same_run(straight, killed)
 
 
-def test_a_finished_run_trains_nothing(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert workspace.train() == 0
-    before = workspace.path("output/pytorch_lora_weights.safetensors").read_bytes()
-    record = workspace.metrics()
-    assert workspace.train() == 0
+def test_a_finished_run_trains_nothing(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    before = trained.path("output/pytorch_lora_weights.safetensors").read_bytes()
+    record = trained.metrics()
+    assert trained.train() == 0
     assert "finished" in capsys.readouterr().out
-    assert workspace.metrics() == record
-    assert workspace.path("output/pytorch_lora_weights.safetensors").read_bytes() == before
+    assert trained.metrics() == record
+    assert trained.path("output/pytorch_lora_weights.safetensors").read_bytes() == before
 
 
-def test_a_longer_run_continues(workspace: Workspace) -> None:
-    assert workspace.train() == 0
-    assert workspace.train("max_train_steps=6") == 0
-    assert [line["step"] for line in workspace.metrics()] == [1, 2, 3, 4, 5, 6]
+def test_a_longer_run_continues(trained: Workspace) -> None:
+    assert trained.train("max_train_steps=6") == 0
+    assert [line["step"] for line in trained.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_rolling_checkpoints_have_a_limit_of_their_own(workspace: Workspace) -> None:
@@ -139,16 +136,15 @@ def test_rolling_checkpoints_have_a_limit_of_their_own(workspace: Workspace) -> 
     assert names == {"checkpoint-3-rolling", "checkpoint-4", "checkpoint-5-rolling"}
 
 
-def test_incomplete_and_damaged_checkpoints(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert workspace.train() == 0
-    workspace.path("output/checkpoint-4/manifest.json").unlink()
-    workspace.path("output/pytorch_lora_weights.safetensors").unlink()
-    assert workspace.train() == 0, "the incomplete one is skipped"
+def test_incomplete_and_damaged_checkpoints(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    trained.path("output/checkpoint-4/manifest.json").unlink()
+    trained.path("output/pytorch_lora_weights.safetensors").unlink()
+    assert trained.train() == 0, "the incomplete one is skipped"
     assert "checkpoint-4 is not complete" in capsys.readouterr().out
-    state = workspace.path("output/checkpoint-4/training_state/state.pt")
+    state = trained.path("output/checkpoint-4/training_state/state.pt")
     state.write_bytes(state.read_bytes()[:-1] + b"!")
-    workspace.path("output/pytorch_lora_weights.safetensors").unlink()
-    assert workspace.train() == 2
+    trained.path("output/pytorch_lora_weights.safetensors").unlink()
+    assert trained.train() == 2
     assert "damaged" in capsys.readouterr().err
 
 
@@ -161,15 +157,13 @@ def test_incomplete_and_damaged_checkpoints(workspace: Workspace, capsys: pytest
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+    trained: Workspace, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
 ) -> None:
-    assert workspace.train() == 0
-    workspace.write_config(**change, max_train_steps=6)
-    assert workspace.train() == 2
+    trained.write_config(**change, max_train_steps=6)
+    assert trained.train() == 2
     assert words in capsys.readouterr().err
 
 
-def test_datasets_file_is_untouched(workspace: Workspace) -> None:
-    assert workspace.train() == 0
-    assert workspace.path("config/multidatabackend.json").read_text().startswith("[{")
+def test_datasets_file_is_untouched(trained: Workspace) -> None:
+    assert trained.path("config/multidatabackend.json").read_text().startswith("[{")
     assert len(DATASETS) == 2

@@ -28,7 +28,7 @@ def sana_workspace(tmp_path: Path, sana_checkpoint: Path) -> Workspace:
 
 def test_lora(sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("--flow_schedule_shift=1.0", "--sana_motion_score=30", "--validation_disable=false")
-    assert sana_workspace.train(*settings) == 0
+    assert sana_workspace.train(*settings, "--disable_benchmark") == 0
     assert "flow_schedule_shift: '1.0' is ignored" in "".join(capsys.readouterr())
     assert all("nan" not in str(line) for line in sana_workspace.metrics())
     names = {path.name for path in sana_workspace.path("output/validation_images").iterdir()}
@@ -50,7 +50,7 @@ def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
         path.with_suffix(".txt").write_text(f"clip {index}")
     sana_workspace.write_datasets([clips, *DATASETS])
     settings = ("--validation_disable=false", "--train_batch_size=1", "--num_eval_images=1", "--max_train_steps=8")
-    assert sana_workspace.train(*settings) == 0
+    assert sana_workspace.train(*settings, "--disable_benchmark") == 0
     assert "nan" not in str(sana_workspace.metrics())
     previews = [path.name for path in sana_workspace.path("output/validation_images").glob("*@5.mp4")]
     assert len(previews) == 2, previews

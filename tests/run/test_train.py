@@ -100,8 +100,13 @@ def test_the_average_of_a_dora_has_the_names_of_the_dora(workspace: Workspace, f
     assert len([name for name in average if name.endswith(("dora_scale", "lora_magnitude_vector"))]) == len(average) / 3
 
 
-@pytest.mark.parametrize("targets", ["all-linear", '["to_query", "feed_forward.in_layer"]'])
-@pytest.mark.parametrize("init", ["default", "gaussian", "pissa", "olora"])
+@pytest.mark.parametrize(
+    ("targets", "init"),
+    [
+        ('["to_query", "feed_forward.in_layer"]', "default"),
+        *(("all-linear", init) for init in ("default", "gaussian", "pissa", "olora")),
+    ],
+)
 def test_lora_targets_and_inits(workspace: Workspace, targets: str, init: str) -> None:
     workspace.write_config(peft_lora_target_modules=targets, lora_init_type=init, lora_rank=4, max_train_steps=2)
     assert workspace.train() == 0, "publishing verifies every tensor through the stock loader"
@@ -163,45 +168,42 @@ def test_low_precision(workspace: Workspace, precision: str) -> None:
     assert all(line["train_loss"] < 10 for line in workspace.metrics())
 
 
-def test_second_run_loads_no_encoder(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert workspace.train() == 0
+def test_second_run_loads_no_encoder(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("an encoder was loaded although everything is cached")
 
     monkeypatch.setattr(Kandinsky5ImageAdapter, "load_text_encoder", refuse)
     monkeypatch.setattr(Kandinsky5ImageAdapter, "load_latent_encoder", refuse)
-    assert workspace.train("max_train_steps=6") == 0
-    assert workspace.train("--output_dir=other", "cache_dir_vae=output/cache/vae") == 0
+    assert trained.train("max_train_steps=6") == 0
+    assert trained.train("--output_dir=other", "cache_dir_vae=output/cache/vae") == 0
 
 
-def test_only_what_is_new_is_encoded(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert workspace.train() == 0
-    shutil.copy(workspace.path("datasets/pictures/p0.png"), workspace.path("datasets/pictures/copy.png"))
-    workspace.path("datasets/pictures/copy.txt").write_text("a new caption")
-    Image.new("RGB", (64, 64), "red").save(workspace.path("datasets/pictures/red.png"))
-    workspace.path("datasets/pictures/red.txt").write_text("red")
+def test_only_what_is_new_is_encoded(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(trained.path("datasets/pictures/p0.png"), trained.path("datasets/pictures/copy.png"))
+    trained.path("datasets/pictures/copy.txt").write_text("a new caption")
+    Image.new("RGB", (64, 64), "red").save(trained.path("datasets/pictures/red.png"))
+    trained.path("datasets/pictures/red.txt").write_text("red")
     capsys.readouterr()
-    assert workspace.train("max_train_steps=6") == 0
+    assert trained.train("max_train_steps=6") == 0
     output = capsys.readouterr().out
     assert "Encoding pictures: 1 picture in" in output
     assert "Encoding captions: 2 captions" in output
 
 
-def test_a_damaged_entry_is_encoded_again(workspace: Workspace) -> None:
-    assert workspace.train() == 0
-    before = workspace.metrics()
-    entries = list(workspace.path("output/cache/vae").rglob("*.safetensors.zst"))
+def test_a_damaged_entry_is_encoded_again(trained: Workspace) -> None:
+    before = trained.metrics()
+    entries = list(trained.path("output/cache/vae").rglob("*.safetensors.zst"))
     originals = {path: path.read_bytes() for path in entries}
     for path in entries[:3]:
         path.write_bytes(path.read_bytes()[:-3] + b"xyz")
-    shutil.move(workspace.path("output"), workspace.path("aside"))
-    shutil.copytree(workspace.path("aside/cache"), workspace.path("output/cache"))
-    assert workspace.train() == 0
-    losses = [[line["train_loss"] for line in record] for record in (before, workspace.metrics())]
+    shutil.move(trained.path("output"), trained.path("aside"))
+    shutil.copytree(trained.path("aside/cache"), trained.path("output/cache"))
+    assert trained.train() == 0
+    losses = [[line["train_loss"] for line in record] for record in (before, trained.metrics())]
     assert losses[1] == losses[0]
     assert {path: path.read_bytes() for path in entries} == originals
-    assert workspace.run("cache", "verify") == 0
+    assert trained.run("cache", "verify") == 0
 
 
 def test_regularisation_holds_the_base_model(workspace: Workspace) -> None:

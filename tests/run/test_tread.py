@@ -26,15 +26,14 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    runs = [
-        Workspace.create(tmp_path / name, t2i_checkpoint, tread_config=ROUTES, gradient_accumulation_steps=2)
-        for name in ("straight", "broken", "plain")
-    ]
-    runs[2].write_config(tread_config=None)
-    for run in runs:
+    straight, plain = (
+        Workspace.create(tmp_path / name, t2i_checkpoint, tread_config=routes, gradient_accumulation_steps=2)
+        for name, routes in (("straight", ROUTES), ("plain", None))
+    )
+    for run in (straight, plain):
         assert run.train() == 0
-    runs[1].path(RESULT).unlink()
-    assert runs[1].train("resume_from_checkpoint=checkpoint-2") == 0
+    runs = [straight, straight.stopped(tmp_path / "broken", 2), plain]
+    assert runs[1].train() == 0
     assert runs[0].metrics() == runs[1].metrics()
     assert equal(weights(runs[0]), weights(runs[1]))
     assert not equal(weights(runs[0]), weights(runs[2])), "the route did nothing"
@@ -62,7 +61,8 @@ def test_clips_with_block_sparse_attention(tmp_path: Path) -> None:
     runs = [make_workspace(tmp_path / name, checkpoint, "i2v-pro-sft-5s") for name in ("with", "without")]
     runs[0].write_config(tread_config=ROUTES)
     for run in runs:
-        run.write_datasets([{**CLIPS, "resolution": 256, "crop": True, "crop_style": "center"}, DATASETS[1]])
+        crops = {"resolution": 256, "crop": True, "crop_style": "center", "cache_dir_vae": str(tmp_path / "vae")}
+        run.write_datasets([{**CLIPS, **crops}, {**DATASETS[1], "cache_dir": str(tmp_path / "text")}])
         assert run.train("max_train_steps=1") == 0
     assert runs[0].metrics()[0]["train_loss"] > 0
     assert not equal(*(weights(run) for run in runs))

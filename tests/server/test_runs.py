@@ -107,7 +107,7 @@ def refused(folder: Path) -> None:
         (lambda folder: (tell(folder, *STEPS), own(folder, boot="an earlier one")), "interrupted", "at step 3."),
         (lambda folder: (tell(folder, *STEPS), own(folder, pid=2**30, started="")), "interrupted", "at step 3."),
         (lambda folder: (tell(folder, *STEPS), own(folder, host="elsewhere")), "running", "On elsewhere."),
-        (silent_elsewhere, "interrupted", "No sign of life for 1:00:00. process"),
+        (silent_elsewhere, "interrupted", "No sign of life for 1:0"),
         (old_record, "cancelled", "Stopped at step 3."),
         (refused, "error", "seed: is odd.\nepochs: none."),
     ],

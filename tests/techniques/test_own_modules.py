@@ -118,11 +118,15 @@ def test_hidden_states_are_released_and_recomputed_ones_not_seen(deep: Path, bat
         assembly.hidden.watch(4)
 
 
-def test_compiled_blocks_are_watched_and_run_again(deep: Path, batch: Batch) -> None:
+@pytest.mark.usefixtures("traced_only")
+def test_compiled_blocks_are_watched_run_again_and_run_without_gradients(deep: Path, batch: Batch) -> None:
+    """All that techniques do with blocks."""
     torch.compiler.reset()
     batch = replace(batch, other_embeds=batch.embeds[::-1])
-    expected = gradients_of(moved(deep, Alignment(), Preservation(1.0, 1.0)), batch)
-    found = gradients_of(moved(deep, Alignment(), Preservation(1.0, 1.0), dynamo_backend="aot_eager"), batch)
+    expected, found = (
+        gradients_of(moved(deep, Rollout(), Alignment(), Preservation(1.0, 1.0), **settings), batch)
+        for settings in ({}, {"dynamo_backend": "aot_eager"})
+    )
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
 
@@ -188,8 +192,7 @@ def test_runs_resume_bit_for_bit_and_publish_nothing_of_it(
     PatchTeacher.encoded = 0
     assert straight.train() == 0
     assert PatchTeacher.encoded == 4, "once a picture"
-    broken = run_of(tmp_path / "broken", t2i_checkpoint, model_type=kind, learning_rate=1e-4)
-    assert broken.train("max_train_steps=3") == 0
+    broken = straight.stopped(tmp_path / "broken", 3)
     PatchTeacher.encoded = 0
     assert broken.train() == 0
     assert PatchTeacher.encoded == 0, "cached"
