@@ -96,6 +96,7 @@ def main() -> None:
         for kind in options.kinds:
             rounds = [in_a_process(options.folder, size, kind) for _ in range(options.rounds)]
             ratios += compare(f"{size}, {kind}", rounds)
+    del options.folder, options.here  # what they say is of one machine
     show("Host memory of a process against the plan, on a CPU", ratios, options)
 
 

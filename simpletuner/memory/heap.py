@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+
+# Options of glibc's `mallopt`, and their values once glibc has adapted them to large tensors.
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+ADAPTED = {MMAP_THRESHOLD: 2**25, TRIM_THRESHOLD: 2**26}
+LARGE = 2**20  # bytes
 
 
 def trim_heap() -> None:
@@ -15,6 +22,21 @@ def trim_heap() -> None:
     """
     if _has_glibc():
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def large_tensors_apart() -> Iterator[None]:
+    """Keep large tensors out of the heap: their memory goes back to the system as soon as they are freed.
+
+    In the heap, small tensors that stay settle where large temporary ones were, and it grows with each large one.
+    """
+    if _has_glibc():
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)
+    try:
+        yield
+    finally:
+        for option, value in ADAPTED.items() if _has_glibc() else ():
+            ctypes.CDLL(None).mallopt(option, value)
 
 
 @cache

@@ -27,6 +27,7 @@ from simpletuner.config.precision import quantisation, transformer_dtype, vae_dt
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import step_seed
+from simpletuner.memory.heap import large_tensors_apart
 from simpletuner.memory.offload.attach import attach_offload, place_model
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.image import WeightImage
@@ -154,13 +155,15 @@ def _load(
     if config.model.model_type != "lora":
         return FullModel(adapter.load_transformer(trained_dtype, hollow=hollow), sharers), []
     adapted = r".+" if config.lora.lora_type == "lycoris" else spec.lora_targets  # which has targets of its own
-    transformer, packed = load_frozen(config, adapter, device, world, adapted=adapted, hollow=hollow)
-    return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype, hollow=hollow), packed
+    with large_tensors_apart():
+        transformer, packed = load_frozen(config, adapter, device, world, adapted=adapted, hollow=hollow)
+        return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype, hollow=hollow), packed
 
 
 def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
     """Load a transformer for sampling alone: frozen, quantised, sped up, placed and streamed as in training."""
-    transformer, packed = load_frozen(config, adapter, device)
+    with large_tensors_apart():
+        transformer, packed = load_frozen(config, adapter, device)
     transformer.eval()
     _use_fast_blocks(transformer, config, adapter, device)
     streamed = _place(transformer, adapter.block_layout(transformer), config.offload, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from simpletuner.config.precision import quantisation
 from simpletuner.errors import UserError
+from simpletuner.memory.heap import LARGE, large_tensors_apart
 from simpletuner.memory.offload.attach import attach_offload, pack_group, streamed_blocks
 from simpletuner.memory.offload.image import WeightImage, leaves
 from simpletuner.memory.precision import DTYPES, quantise
@@ -159,21 +161,32 @@ def test_streamed_gradients_are_the_resident_ones(
     assert all(torch.equal(resident[name], streamed[name]) for name in resident)
 
 
+def file_behind(address: int) -> str | None:
+    """The file that is mapped at an address of this process, empty for plain memory; None if nothing is."""
+    lines = [line.split(maxsplit=5) for line in MAPS.read_text().splitlines()]
+    spans = [([int(end, 16) for end in line[0].split("-")], line[5:]) for line in lines]
+    return next(("".join(path) for (start, end), path in spans if start <= address < end), None)
+
+
 @pytest.mark.skipif(not MAPS.is_file(), reason="needs /proc")
 def test_a_weight_of_the_right_dtype_is_no_copy(checkpoints: dict[str, Path]) -> None:
     """It is a view of the mapped file, and the island beside it is not; a packed weight maps nothing."""
-
-    def file_behind(transformer: nn.Module, name: str) -> str:
-        address = transformer.get_parameter(f"visual_transformer_blocks.0.{name}.weight").data_ptr()
-        lines = [line.split(maxsplit=5) for line in MAPS.read_text().splitlines()]
-        spans = [([int(end, 16) for end in line[0].split("-")], line[5:]) for line in lines]
-        return next("".join(path) for (start, end), path in spans if start <= address < end)
-
     for streamed, mapped in ((False, True), (True, False)):
         settings = {"mixed_precision": "bf16", "speed_bf16_modulation": False, "enable_group_offload": streamed}
         transformer, _ = load_frozen(*parts(checkpoints["bf16"], **settings), CPU)
-        assert file_behind(transformer, "self_attention.to_query").endswith(".safetensors") == mapped
-        assert not file_behind(transformer, "visual_modulation.out_layer").endswith(".safetensors")
+        for name, is_view in (("self_attention.to_query", mapped), ("visual_modulation.out_layer", False)):
+            weight = transformer.get_parameter(f"visual_transformer_blocks.0.{name}.weight")
+            assert str(file_behind(weight.data_ptr())).endswith(".safetensors") == is_view
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or not MAPS.is_file(), reason="needs glibc and /proc")
+def test_large_tensors_are_given_back_at_once() -> None:
+    with large_tensors_apart():
+        tensor = torch.empty(8 * LARGE, dtype=torch.uint8)
+        address = tensor.data_ptr()
+        assert file_behind(address) == ""
+        del tensor
+        assert file_behind(address) is None
 
 
 def test_files_that_do_not_fit(checkpoints: dict[str, Path]) -> None:
