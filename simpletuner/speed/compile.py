@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,8 +26,8 @@ from simpletuner.speed.recomputation import outside_checkpoints
 # wrong ones by more than 1.
 TOLERANCE = 0.05
 
-# torch stops recompiling a function after eight versions by default. With and without padding and gradients, batches
-# of one or more, and the empty caption of one token multiply to as many.
+# torch stops recompiling a function after eight versions by default. With and without padding and gradients, empty
+# captions of one token, and Sana's timesteps per clip or per token multiply to as many.
 VERSIONS = 16
 
 logger = logging.getLogger(__name__)
@@ -47,15 +49,18 @@ class CompiledPiece:
 
     def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
         training = torch.is_grad_enabled()
-        if not training and not self.sampling:
+        # A single token, that of an empty caption, would need a graph of its own and is not worth it.
+        if (not training and not self.sampling) or hidden.shape[1] == 1:
             return self.eager(block, hidden, *others)
         settle_compiler()
         hidden = with_gradient(hidden) if training else hidden
-        for tensor in (hidden, *others):
-            if tensor is not None and tensor.shape[1] > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        for tensor, dimension in product((hidden, *others), (0, 1)):
+            if tensor is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
         try:
-            return self.compiled(block, hidden, *others)
+            # Without this, batches of one would be compiled again.
+            with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+                return self.compiled(block, hidden, *others)
         except TorchDynamoException as error:
             if self.strict:
                 raise
@@ -116,8 +121,8 @@ def compile_blocks(
     """
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-        # Static by default for stock blocks: inductor fails on Sana Video with symbolic sizes.
-        dynamic = True if launch.dynamo_dynamic else None if fast is not None else False
+        any_sizes = fast is not None or layout.compiled is not None
+        dynamic = True if launch.dynamo_dynamic else None if any_sizes else False
         compiled: Callable[..., Any] = torch.compile(
             function, backend=backend, mode=launch.dynamo_mode, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
         )
@@ -128,8 +133,9 @@ def compile_blocks(
             fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph)
         return
     verdicts: dict[Case, bool] = {}
+    compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)
     for block in layout.blocks:
-        block.forward = CheckedForward(block, compiler, verdicts, sampling)
+        block.forward = CheckedForward(block, compiled, verdicts, sampling)
 
 
 def settle_compiler() -> None:
