@@ -40,27 +40,27 @@ class CompiledPiece:
     Attributes:
         sampling: also run compiled code in calls without gradients, that is, in previews.
         strict: raise the compiler's errors instead of falling back.
+        ones_are_sizes: see `settle_compiler`.
     """
 
     eager: Callable[..., Any]
     compiled: Callable[..., Any]
     sampling: bool = False
     strict: bool = False
+    ones_are_sizes: bool = True
 
     def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
         training = torch.is_grad_enabled()
         # A single token, that of an empty caption, would need a graph of its own and is not worth it.
         if (not training and not self.sampling) or hidden.shape[1] == 1:
             return self.eager(block, hidden, *others)
-        settle_compiler()
+        settle_compiler(ones_are_sizes=self.ones_are_sizes)
         hidden = with_gradient(hidden) if training else hidden
         for tensor, dimension in product((hidden, *others), (0, 1)):
             if tensor is not None:
                 torch._dynamo.maybe_mark_dynamic(tensor, dimension)
         try:
-            # Without this, batches of one would be compiled again.
-            with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-                return self.compiled(block, hidden, *others)
+            return self.compiled(block, hidden, *others)
         except TorchDynamoException as error:
             if self.strict:
                 raise
@@ -91,7 +91,7 @@ class CheckedForward:
         case = (type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
         if torch.is_grad_enabled():
             inputs = (with_gradient(inputs[0]), *inputs[1:])
-            settle_compiler()
+            settle_compiler(ones_are_sizes=False)  # they would break the attention of Sana Video
             if case not in self.verdicts:
                 self.verdicts[case] = self._is_right(inputs, named)
             is_right = self.verdicts[case]
@@ -130,7 +130,8 @@ def compile_blocks(
 
     if fast is not None:
         for name, piece in fast.pieces.items():
-            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph)
+            dense = "sparse" not in name  # flex attention, which follows those, is compiled in the same thread
+            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph, dense)
         return
     verdicts: dict[Case, bool] = {}
     compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)
@@ -138,17 +139,23 @@ def compile_blocks(
         block.forward = CheckedForward(block, compiled, verdicts, sampling)
 
 
-def settle_compiler() -> None:
+def settle_compiler(*, ones_are_sizes: bool) -> None:
     """Configure the compiler for this thread: its settings are per thread, and on a GPU autograd recomputes checkpoints
     in its own threads.
 
     If the recompile limit were reached there only, the recomputation would not match the forward pass. The backward
     pass is compiled together with the forward pass, where a failure can still fall back to the uncompiled function.
+
+    Args:
+        ones_are_sizes: compile for any size where it is 1 at first, too; else batches of one are compiled apart.
     """
     if torch._dynamo.config.recompile_limit < VERSIONS:
         torch._dynamo.config.recompile_limit = VERSIONS
     if not torch._functorch.config.force_non_lazy_backward_lowering:
         torch._functorch.config.force_non_lazy_backward_lowering = True
+    shapes: Any = torch.fx.experimental._config
+    if shapes.backed_size_oblivious != ones_are_sizes:
+        shapes.backed_size_oblivious = ones_are_sizes
 
 
 def with_gradient(hidden: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,10 @@ def test_stock_blocks_of_sana_are_checked(sana_checkpoint: Path) -> None:
     assert graphs() == 1, "the first block's hidden states have other strides; they share the graph of the others"
 
 
-def test_few_graphs_serve_all_sizes_of_sana(sana_checkpoint: Path) -> None:
+def test_few_graphs_serve_all_sizes_of_sana(sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for clips of all sizes, one more for batches; given frames would double them."""
+    traced = partial(torch.compile, backend="eager")  # autograd is not traced, which takes most of the time
+    monkeypatch.setattr(torch, "compile", lambda function, backend, **settings: traced(function, **settings))
     eager, compiled = (sana.make_assembly(sana_checkpoint, dynamo_backend=each) for each in ("no", "aot_eager"))
     pair = sana.make_batch(sana_checkpoint, "t2v")
 
