@@ -92,7 +92,8 @@ def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.Monk
     trained = {name: each for name, each in transformer.named_parameters() if each.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), foreach=False)
     assembly = replace(assembly, parameters=trained, optimizer=optimizer)
-    reads = []
+    reads: list[int] = []
+    batch = make_batch("tiny", 2).to(GPU, non_blocking=True)
 
     def read(tensor: Tensor) -> list[float]:
         if tensor.device != GPU:
@@ -103,7 +104,8 @@ def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.Monk
     on_host: Any = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", read)
     monkeypatch.setattr(step, "seed_device", lambda device, seed: None)
-    loader: Any = Endless(make_batch("tiny", 2).to(GPU, non_blocking=True))
+    monkeypatch.setattr(Batch, "to", lambda batch, device, non_blocking: batch)  # it is where the model is
+    loader: Any = Endless(batch)
     report = step.optimizer_step(assembly, loader, 0)
     # Total and diffusion loss, loss and timestep of two samples, and the size of the gradient.
     assert reads == [2 + 2 * 2 + 1]
