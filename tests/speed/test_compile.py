@@ -60,6 +60,12 @@ def bucket(height: int, width: int, *captions: int) -> Batch:
     return Batch(latents, embeds, [str(number) for number in range(len(captions))])
 
 
+def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count graphs without tracing the backward pass, which takes most of the time."""
+    traced = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda function, backend, **settings: traced(function, **settings))
+
+
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     for name, value in expected.items():
         assert (found[name] - value).norm() <= tolerance * value.norm() + 1e-9, name
@@ -78,6 +84,7 @@ LAST_BATCHES = [(8, 8, [6, 6]), (4, 8, [4, 9, 5]), (8, 4, [1]), (10, 10, [1, 1])
 
 def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven buckets take three; masks and empty captions three more; batch size, TREAD and previews none."""
+    trace_only(monkeypatch)
     monkeypatch.setattr(recomputation, "LONG", 0)
     compiled, eager = (
         make_assembly(t2i_checkpoint, Tread([Route(0.5, 1, -1)]), **settings)
@@ -251,8 +258,7 @@ def test_stock_blocks_of_sana_are_checked(sana_checkpoint: Path) -> None:
 
 def test_few_graphs_serve_all_sizes_of_sana(sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for clips of all sizes, one more for batches; given frames would double them."""
-    traced = partial(torch.compile, backend="eager")  # autograd is not traced, which takes most of the time
-    monkeypatch.setattr(torch, "compile", lambda function, backend, **settings: traced(function, **settings))
+    trace_only(monkeypatch)
     eager, compiled = (sana.make_assembly(sana_checkpoint, dynamo_backend=each) for each in ("no", "aot_eager"))
     pair = sana.make_batch(sana_checkpoint, "t2v")
 
