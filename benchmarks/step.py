@@ -1,6 +1,7 @@
 """Our optimizer step against a plain diffusers + peft loop: same model, LoRA, optimizer, checkpointing, batch.
 
-`reference` runs diffusers' blocks as the loop does, `eager` ours, `compiled` ours through torch.compile.
+`reference` runs diffusers' blocks as the loop does, `eager` ours, `compiled` ours through torch.compile. The compiled
+one has a second rival: the same loop after `transformer.compile_repeated_blocks()`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from benchmarks.models import (
     lora_targets,
     make_accelerator,
     make_batch,
+    transformer_class,
 )  # fmt: skip
 from benchmarks.models import make_config as config_of
 from benchmarks.timing import Ratio, arguments, compare, interleave, show
@@ -46,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "compiled": {"speed": "auto", "dynamo_backend": "inductor"},
 }
 BARS = {"reference": 1.05, "eager": 0.95, "compiled": 0.75}
+RIVAL = "plain loop with compile_repeated_blocks"
+RIVAL_BAR = 0.9
 # What everything together must reach on one H100.
 GPU_BARS = {"lite": 0.65, "image": 0.55, "sana": 0.70}
 
@@ -84,14 +88,20 @@ def ours(size: str, device: str, config: RunConfig, batch: Batch, record: Path |
     return step
 
 
-def plain(size: str, device: str, config: RunConfig, batch: Batch) -> Callable[[], None]:
-    """The loop that one would write in a notebook."""
+def plain(size: str, device: str, config: RunConfig, batch: Batch, *, repeated: bool = False) -> Callable[[], None]:
+    """The loop that one would write in a notebook.
+
+    Args:
+        repeated: let diffusers compile its blocks.
+    """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model: Any = build_transformer(size, device, dtype)
     model.requires_grad_(False)
     rank = config.lora.lora_rank
     model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=lora_targets(size)))
     model.enable_gradient_checkpointing()
+    if repeated:
+        model.compile_repeated_blocks()
     trained = [each for each in model.parameters() if each.requires_grad]
     precision = config.precision.mixed_precision
     optimizer = build_optimizer(trained, config.optimizer, mixed_precision=precision, learning_rate=RATE)
@@ -150,6 +160,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", help="samples per step")
     parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=["reference", "eager"])
     parser.add_argument("--steps", type=int, help="steps per round; by default as many as a size needs")
+    parser.add_argument("--latents", type=int, nargs=3, metavar=("F", "H", "W"), help="instead of those of the size")
     options = parser.parse_args()
     torch.set_num_threads(1)
     steps = options.steps or {"tiny": 20, "image": 5}.get(options.size, 1)
@@ -164,12 +175,15 @@ def main() -> None:
     ratios: list[Ratio] = []
     with tempfile.TemporaryDirectory() as folder:
         for count in batches:
-            batch = make_batch(options.size, count)
+            batch = make_batch(options.size, count, options.latents and tuple(options.latents))
             makers: dict[str, Callable[[], Callable[[], None]]] = {
                 "plain": lambda batch=batch: plain(options.size, options.device, config, batch),
             }
             for name in options.variants:
                 makers[name] = lambda batch=batch, name=name: ours(options.size, options.device, configs[name], batch)
+            has_rival = "compiled" in options.variants and transformer_class(options.size)._repeated_blocks
+            if has_rival:
+                makers[RIVAL] = lambda batch=batch: plain(options.size, options.device, config, batch, repeated=True)
             if SHAPES[options.size].gigabytes is None:  # another copy of a real model would prove nothing
                 makers["recorded"] = lambda batch=batch: ours(
                     options.size, options.device, configs["eager"], batch, Path(folder)
@@ -179,6 +193,9 @@ def main() -> None:
             for name in options.variants:
                 title = f"step, {name} / plain loop, batch {count}"
                 ratios.append(compare(title, seconds, name, "plain", bars[name]))
+            if has_rival:
+                name = f"step, compiled / {RIVAL}, batch {count}"
+                ratios.append(compare(name, seconds, "compiled", RIVAL, RIVAL_BAR))
             if "recorded" in seconds:
                 name = f"step and its record / plain loop, batch {count}"
                 ratios.append(compare(name, seconds, "recorded", "plain", 1.05))

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ class BatchLoader:
         pin: page-lock batches, so that uploads do not block.
 
     Attributes:
+        complete: (batch, micro-batches of the run before it) -> batch; called in the background.
+        count: micro-batches of the run so far; to be set where a run starts or continues.
         epoch: epoch of the last batch handed out, counted from 1.
         index: how many batches of it have been handed out.
     """
@@ -56,7 +60,8 @@ class BatchLoader:
         self.prepare_epoch = prepare_epoch
         self.pin = pin
         self.ahead = config.dataloader_prefetch_qlen if config.dataloader_prefetch else 1
-        self.epoch, self.index = 1, 0
+        self.epoch, self.index, self.count = 1, 0, 0
+        self.complete: Callable[[Batch, int], Batch] = lambda batch, number: batch
         self._supply: Iterator[Batch] | None = None
 
     def __iter__(self) -> BatchLoader:
@@ -68,7 +73,7 @@ class BatchLoader:
                 self._supply = self._read_epoch()
             batch = next(self._supply, None)
             if batch is not None:
-                self.index += 1
+                self.index, self.count = self.index + 1, self.count + 1
                 return batch
             self.epoch, self.index, self._supply = self.epoch + 1, 0, None
 
@@ -107,10 +112,10 @@ class BatchLoader:
         self.prepare_epoch(self.epoch)
         batches = self.sampler.batches(self.epoch)
         planned = (batches[index] for index in range(self.index, len(batches)))
-        return read_ahead(planned, self._make, self.ahead)
+        return read_ahead(planned, partial(self._make, count(self.count)), self.ahead)
 
-    def _make(self, planned: PlannedBatch) -> Batch:
-        batch = self.read(planned)
+    def _make(self, numbers: Iterator[int], planned: PlannedBatch) -> Batch:
+        batch = self.complete(self.read(planned), next(numbers))
         return batch.pin_memory() if self.pin and torch.cuda.is_available() else batch
 
 

@@ -32,6 +32,8 @@ class Batch:
         other_embeds: for each sample the embeddings of the caption whose prediction is preserved, or None.
         features: features that techniques cached per sample, by kind; of any shape and dtype.
         host_mask: `loss_mask` as it was before it went to a device, to be read without waiting for that.
+        noise: standard normal, like the latents, if it was drawn ahead.
+        place: in the run, for which that noise was drawn.
     """
 
     latents: Tensor
@@ -43,6 +45,8 @@ class Batch:
     other_embeds: list[TextEmbeds] | None = None
     features: Mapping[str, list[Tensor]] = field(default_factory=dict)
     host_mask: Tensor | None = None
+    noise: Tensor | None = None
+    place: Place | None = None
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
@@ -63,6 +67,7 @@ class Batch:
             embeds=move_each(self.embeds),
             other_embeds=None if self.other_embeds is None else move_each(self.other_embeds),
             condition=None if self.condition is None else move(self.condition),
+            noise=None if self.noise is None else move(self.noise),
             loss_mask=None if self.loss_mask is None else move(self.loss_mask),
             features={name: [move(tensor) for tensor in each] for name, each in self.features.items()},
         )

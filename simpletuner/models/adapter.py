@@ -167,6 +167,10 @@ class TokenRouting:
     tables: Mapping[int, Callable[[Any, Tensor], Any]]
 
 
+Forward = Callable[..., Any]
+Compiler = Callable[[Forward], Forward]
+
+
 @dataclass(frozen=True)
 class BlockLayout:
     """Where the repeated blocks of a transformer are, and how visual tokens pass through them.
@@ -179,6 +183,8 @@ class BlockLayout:
             its index in the flattened grid; int64, `S`.
         select: (number of a visual block, its output) -> its tokens, `B S D`; None if the output is the tokens.
         routing: None if a visual block needs all tokens.
+        compiled: (compiler, forward of a block) -> that forward, compiled for all sizes; None if it has to be compiled
+            for each.
     """
 
     groups: Mapping[str, nn.ModuleList]
@@ -187,6 +193,7 @@ class BlockLayout:
     order: Callable[[int, int, int], Tensor] = raster_order
     select: Callable[[int, Any], Tensor] | None = None
     routing: TokenRouting | None = None
+    compiled: Callable[[Compiler, Forward], Forward] | None = None
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -34,7 +34,7 @@ from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_lo
 from simpletuner.training.manifest import Checkpoint, find_checkpoints
 from simpletuner.training.recorder import peak_memory
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.training.step import clip_gradients, clip_trained, rehearse_micro_step
+from simpletuner.training.step import gradient_size, rehearse_micro_step
 
 FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
 LAST_STEPS = 20  # rows of the record in a failure's folder
@@ -172,8 +172,9 @@ def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done
         losses = rehearse_micro_step(assembly, reader(planned), done, micro_step)
         stop_if_losses_not_finite(losses.total, losses.names)
         every = assembly.parameters | assembly.module_parameters
-        modules = clip_gradients(assembly.module_parameters.values(), assembly.settings.optimizer)
-        sizes = (*clip_trained(assembly, losses.names).values(), *modules.values())
+        released = {} if assembly.release is None else assembly.release.read_size(losses.names)
+        measured = gradient_size(every.values(), assembly.settings.optimizer)
+        sizes = (*released.values(), *(each.item() for each in measured.values()))
         stop_if_gradients_not_finite(sizes, every, assembly.scaler, losses.names)
 
 

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -45,6 +46,7 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.loop import train
 from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.training.state import Assembly, TrainState
+from simpletuner.training.step import with_noise
 from simpletuner.validation.runner import PREVIEW_FOLDERS
 from simpletuner.world import World
 
@@ -138,7 +140,9 @@ def load(
     dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
     reader = BatchReader(caches.catalogue, dropout, plan.seed, caches.restore, caches.encode, features)
     loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
-    return assembly, ema, reader, loader, begin(plan, assembly, loader, ema)
+    state = begin(plan, assembly, loader, ema)
+    loader.complete, loader.count = partial(with_noise, assembly), state.global_step * assembly.settings.accumulation
+    return assembly, ema, reader, loader, state
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,8 +26,8 @@ from simpletuner.speed.recomputation import outside_checkpoints
 # wrong ones by more than 1.
 TOLERANCE = 0.05
 
-# torch stops recompiling a function after eight versions by default. With and without padding and gradients, batches
-# of one or more, and the empty caption of one token multiply to as many.
+# torch stops recompiling a function after eight versions by default. With and without padding and gradients, empty
+# captions of one token, and Sana's timesteps per clip or per token multiply to as many.
 VERSIONS = 16
 
 logger = logging.getLogger(__name__)
@@ -38,22 +40,25 @@ class CompiledPiece:
     Attributes:
         sampling: also run compiled code in calls without gradients, that is, in previews.
         strict: raise the compiler's errors instead of falling back.
+        ones_are_sizes: see `settle_compiler`.
     """
 
     eager: Callable[..., Any]
     compiled: Callable[..., Any]
     sampling: bool = False
     strict: bool = False
+    ones_are_sizes: bool = True
 
     def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
         training = torch.is_grad_enabled()
-        if not training and not self.sampling:
+        # A single token, that of an empty caption, would need a graph of its own and is not worth it.
+        if (not training and not self.sampling) or hidden.shape[1] == 1:
             return self.eager(block, hidden, *others)
-        settle_compiler()
+        settle_compiler(ones_are_sizes=self.ones_are_sizes)
         hidden = with_gradient(hidden) if training else hidden
-        for tensor in (hidden, *others):
-            if tensor is not None and tensor.shape[1] > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        for tensor, dimension in product((hidden, *others), (0, 1)):
+            if tensor is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
         try:
             return self.compiled(block, hidden, *others)
         except TorchDynamoException as error:
@@ -86,7 +91,7 @@ class CheckedForward:
         case = (type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
         if torch.is_grad_enabled():
             inputs = (with_gradient(inputs[0]), *inputs[1:])
-            settle_compiler()
+            settle_compiler(ones_are_sizes=False)  # they would break the attention of Sana Video
             if case not in self.verdicts:
                 self.verdicts[case] = self._is_right(inputs, named)
             is_right = self.verdicts[case]
@@ -116,8 +121,8 @@ def compile_blocks(
     """
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-        # Static by default for stock blocks: inductor fails on Sana Video with symbolic sizes.
-        dynamic = True if launch.dynamo_dynamic else None if fast is not None else False
+        any_sizes = fast is not None or layout.compiled is not None
+        dynamic = True if launch.dynamo_dynamic else None if any_sizes else False
         compiled: Callable[..., Any] = torch.compile(
             function, backend=backend, mode=launch.dynamo_mode, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
         )
@@ -125,24 +130,32 @@ def compile_blocks(
 
     if fast is not None:
         for name, piece in fast.pieces.items():
-            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph)
+            dense = "sparse" not in name  # flex attention, which follows those, is compiled in the same thread
+            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph, dense)
         return
     verdicts: dict[Case, bool] = {}
+    compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)
     for block in layout.blocks:
-        block.forward = CheckedForward(block, compiler, verdicts, sampling)
+        block.forward = CheckedForward(block, compiled, verdicts, sampling)
 
 
-def settle_compiler() -> None:
+def settle_compiler(*, ones_are_sizes: bool) -> None:
     """Configure the compiler for this thread: its settings are per thread, and on a GPU autograd recomputes checkpoints
     in its own threads.
 
     If the recompile limit were reached there only, the recomputation would not match the forward pass. The backward
     pass is compiled together with the forward pass, where a failure can still fall back to the uncompiled function.
+
+    Args:
+        ones_are_sizes: compile for any size where it is 1 at first, too; else batches of one are compiled apart.
     """
     if torch._dynamo.config.recompile_limit < VERSIONS:
         torch._dynamo.config.recompile_limit = VERSIONS
     if not torch._functorch.config.force_non_lazy_backward_lowering:
         torch._functorch.config.force_non_lazy_backward_lowering = True
+    shapes: Any = torch.fx.experimental._config
+    if shapes.backed_size_oblivious != ones_are_sizes:
+        shapes.backed_size_oblivious = ones_are_sizes
 
 
 def with_gradient(hidden: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ steps (previews, a restart, another technique) can change it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,44 +36,37 @@ from simpletuner.world import World
 Item = TypeVar("Item")
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, float]:
-    """Clip in place according to `grad_clip_method`; a `max_grad_norm` of 0 clips nothing.
+def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, Tensor]:
+    """The size that `grad_clip_method` limits, on the device: `grad_absmax` (value) or `grad_norm` (norm).
 
     torch's `clip_grad_norm_` would scale by a tensor on the device even where nothing is clipped; here the size is read
-    once, for the log and for the check that it is finite.
-
-    Returns:
-        the size before clipping: `grad_absmax` (value) or `grad_norm` (norm).
+    together with the losses, for clipping, for the log and for the check that it is finite.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return {}
-    limit, parts = config.max_grad_norm, local_parts(gradients)
+    parts = local_parts(gradients)
     if config.grad_clip_method == "value":
-        largest = from_all(torch.stack(torch._foreach_norm(parts, float("inf"))), gradients).max().item()
-        if limit > 0 and largest > limit:
-            torch._foreach_clamp_min_(parts, -limit)
-            torch._foreach_clamp_max_(parts, limit)
-        return {"grad_absmax": largest}
+        return {"grad_absmax": from_all(torch.stack(torch._foreach_norm(parts, float("inf"))), gradients).max()}
     norms = torch.stack([part.float() for part in torch._foreach_norm(parts, 2.0)])
-    norm = from_all(norms, gradients).norm(2).item()
-    if limit > 0 and norm > limit:
-        torch._foreach_mul_(parts, limit / norm)
-    return {"grad_norm": norm}
+    return {"grad_norm": from_all(norms, gradients).norm(2)}
 
 
-def clip_trained(assembly: Assembly, files: Sequence[Sequence[str]]) -> dict[str, float]:
-    """`clip_gradients` for the trained weights, whose gradients may have been clipped and released already.
+def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, sizes: Mapping[str, float]) -> None:
+    """Clip in place to `max_grad_norm`; 0 clips nothing.
 
     Args:
-        files: the samples of each micro-batch.
-
-    Raises:
-        NonFiniteError: a released gradient is NaN or infinite.
+        sizes: what `gradient_size` gave for these parameters, as numbers.
     """
-    if assembly.release is not None:
-        return assembly.release.read_size(files)
-    return clip_gradients(assembly.parameters.values(), assembly.settings.optimizer)
+    limit = config.max_grad_norm
+    if not any(0 < limit < size for size in sizes.values()):
+        return
+    parts = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
+    if "grad_norm" in sizes:
+        torch._foreach_mul_(parts, limit / sizes["grad_norm"])
+    else:
+        torch._foreach_clamp_min_(parts, -limit)
+        torch._foreach_clamp_max_(parts, limit)
 
 
 @dataclass(frozen=True)
@@ -125,14 +118,15 @@ class _Losses:
         """Samples of each micro-batch."""
         return [len(names) for names in self.names]
 
-    def on_host(self) -> HostLosses:
-        """The same as numbers, read from the device at once."""
+    def on_host(self, more: Sequence[Tensor] = ()) -> tuple[HostLosses, Iterator[float]]:
+        """The same as numbers, and some more numbers, read from the device at once."""
         columns = {"total": self.total, "diffusion": self.diffusion, **self.extra}
-        flat = torch.cat([*map(torch.stack, columns.values()), *self.per_sample, *self.timesteps]).tolist()
-        numbers = iter(flat)
+        flat = [*map(torch.stack, columns.values()), *self.per_sample, *self.timesteps, *(each[None] for each in more)]
+        numbers = iter(torch.cat(flat).tolist())
         read = {name: list(islice(numbers, len(values))) for name, values in columns.items()}
         samples, timesteps = ([list(islice(numbers, count)) for count in self.counts] for _ in range(2))
-        return HostLosses(read.pop("total"), read.pop("diffusion"), samples, timesteps, read, self.names)
+        losses = HostLosses(read.pop("total"), read.pop("diffusion"), samples, timesteps, read, self.names)
+        return losses, numbers
 
 
 @dataclass(frozen=True)
@@ -195,19 +189,28 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         with assembly.world.exchanging(f"Step {global_step + 1}"), assembly.updating():
             run_micro_step(assembly, batch, global_step, micro_step, losses)
 
-    gathered = assembly.world.gather((losses.on_host(), assembly.take_requests()))
-    everyone = HostLosses.merged([each for each, _ in gathered])
     assembly.scaler.unscale_(assembly.optimizer)
     every = assembly.parameters | assembly.module_parameters
     equalise_samples(every.values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
-    gradient = clip_trained(assembly, everyone.names)
-    own = clip_gradients(assembly.module_parameters.values(), settings.optimizer)
-    sizes, release = (*gradient.values(), *own.values()), assembly.release
-    stop_if_gradients_not_finite(sizes, every, assembly.scaler, everyone.names, is_halfway=release is not None)
+    sizes = [
+        gradient_size(each.values(), settings.optimizer) for each in (assembly.parameters, assembly.module_parameters)
+    ]
+    measured = [size for each in sizes for size in each.values()]
+    read, numbers = losses.on_host(measured)  # without released gradients, the step's only wait for the device
+    gathered = assembly.world.gather((read, assembly.take_requests()))
+    everyone = HostLosses.merged([each for each, _ in gathered])
+    gradient, own = ({name: next(numbers) for name in each} for each in sizes)
+    release = assembly.release
+    if release is not None:
+        gradient = release.read_size(everyone.names)
+    found = (*gradient.values(), *own.values())
+    stop_if_gradients_not_finite(found, every, assembly.scaler, everyone.names, is_halfway=release is not None)
+    clip_gradients(assembly.module_parameters.values(), settings.optimizer, own)
     if release is not None:
         release.finish()
     else:
+        clip_gradients(assembly.parameters.values(), settings.optimizer, gradient)
         assembly.scaler.step(assembly.optimizer)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
@@ -259,7 +262,7 @@ def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, 
     losses = _Losses()
     assembly.transformer.train()
     run_micro_step(assembly, batch.to(assembly.accelerator.device), global_step, micro_step, losses)
-    return losses.on_host()
+    return losses.on_host()[0]
 
 
 def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: _Losses) -> None:
@@ -355,10 +358,11 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
         shift_is_explicit=settings.shift_is_explicit,
     )  # fmt: skip
     sigmas = sample_sigmas(place, settings.flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
+    noise = batch.noise if batch.noise is not None and batch.place == place else _noise(batch, place)
     noisy = make_noisy(
         batch,
         sigmas,
-        sample_noise(batch.latents, place.generators("noise")),
+        noise,
         input_perturbation=settings.loss.input_perturbation_at(global_step),
         noise_offset=settings.loss.noise_offset,
         noise_offset_probability=settings.loss.noise_offset_probability,
@@ -366,6 +370,20 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
         place=place,
     )
     return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
+
+
+def with_noise(assembly: Assembly, batch: Batch, number: int) -> Batch:
+    """The batch with its noise as `add_noise` would draw it, which takes long: to be done ahead, in the background.
+
+    Args:
+        number: micro-batches of the run before this one.
+    """
+    place = place_of(assembly, len(batch.names), *divmod(number, assembly.settings.accumulation))
+    return replace(batch, noise=_noise(batch, place), place=place)
+
+
+def _noise(batch: Batch, place: Place) -> Tensor:
+    return sample_noise(batch.latents, place.generators("noise"))
 
 
 def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) -> Place:

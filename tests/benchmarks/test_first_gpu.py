@@ -36,6 +36,10 @@ def test_a_section_gives_numbers_or_a_reason(name: str) -> None:
     assert len({line.name for line in lines}) == len(lines)
 
 
+def test_all_sections_fit_into_the_time() -> None:
+    assert sum(limit for _, limit in SECTIONS.values()) <= 60 * first_gpu.MINUTES
+
+
 def test_everything_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,20 @@ def test_a_restart_anywhere_goes_on_exactly() -> None:
     loader.close()
 
 
+def test_batches_are_numbered_through_epochs_and_restarts() -> None:
+    seen: list[Any] = []
+    state: dict[str, Any] = {"epoch": 1, "position": 0}
+    for start, end in ((0, 17), (17, 30)):
+        loader = planned_by([make_dataset({"1.0": 9, "1.5": 7})])
+        loader.load_state_dict(state)
+        loader.count, loader.complete = start, lambda batch, number: cast(Any, number)
+        seen += [next(loader) for _ in range(start, end)]
+        state = loader.state_dict()
+        loader.close()
+    assert seen == list(range(30))
+    assert state["epoch"] > 2
+
+
 def test_batches_of_all_buckets_are_mixed() -> None:
     """Otherwise an epoch would train one aspect ratio after the other."""
     drawn = [batch.bucket for batch in Sampler([make_dataset({"1.0": 40, "1.5": 40})], seed=0).batches(1)]

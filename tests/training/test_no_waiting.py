@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, make_batch, make_config
 from simpletuner.config.loss import MaskedLossConfig
 from simpletuner.config.tread import Route
+from simpletuner.diffusion.batch import Batch
 from simpletuner.models.kandinsky5.nabla import sparse_params
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.masked_loss import MaskedLoss
@@ -80,6 +81,47 @@ def test_nothing_makes_the_host_wait(
         step.run_micro_step(assembly, batch.to(GPU, non_blocking=True), 0, 0, losses)
     assert losses.total[0].device == GPU
     assert watched.found == []
+
+
+def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other way to read a number of the meta device is an error."""
+    config = make_config("tiny", mixed_precision="bf16", lora_rank=4)
+    intent = TrainingSpec(lora_targets=lora_targets("tiny"), seed=0, total_steps=10, learning_rate=1e-4)
+    assembly = assemble(config, intent, RandomAdapter(config, "tiny", "cpu"), [], make_accelerator("cpu"))
+    transformer = assembly.transformer.train().to(GPU)
+    trained = {name: each for name, each in transformer.named_parameters() if each.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), foreach=False)
+    assembly = replace(assembly, parameters=trained, optimizer=optimizer)
+    reads: list[int] = []
+    batch = make_batch("tiny", 2).to(GPU, non_blocking=True)
+
+    def read(tensor: Tensor) -> list[float]:
+        if tensor.device != GPU:
+            return on_host(tensor)
+        reads.append(tensor.numel())
+        return [0.5] * tensor.numel()
+
+    on_host: Any = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", read)
+    monkeypatch.setattr(step, "seed_device", lambda device, seed: None)
+    monkeypatch.setattr(Batch, "to", lambda batch, device, non_blocking: batch)  # it is where the model is
+    loader: Any = Endless(batch)
+    report = step.optimizer_step(assembly, loader, 0)
+    # Total and diffusion loss, loss and timestep of two samples, and the size of the gradient.
+    assert reads == [2 + 2 * 2 + 1]
+    assert report.metrics["train_loss"] == report.metrics["grad_absmax"] == 0.5
+
+
+class Endless:
+    """Hands out one batch again and again, like a loader."""
+
+    epoch, epochs_done = 1, 0
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def __next__(self) -> Batch:
+        return self.batch
 
 
 def test_the_window_of_sparse_attention_is_made_on_the_device() -> None:

@@ -16,7 +16,7 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.techniques.base import Technique
 from simpletuner.training import step
 from simpletuner.training.state import Assembly
-from simpletuner.training.step import clip_gradients
+from simpletuner.training.step import clip_gradients, gradient_size
 from tests.closeness import ROTATION, distance
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 
@@ -131,10 +131,11 @@ def test_clipping(method: str) -> None:
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, -4.0, 0.5]), torch.tensor([0.0, 12.0])
     untouched = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
     config = OptimizerConfig(max_grad_norm=0.0, grad_clip_method=method)  # type: ignore[arg-type]
-    measured = clip_gradients(parameters, config)
+    measured = {name: size.item() for name, size in gradient_size(parameters, config).items()}
+    clip_gradients(parameters, config, measured)
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, untouched, strict=True) if p.grad is not None)
     assert measured == ({"grad_absmax": 12.0} if method == "value" else {"grad_norm": pytest.approx(13.0096, rel=1e-4)})
-    clip_gradients(parameters, config.model_copy(update={"max_grad_norm": 2.0}))
+    clip_gradients(parameters, config.model_copy(update={"max_grad_norm": 2.0}), measured)
     flat = torch.cat([parameter.grad for parameter in parameters if parameter.grad is not None])
     if method == "value":
         assert flat.tolist() == [2.0, -2.0, 0.5, 0.0, 2.0]
@@ -156,3 +157,14 @@ def test_noise_depends_on_the_place_in_the_run_alone(t2i_checkpoint: Path, monke
         other = step.add_noise(assembly, batch, *place)
         assert not torch.equal(other.noise, first.noise)
         assert not torch.equal(other.sigmas, first.sigmas)
+
+
+def test_noise_that_is_drawn_ahead_is_the_same(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assembly = make_assembly(t2i_checkpoint, gradient_accumulation_steps=3)
+    batch = make_batch(t2i_checkpoint, CAPTIONS)
+    ahead = step.with_noise(assembly, batch, 4 * 3 + 1)
+    for place in ((4, 1), (4, 2), (5, 0)):  # for other places it is not used
+        drawn = step.add_noise(assembly, ahead, *place).noise
+        assert torch.equal(drawn, step.add_noise(assembly, batch, *place).noise)
+        assert (drawn is ahead.noise) == (place == (4, 1))

@@ -33,12 +33,14 @@ class RotaryCache:
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
 
-    def of(self, rope: Tensor) -> RotaryTables:
-        """Cosines and sines of the matrices `B S 1 D/2 2 2` (B may be 1), each `B S 1 D/2`."""
+    def of(self, rope: Tensor, samples: int) -> RotaryTables:
+        """Cosines and sines of the matrices `B S 1 D/2 2 2` (B may be 1), each `samples S 1 D/2`."""
         tables: RotaryTables | None = self._known.get(rope)
         if tables is None:
-            # Copies, not views: torch.compile would recompile for every layout of a view's base.
-            tables = RotaryTables(rope[..., 0, 0].clone(), rope[..., 1, 0].clone())
+            # Copies, not views: torch.compile would recompile for every layout of a view's base. With rows for all
+            # samples, TREAD, whose tokens differ from sample to sample, needs no graphs of its own.
+            cos, sin = (rope[..., place, 0].expand(samples, -1, -1, -1) for place in (0, 1))
+            tables = RotaryTables(*(each.clone(memory_format=torch.contiguous_format) for each in (cos, sin)))
             self._known[rope] = tables
         return tables
 
@@ -53,7 +55,7 @@ class TextForward:
     cache: RotaryCache
 
     def __call__(self, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
-        cos, sin = self.cache.of(rope)
+        cos, sin = self.cache.of(rope, len(x))
         out: Tensor = self.fast.pieces["text"](self.block, x, time_embed, cos, sin, self.padding.mask)
         return out
 
@@ -75,7 +77,7 @@ class VisualForward:
         rope: Tensor,
         sparse_params: dict[str, Any] | None,
     ) -> Tensor:
-        pieces, tables = self.fast.pieces, self.cache.of(rope)
+        pieces, tables = self.fast.pieces, self.cache.of(rope, len(visual_embed))
         rest = (text_embed, self.padding.mask)
         out: Tensor
         if sparse_params is None:
@@ -129,9 +131,9 @@ def text_block(
 def before_sparse(
     block: Kandinsky5TransformerDecoderBlock, visual: Tensor, time_embed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The block's nine modulations `B 1 9C`, and the modulated input `B S C` of its self-attention."""
-    params = block.visual_modulation(time_embed).unsqueeze(1)
-    shift, scale = params.chunk(9, dim=-1)[:2]
+    """The block's nine modulations `B 9C`, and the modulated input `B S C` of its self-attention."""
+    params = block.visual_modulation(time_embed)
+    shift, scale = params.unsqueeze(1).chunk(9, dim=-1)[:2]
     return params, modulate(block.self_attention_norm, visual, shift, scale)
 
 
@@ -165,7 +167,7 @@ def after_sparse(
     mask: Tensor | None,
 ) -> Tensor:
     """The rest of the block, after the output layer `B S C` of its self-attention."""
-    _, _, gate, shift, scale, cross_gate, ff_shift, ff_scale, ff_gate = params.chunk(9, dim=-1)
+    _, _, gate, shift, scale, cross_gate, ff_shift, ff_scale, ff_gate = params.unsqueeze(1).chunk(9, dim=-1)
     visual = add_gated(visual, gate, out)
     modulated = modulate(block.cross_attention_norm, visual, shift, scale)
     visual = add_gated(visual, cross_gate, attend(block.cross_attention, modulated, text, None, mask))

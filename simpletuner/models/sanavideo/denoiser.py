@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError
+from simpletuner.models.adapter import Compiler, Forward
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 
 
@@ -62,6 +63,44 @@ class DistinctTimesteps:
         """Expand the embeddings to all tokens: (modulation, embedding), each `tokens D`."""
         places, self._places = self._places, None
         return None if places is None else tuple(functional.embedding(places, output) for output in outputs)
+
+
+def on_grid(
+    block: nn.Module, hidden: Tensor, text: Tensor, mask: Tensor, timestep: Tensor, rotary: Sequence[Tensor]
+) -> Tensor:
+    """`forward` of a block with tokens, timesteps and rotary tables as `B T H W C`, where it finds the grid's sizes.
+
+    Given apart, with tokens as `B S C`, each size would be a constant of the compiled code, or, as a symbol, give
+    quotients such as S / (T H), on which inductor fails.
+    """
+    for each in (text, mask, timestep):
+        torch._check(len(each) == len(hidden))  # else the batch would have a symbol in each of them
+    tokens, tables = hidden.flatten(1, 3), tuple(each.flatten(1, 3) for each in rotary)
+    out: Tensor = type(block).forward(
+        block, tokens, None, text, mask, timestep.flatten(1, 3), *hidden.shape[1:4], tables
+    )
+    return out
+
+
+class CompiledOnGrid:
+    """`forward` of a block, compiled for a grid of any size and batches of one, or of more."""
+
+    def __init__(self, compiler: Compiler, forward: Forward) -> None:
+        bound: Any = forward
+        self.block, self.compiled = bound.__self__, compiler(on_grid)
+
+    def __call__(
+        self, hidden: Tensor, no_mask: None, text: Tensor, mask: Tensor, timestep: Tensor,
+        frames: int, height: int, width: int, rotary: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
+        grid = (frames, height, width)
+        hidden, *tables = (each.unflatten(1, grid) for each in (hidden, *rotary))
+        timestep = timestep.unflatten(1, grid if timestep.shape[1] > 1 else (1, 1, 1))
+        for tensor in (hidden, text, mask, timestep, *tables):
+            for dimension in range(4 if tensor.ndim > 3 else 1):  # batch and grid
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        out: Tensor = self.compiled(self.block, hidden, text, mask, timestep, tables)
+        return out
 
 
 class WanLatentEncoder:

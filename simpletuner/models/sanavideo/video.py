@@ -15,6 +15,7 @@ from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
 from simpletuner.models.loading import bare_pipeline, load_denoiser, load_scheduler, load_vae, with_solver
 from simpletuner.models.sanavideo.denoiser import (
+    CompiledOnGrid,
     DistinctTimesteps,
     Ltx2LatentEncoder,
     WanLatentEncoder,
@@ -78,7 +79,7 @@ class SanaVideoAdapter:
         model: Any = transformer
         name, settings = "transformer_blocks", model.config
         width = settings["num_attention_heads"] * settings["attention_head_dim"]
-        return BlockLayout({name: model.get_submodule(name)}, visual=name, width=width)
+        return BlockLayout({name: model.get_submodule(name)}, visual=name, width=width, compiled=CompiledOnGrid)
 
     def use_fast_blocks(self, transformer: nn.Module) -> None:
         """None: these blocks spend their time in convolutions and linear attention."""
