@@ -98,7 +98,7 @@ class Chain:
     def fill_texts(self) -> None:
         """Encode and write every caption."""
         empty({entry.folder for entry in self.texts})
-        fill_texts(self.texts, lambda: self.text_encoder, self.plan.config.caching, self.phase)
+        fill_texts(self.texts, lambda: self.text_encoder, self.plan.config.caching.captions_at_once(), self.phase)
 
     def fill_latents(self) -> None:
         """Decode, encode and write every clip."""

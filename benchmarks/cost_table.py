@@ -36,6 +36,7 @@ from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.cost_table import numbered, product_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
+from simpletuner.speed.compile import settle_compiler
 from tests.meter import saved_bytes
 from tests.peak import Peak, attention
 
@@ -355,6 +356,7 @@ def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
 def _compile(trial: Trial, block: Any) -> None:
     """Let autograd save what inductor chooses, without generating its code."""
     torch._dynamo.reset()
+    settle_compiler(ones_are_sizes=False)
     compiler = partial(torch.compile, backend="aot_eager_decomp_partition", dynamic=trial.spec.fast_blocks)
     if trial.spec.fast_blocks:
         pieces = trial.adapter.use_fast_blocks(trial.model).pieces

@@ -72,11 +72,9 @@ def main() -> None:
             return run
 
         def fill_text(batch: int) -> Callable[[], None]:
-            caching = config(text_encoder_batch_size=batch)
-
             def run() -> None:
                 folder = next(targets)
-                fill_texts([replace(entry, folder=folder) for entry in texts], lambda: text_encoder, caching, phase)
+                fill_texts([replace(entry, folder=folder) for entry in texts], lambda: text_encoder, batch, phase)
 
             return run
 

@@ -130,8 +130,10 @@ def compile_blocks(
 
     if fast is not None:
         for name, piece in fast.pieces.items():
-            dense = "sparse" not in name  # flex attention, which follows those, is compiled in the same thread
-            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph, dense)
+            # Not before flex attention, which is compiled in the same thread, nor where sizes that are 1 in each batch are
+            # symbols, too: those that happen to be equal become one.
+            ones_are_sizes = "sparse" not in name and not launch.dynamo_dynamic
+            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph, ones_are_sizes)
         return
     verdicts: dict[Case, bool] = {}
     compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)

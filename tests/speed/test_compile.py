@@ -109,6 +109,14 @@ def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.
     assert graphs() <= 6
 
 
+def test_every_size_may_be_a_symbol(t2i_checkpoint: Path) -> None:
+    settings = {"dynamo_backend": "aot_eager", "dynamo_dynamic": True, "dynamo_fullgraph": True}
+    compiled, eager = (make_assembly(t2i_checkpoint, **each) for each in (settings, {}))
+    batch = bucket(8, 8, 6)
+    assert_close(loss_and_gradients(compiled, batch), loss_and_gradients(eager, batch), 1e-3)
+    assert graphs() > 0
+
+
 def in_a_thread(work: Callable[[], object]) -> None:
     """As autograd computes gradients of a GPU: torch's settings are those of the thread."""
     with ThreadPoolExecutor(1) as threads:
