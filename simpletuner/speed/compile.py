@@ -130,8 +130,8 @@ def compile_blocks(
 
     if fast is not None:
         for name, piece in fast.pieces.items():
-            # Not before flex attention, which is compiled in the same thread, nor where even sizes that are always 1 are
-            # symbols: equal ones become one symbol.
+            # Not before flex attention, which is compiled in the same thread, nor where even sizes that are always 1
+            # are symbols: equal ones become one symbol.
             ones_are_sizes = "sparse" not in name and not launch.dynamo_dynamic
             fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph, ones_are_sizes)
         return
