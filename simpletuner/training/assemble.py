@@ -40,7 +40,7 @@ from simpletuner.models.lora_targets import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import compile_blocks
-from simpletuner.speed.products import FirstGradients
+from simpletuner.speed.first_gradients import FirstGradients
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import Site, Technique
 from simpletuner.techniques.hidden_states import HiddenStates

@@ -17,7 +17,7 @@ from simpletuner.memory.offload import attach
 from simpletuner.memory.precision import QuantisedLinear, pack
 from simpletuner.memory.products import FEW, QuantisedProducts, check_device, use_quantised_products
 from simpletuner.speed import recomputation
-from simpletuner.speed.products import FirstGradients
+from simpletuner.speed.first_gradients import FirstGradients
 from simpletuner.training.assemble import load_for_sampling
 from tests.closeness import distance
 from tests.fidelity.family import CPU, make_adapter, make_config
