@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -69,11 +70,12 @@ def fill_texts(entries: Sequence[TextEntry], load: Callable[[], TextEncoder], si
     encode = ShrinkingEncoder(_text_batch(encoder), lambda: False, lambda entry: entry.source, TEXT_ADVICE)
     notes = []
     writes: list[Future[None]] = []
-    ordered = _longest_first(entries, encoder)
     with ThreadPoolExecutor(WRITERS) as writers:
-        for group in (ordered[start : start + size] for start in range(0, len(ordered), size)):
-            for entry, embeds in zip(group, encode(group), strict=True):
-                # Not how many happened to share its batch: an entry is the same whatever is encoded beside it.
+        for group in _of_one_length(entries, encoder, size):
+            # Filled to the same number of rows, by which kernels round: an entry is the same whatever is encoded
+            # beside it, so also after a killed run.
+            filled = group + group[-1:] * (size - len(group))
+            for entry, embeds in zip(group, encode(filled), strict=False):
                 writes.append(writers.submit(_write, entry, embeds, encode.most or size))
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
@@ -171,8 +173,10 @@ def fill_features(
 
 def _text_batch(encoder: TextEncoder) -> Callable[[Sequence[TextEntry]], list[TextEmbeds]]:
     def encode(group: Sequence[TextEntry]) -> list[TextEmbeds]:
-        embeds = encoder.encode([_request(each, _picture(each.picture)) for each in group])
-        stop_if_not_finite("text encoder", embeds, [each.source for each in group], "text_encoder_1_precision fp32")
+        requests = {each: _request(each, _picture(each.picture)) for each in dict.fromkeys(group)}
+        embeds = encoder.encode([requests[each] for each in group])
+        found = dict(zip((each.source for each in group), embeds, strict=True))
+        stop_if_not_finite("text encoder", [*found.values()], [*found], "text_encoder_1_precision fp32")
         return embeds
 
     return encode
@@ -357,18 +361,20 @@ def _settle(writes: list[Future[None]], *, wait: bool = False) -> list[Future[No
     return [write for write in writes if not write.done()]
 
 
-def _longest_first(entries: Sequence[TextEntry], encoder: TextEncoder) -> list[TextEntry]:
-    """Captions sorted by length, so that those of one length meet.
+def _of_one_length(entries: Sequence[TextEntry], encoder: TextEncoder, size: int) -> Iterator[list[TextEntry]]:
+    """Groups of at most `size` prompts of one length, with pictures of one size.
 
-    The longest come first, so that running out of memory shows up at once. Prompts with pictures of the same size stay
-    together, since only those can share a batch.
+    The longest come first, so that running out of memory shows up at once.
     """
 
-    def order(entry: TextEntry) -> tuple[int, int, int]:
+    def order(entry: TextEntry) -> tuple[int, int, int, bool]:
         width, height = (0, 0) if entry.picture is None else entry.picture.geometry.size
-        return -width, -height, -encoder.tokens(_request(entry))
+        return width, height, encoder.padded_length(_request(entry)), entry.bare
 
-    return sorted(entries, key=order)
+    lengths = {entry: order(entry) for entry in entries}
+    for _, alike in groupby(sorted(entries, key=lengths.__getitem__, reverse=True), lengths.__getitem__):
+        members = [*alike]
+        yield from (members[start : start + size] for start in range(0, len(members), size))
 
 
 @contextmanager

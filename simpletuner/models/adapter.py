@@ -64,8 +64,8 @@ class TextEncoder(Protocol):
         """Encode each request; unpadded embeddings on the CPU."""
         ...
 
-    def tokens(self, request: TextRequest) -> int:
-        """Length of a prompt as it is encoded; those of about one length are encoded together."""
+    def padded_length(self, request: TextRequest) -> int:
+        """Tokens of a prompt as it is encoded, with one for a picture; those of one length are encoded together."""
         ...
 
     def truncated(self, caption: str) -> str | None:

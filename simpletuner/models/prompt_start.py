@@ -43,9 +43,10 @@ class PromptStart:
             self._hidden = self._read_start(decoder, ids.device)
         shared = self._shared(ids)
         hidden = self._hidden.new_empty(*ids.shape, self._hidden.shape[-1])
-        for count in shared.unique().tolist():  # so that no prompt is read differently because of another
+        for count in shared.unique().tolist():
+            # All rows each time, since kernels round by their number: no prompt is read differently beside another.
             rows = shared == count
-            hidden[rows] = self._read_rest(decoder, ids[rows], None if mask is None else mask[rows], count)
+            hidden[rows] = self._read_rest(decoder, ids, mask, count)[rows]
         return hidden
 
     def _read_rest(self, decoder: nn.Module, ids: Tensor, mask: Tensor | None, shared: int) -> Tensor:

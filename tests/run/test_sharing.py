@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {
     "validation_disable": False, "validation_disable_unconditional": False, "validation_preview": True,
     "use_ema": True, "ema_validation": "comparison", "eval_steps_interval": 1, "eval_timesteps": 2,
-    "vae_batch_size": 1, "text_encoder_batch_size": 1,
+    "vae_batch_size": 1,
 }  # fmt: skip
 RANDOM_CROPS = {"crop": True, "crop_style": "random", "crop_aspect": "square"}
 

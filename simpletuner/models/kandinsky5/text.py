@@ -31,8 +31,8 @@ from simpletuner.models.source import ModelSource
 CLIP_LENGTH = 77
 POSITIONS = 1024  # text tokens in the transformer's position table
 # Prompts are padded to a multiple of so many tokens, and those of one length share a batch: attention kernels round
-# depending on the length. So what a caption becomes does not depend on its neighbours, but for kernels that round
-# depending on the number of rows. A GPU computes padding while it waits for weights.
+# depending on the length. So what a caption becomes depends on the number of rows in its batch at most, not on its
+# neighbours. A GPU computes padding while it waits for weights.
 STEP, CPU_STEP = 32, 8
 PROMPT_PICTURE_SCALE = 2  # Qwen gets the source picture at half its size, as in the pipeline
 # Linear layers that can be quantised. The vision tower, embeddings and the pooled projection keep their dtype.
@@ -116,10 +116,10 @@ class Kandinsky5TextEncoder:
         rows = zip(self._encode_qwen(inputs), pooled, strict=True)
         return [{"prompt_embeds": hidden, "pooled_prompt_embeds": one.clone()} for hidden, one in rows]
 
-    def tokens(self, request: TextRequest) -> int:
-        """Tokens of a prompt, with one for its picture."""
+    def padded_length(self, request: TextRequest) -> int:
+        """Tokens of a prompt with its padding, and one token for its picture."""
         text = self.template.format(self._fit(clean_caption(request.caption)))
-        return len(self.processor.tokenizer(text)["input_ids"])
+        return self._length_for(len(self.processor.tokenizer(text)["input_ids"]))
 
     def truncated(self, caption: str) -> str | None:
         """The end of a caption that does not fit, or None."""
@@ -165,11 +165,15 @@ class Kandinsky5TextEncoder:
         return [hidden[index] for index in range(len(inputs))]
 
     def _padded(self, one: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs of a prompt with what belongs to its tokens lengthened to a multiple of the step."""
-        step = CPU_STEP if self.device.type == "cpu" else STEP
-        shape = one["input_ids"].shape
-        length = math.ceil(shape[1] / step) * step
+        """The inputs of a prompt with what belongs to its tokens lengthened to its padded length."""
+        shape, token = one["input_ids"].shape, self.qwen.config.image_token_id
+        more = max(0, int((one["input_ids"] == token).sum()) - 1)  # tokens of its picture after the first
+        length = self._length_for(shape[1] - more) + more
         return {name: lengthen(each, length) if each.shape == shape else each for name, each in one.items()}
+
+    def _length_for(self, tokens: int) -> int:
+        step = CPU_STEP if self.device.type == "cpu" else STEP
+        return math.ceil(tokens / step) * step
 
     def _encode_words(self, ids: Tensor) -> Tensor:
         """Hidden states `B L D` of prompts without pictures."""

@@ -87,7 +87,7 @@ class SanaTextEncoder:
                 embeds[index] = {"prompt_embeds": hidden}
         return embeds
 
-    def tokens(self, request: TextRequest) -> int:
+    def padded_length(self, request: TextRequest) -> int:
         """Gemma's input is padded, so all captions have one length."""
         return self._length(request.bare)
 
