@@ -373,7 +373,7 @@ class CachingConfig(Group):
         None,
         "Captions encoded at a time, fewer if memory runs out; changes at most the rounding.",
         ge=1,
-        default_note="8; 32 with group_offload_text_encoder",
+        default_note="8; 32 with group_offload_text_encoder; 1 on a CPU",
     )
     image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
     read_batch_size: Integer = option(25, "Accepted; reading needs no batches.", ge=1)
@@ -389,9 +389,12 @@ class CachingConfig(Group):
     )
     delete_unwanted_images: Flag = option(False, "Also move files outside the size or aspect limits there.")
 
-    def captions_at_once(self, *, streamed: bool = False) -> int:
-        """How many captions are encoded together; more where each batch copies the weights to the device."""
-        return self.text_encoder_batch_size or (32 if streamed else 8)
+    def captions_at_once(self, device: str, *, streamed: bool) -> int:
+        """How many captions are encoded together; more where each batch copies the weights to the device.
+
+        A CPU is bound by arithmetic: there a batch saves nothing, and filling it up costs.
+        """
+        return self.text_encoder_batch_size or (1 if device == "cpu" else 32 if streamed else 8)
 
 
 class FlowConfig(Group):

@@ -162,7 +162,7 @@ class CacheFiller:
             world: the processes that encode others meanwhile.
         """
         config = self.plan.config
-        size = config.caching.captions_at_once(streamed=config.offload.group_offload_text_encoder)
+        size = config.caching.captions_at_once(self.device.type, streamed=config.offload.group_offload_text_encoder)
 
         def work(bar: ProgressBar) -> Mapping[Any, str]:
             return dict.fromkeys(fill_texts(entries, self._load_text_encoder, size, bar), "")

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 FRAMES = 8  # of a clip, evenly spaced over what is trained of it
 WIDEST = 100  # ratio of the sides of a picture, beyond which nothing is left of it
 FEWEST = 16  # tokens of a caption besides its trigger
+TOGETHER = 8  # files described at a time, unless configured
 SHARE = 0.8  # of the free device memory that weights may take
 ADVICE = "These need less memory: group_offload_text_encoder, text_encoder_1_precision int8-quanto."
 
@@ -68,7 +69,7 @@ def described(
         return captioner.describe([request for _, request in shown], most)
 
     encode = ShrinkingEncoder(describe, lambda: False, lambda shown: str(shown[0].path), ADVICE)
-    size = config.caching.captions_at_once()  # streamed weights are copied once per batch and token
+    size = config.caching.text_encoder_batch_size or TOGETHER  # streamed weights are copied once per batch and token
     with events.phase("Writing captions", len(files), survey.spec.media_noun) as phase:
         for start in range(0, len(files), size):
             group = files[start : start + size]
