@@ -6,8 +6,8 @@ Sana's instruction and padding as they are), captions 40 to 200 tokens, evenly s
 the first reading of the template are left out: they happen once for all captions.
 
 A processor is bound by arithmetic, so no more is saved there than tokens that need not be computed, and captions are
-encoded one by one; batches pay on a GPU, where one caption is not enough work. Batches are filled up, so few captions of
-many lengths cost more in batches than one by one.
+encoded one by one; batches pay on a GPU, where one caption is not enough work. Batches are filled up, so a few
+captions of many lengths cost more in batches than one by one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ caption alone into one pooled vector. Embeddings are not padded.
 
 Two parts of the pipelines' computation are skipped, which changes only rounding: the language head, whose logits are
 unused, and the template before the caption, which is encoded once for all captions (`prompt_start`). The head never
-gets to the device, nor does the vision tower where prompts hold no pictures.
+gets to the device, nor does the vision tower where prompts hold no pictures; transformers maps the files, so that their
+pages are not even read.
 """
 
 from __future__ import annotations
