@@ -141,11 +141,12 @@ def trained_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
 
 
 def state_on_host_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
-    """Bytes of optimizer state in host memory: all but that of the few weights that are copied or updated."""
+    """Bytes of optimizer state in host memory: all but that of one weight that is updated, one whose state arrives, and
+    those, one more than `SLOTS`, whose state leaves."""
     if not setup.state_on_host:
         return 0.0
     largest = max(map(math.prod, cost.shapes.values()))
-    return max(trained_numbers(cost, setup) - (SLOTS + 2) * largest, 0) * setup.state_bytes
+    return max(trained_numbers(cost, setup) - (SLOTS + 3) * largest, 0) * setup.state_bytes
 
 
 def gradient_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:

@@ -21,7 +21,8 @@ State = Mapping[str, Any]
 class HostState:
     """The state of one optimizer in page-locked host memory.
 
-    Copies run on a side stream: what has been updated leaves while the backward pass goes on.
+    Copies run on a side stream: what has been updated leaves while the backward pass goes on, and what is updated next,
+    which the step before has shown, arrives.
 
     Args:
         device: of the weights. Without CUDA, copies are synchronous and save nothing.
@@ -32,35 +33,52 @@ class HostState:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._host: dict[nn.Parameter, State] = {}
         self._leaving: deque[tuple[State, torch.cuda.Event]] = deque()
+        self._arriving: dict[nn.Parameter, tuple[State, torch.cuda.Event | None]] = {}
+        self._next: dict[nn.Parameter | None, nn.Parameter] = {}  # after each weight, in the order of the last step
+        self._last: nn.Parameter | None = None
 
     def bring(self, parameter: nn.Parameter) -> None:
         """Put a weight's state on the device before its update, if it has any yet."""
+        self._next[self._last], self._last = parameter, parameter
         if parameter in self._host:
-            room = partial(torch.empty_like, device=self._device)
-            self._optimizer.state[parameter] = {k: self._copy(v, room) for k, v in self._host[parameter].items()}
-            if self._side is not None:
-                torch.cuda.current_stream(self._device).wait_stream(self._side)
+            if parameter not in self._arriving:
+                self._arriving[parameter] = self._fetch(parameter)
+            state, arrived = self._arriving.pop(parameter)
+            self._optimizer.state[parameter] = dict(state)
+            if arrived is not None:
+                torch.cuda.current_stream(self._device).wait_event(arrived)
 
     def leave(self, parameter: nn.Parameter) -> None:
-        """Copy a weight's state to the host after its update."""
+        """Copy a weight's state to the host after its update, and the next one's to the device."""
         state = self._optimizer.state[parameter]
         self._keep(parameter, state)
         if self._side is not None:
             self._leaving.append((state, self._side.record_event()))
             if len(self._leaving) > SLOTS:  # its memory is free when the copy is complete
                 torch.cuda.current_stream(self._device).wait_event(self._leaving.popleft()[1])
+        following = self._next.get(parameter)
+        if following is not None and following in self._host:
+            self._arriving[following] = self._fetch(following)
 
     def finish(self) -> None:
         """Wait for all copies at the end of a step."""
         if self._side is not None:
             self._side.synchronize()
         self._leaving.clear()
+        self._arriving.clear()
+        self._last = None
 
     def load(self, state: Mapping[nn.Parameter, State]) -> None:
         """Take over a saved state, on the CPU, exactly as it was saved."""
         for parameter, saved in state.items():
             self._keep(parameter, saved)
         self.finish()
+
+    def _fetch(self, parameter: nn.Parameter) -> tuple[State, torch.cuda.Event | None]:
+        """A copy of a weight's state on the device, and when it will be complete."""
+        room = partial(torch.empty_like, device=self._device)
+        state = {key: self._copy(value, room) for key, value in self._host[parameter].items()}
+        return state, None if self._side is None else self._side.record_event()
 
     def _keep(self, parameter: nn.Parameter, state: State) -> None:
         rooms = (part for value in self._host.get(parameter, {}).values() if _moves(value) for part in leaves(value))

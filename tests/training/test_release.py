@@ -157,6 +157,31 @@ def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint
     assert {each.data_ptr() for each in moments_of(optimizer)} == kept
 
 
+def test_the_next_state_arrives_while_the_backward_pass_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the step before, and with the same weights when a step leaves one out or takes another order."""
+    whole, single = weights(torch.float32), weights(torch.float32)
+    together, apart = build("adamw", whole), build("adamw", single)
+    names, log = {each: str(index) for index, each in enumerate(single)}, list[str]()
+    host, fetch, bring = HostState(apart, torch.device("cpu")), HostState._fetch, HostState.bring
+    monkeypatch.setattr(HostState, "_fetch", lambda self, each: log.append(f"copy {names[each]}") or fetch(self, each))
+    monkeypatch.setattr(HostState, "bring", lambda self, each: log.append(f"need {names[each]}") or bring(self, each))
+    release = GradientRelease({name: each for each, name in names.items()}, apart, OptimizerConfig(), host)
+    logs = []
+    for order in ((0, 1, 2), (0, 1, 2), (0, 2), (2, 1, 0)):
+        for index in order:
+            whole[index].grad = torch.full_like(whole[index], (index + 1) / 2)
+        together.step()
+        together.zero_grad()
+        with release.updating():  # what comes last in the sum comes first in the backward pass
+            torch.stack([(single[index] * ((index + 1) / 2)).sum() for index in order[::-1]]).sum().backward()
+        release.finish()
+        logs.append(" ".join(log))
+        log.clear()
+    assert logs[0] == "need 0 need 1 need 2", "there is no state yet"
+    assert logs[1] == "need 0 copy 0 copy 1 need 1 copy 2 need 2"
+    assert all(map(torch.equal, whole, single))
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run_and_says_what_is_left(t2i_checkpoint: Path) -> None:
     assembly = full(t2i_checkpoint, **RELEASED)
     first, last = (spoil(assembly, f"visual_transformer_blocks.{n}.feed_forward.in_layer")[0] for n in (0, 1))
