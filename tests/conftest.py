@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.guards
 
 import simpletuner.models.registry  # noqa: F401 - the option schema is complete from here on
 from simpletuner.config.arguments import EXTRA_ARGUMENTS
@@ -31,11 +32,21 @@ if os.environ.get("MKLDNN") == "off":
 # A tiny run makes and drops many small objects, in few cycles: looking for these took a twentieth of its time.
 gc.set_threshold(100_000, 50, 50)
 
+# After each compilation torch collects garbage, and flushes the processor's caches to time the guards: a fifth of the
+# time that tiny graphs take.
+torch._dynamo.config.run_gc_after_compile = False
+torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0  # type: ignore[attr-defined]
+
 # What a shell starts in the background ignores Ctrl-C, and so would every process that the tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _frozen_modules = 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long starts early, or all other processes would wait for one in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish() -> None:

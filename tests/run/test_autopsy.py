@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ def test_memory_that_only_the_whole_batch_exceeds(
 def test_a_file_damaged_after_the_plan_and_then_a_module(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    shutil.rmtree(workspace.path("output/cache"))
     original = run_train.load
 
     def damage(*given: Any) -> Any:

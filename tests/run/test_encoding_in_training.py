@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ def ahead(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> Wor
     """A run whose latents are encoded before training."""
     workspace = make(tmp_path_factory.mktemp("ahead") / "run", t2i_checkpoint)
     assert workspace.train() == 0
+    return workspace
+
+
+@pytest.fixture
+def workspace(workspace: Workspace) -> Workspace:
+    """With nothing cached."""
+    shutil.rmtree(workspace.path("output/cache"))
     return workspace
 
 

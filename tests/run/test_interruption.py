@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -176,6 +177,7 @@ def test_ctrl_c_while_caching_is_answered_at_once_and_keeps_what_is_encoded(work
     def third_picture(event: Event) -> bool:
         return isinstance(event, PhaseAdvanced) and event.phase.unit == "pictures" and event.done == 3
 
+    shutil.rmtree(workspace.path("output/cache"))
     workspace.write_config(vae_batch_size=1)
     trigger = Trigger(third_picture, interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -291,7 +291,6 @@ def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_otherwise(
         monkeypatch.delenv(each)
     if value is not None:
         monkeypatch.setenv(name, value)
-    workspace.path("output").mkdir()
     with lock_output(workspace.path("output")):
         assert workspace.train() == 2, "the plan is made, and nothing begins"
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected

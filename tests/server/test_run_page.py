@@ -47,7 +47,7 @@ def press(page: Any, name: str) -> None:
 
 
 def test_a_run_goes_from_its_start_to_its_last_preview(page: Any, project: Workspace) -> None:
-    shown = {"validation_disable": False, "validation_step_interval": 2, "checkpoint_step_interval": 1000}
+    shown = {"validation_disable": False, "validation_step_interval": 20, "checkpoint_step_interval": 1000}
     project.write_config(**shown, max_train_steps=5000)
     expect(state(page)).to_have_text("idle")
     press(page, "Start")

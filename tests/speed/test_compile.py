@@ -154,7 +154,8 @@ def test_a_compiler_that_fails_on_gradients(caplog: pytest.LogCaptureFixture) ->
     torch.testing.assert_close(hidden.grad, torch.sin(2 * hidden.detach()))
 
 
-def test_previews_are_compiled_on_request(t2i_checkpoint: Path) -> None:
+def test_previews_are_compiled_on_request(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_only(monkeypatch)
     batch = bucket(4, 4, 4)
     for sampling, expected in ((False, 0), (True, 3)):
         counters.clear()
