@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ class Draft:
         # Every config needs these; an answer replaces them.
         required = {"model_family": next(iter(FAMILIES)), "model_type": all_options()["model_type"].choices[0]}
         self.values: dict[str, Any] = {**required, **(values or {})}
+        self._latest: tuple[str, Judgement] | None = None
         self.judgement = self.judge(self.values)
 
     @property
@@ -79,8 +81,21 @@ class Draft:
             for key, value in values.items()
         }
 
+    def after(self, changes: Mapping[str, Any]) -> Draft:
+        """What this draft would be with the changes; None removes a key."""
+        draft = copy.copy(self)
+        draft.values = self._with(changes)
+        draft.judgement = self.judge(draft.values)
+        return draft
+
     def judge(self, values: Mapping[str, Any]) -> Judgement:
-        """Every problem that shows in the settings alone."""
+        """Every problem that shows in the settings alone. An answer is judged before it is taken, and when it is."""
+        written = repr(values)
+        if self._latest is None or self._latest[0] != written:
+            self._latest = written, self._judge(values)
+        return self._latest[1]
+
+    def _judge(self, values: Mapping[str, Any]) -> Judgement:
         problems: list[Problem] = []
         answers = Layer("", list(values.items()))
         spec = find_family([answers], problems) or next(iter(FAMILIES.values()))

@@ -325,8 +325,7 @@ def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
 
     Keys of the loaded file are kept, and epochs of 0, which a number of steps implies.
     """
-    changed = {key: value for key, value in {**draft.values, **changes}.items() if value is not None}
-    after = Draft(draft.file, changed)
+    after = draft.after(changes)
     answered = [each for each in QUESTIONS if each.key in draft.values and each.key not in draft.loaded]
     stale = [each for each in answered if not each.when(after) and not _is_zero(draft.values[each.key])]
     implied = [key for each in stale if draft.values[each.key] is True for key in each.implied(True)]
