@@ -126,9 +126,15 @@ class Workspace:
         clock = re.compile("time|mfu|(.*_)?seconds|.*_share|peak_memory_gb")
         return [{key: value for key, value in json.loads(line).items() if not clock.fullmatch(key)} for line in lines]
 
+    def copy(self, folder: Path, **settings: Any) -> Workspace:
+        """Everything that is here, with other settings."""
+        copy = Workspace(Path(shutil.copytree(self.folder, folder)))
+        copy.write_config(**settings)
+        return copy
+
     def stopped(self, folder: Path, step: int) -> Workspace:
         """A copy of a run, as if it had ended after a step of which it has a checkpoint."""
-        copy = Workspace(Path(shutil.copytree(self.folder, folder)))
+        copy = self.copy(folder)
         output = copy.path("output")
         for checkpoint in output.glob("checkpoint-*"):
             if int(checkpoint.name.split("-")[1]) > step:

@@ -90,11 +90,11 @@ def media(workspace: Workspace) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_its_step_and_the_run_continues(
-    tmp_path: Path, t2i_checkpoint: Path, number: signal.Signals
+    tmp_path: Path, filled: Workspace, number: signal.Signals
 ) -> None:
-    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS)
+    straight = filled.copy(tmp_path / "straight", **SETTINGS)
     train(straight)
-    stopped = Workspace.create(tmp_path / "stopped", t2i_checkpoint, **SETTINGS)
+    stopped = filled.copy(tmp_path / "stopped", **SETTINGS)
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     trigger = Trigger(
         lambda event: isinstance(event, StepDone) and event.step == 4, lambda: signal.raise_signal(number)
@@ -156,8 +156,8 @@ def test_previews_of_clips_stop_between_two_sampling_steps(tmp_path: Path, sana_
     assert sum(map(in_phase(PREVIEWS), trigger.events)) == 1
 
 
-def test_an_evaluation_that_was_cut_short_is_made_up_for(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    runs = [Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("straight", "broken")]
+def test_an_evaluation_that_was_cut_short_is_made_up_for(tmp_path: Path, filled: Workspace) -> None:
+    runs = [filled.copy(tmp_path / name) for name in ("straight", "broken")]
     for run in runs:
         run.add_pictures("datasets/held out", 2, seed=9)
         run.write_datasets([*DATASETS, EVAL])
@@ -250,9 +250,9 @@ MOMENTS: dict[str, Callable[[Event], bool]] = {
 
 
 @pytest.mark.slow
-def test_killed_runs_lack_no_line_no_preview_and_repeat_none(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_killed_runs_lack_no_line_no_preview_and_repeat_none(tmp_path: Path, filled: Workspace) -> None:
     settings = {**PREVIEWED, "disable_benchmark": False, "eval_steps_interval": 2, "eval_timesteps": 1}
-    straight, killed = (Workspace.create(tmp_path / name, t2i_checkpoint, **settings) for name in ("one", "two"))
+    straight, killed = (filled.copy(tmp_path / name, **settings) for name in ("one", "two"))
     for run in (straight, killed):
         run.add_pictures("datasets/held out", 1, seed=9)
         run.write_datasets([*DATASETS, EVAL])

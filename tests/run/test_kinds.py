@@ -31,10 +31,10 @@ FILE = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stop_and_go_equals_going_on(
-    tmp_path: Path, t2i_checkpoint: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, filled: Workspace, t2i_checkpoint: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lycoris.json").write_text(json.dumps(FILE))
-    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS, **KINDS[kind])
+    straight = filled.copy(tmp_path / "straight", **SETTINGS, **KINDS[kind])
     assert straight.train() == 0
     told = capsys.readouterr().out
     broken = straight.stopped(tmp_path / "broken", 3)

@@ -33,13 +33,13 @@ def run(workspace: Workspace, *, rehearsed: bool | None) -> list[str]:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, t2i_checkpoint: Path) -> list[Workspace]:
+def pair(tmp_path: Path, filled: Workspace) -> list[Workspace]:
     """Two equal workspaces; regularisation brings in a technique, dropout random numbers, validation a pipeline."""
     settings: dict[str, Any] = {
         "lora_dropout": 0.2, "validation_disable": False, "use_ema": True, "input_perturbation": 0.1,
         "max_train_steps": 3,
     }  # fmt: skip
-    pair = [Workspace.create(tmp_path / name, t2i_checkpoint, **settings) for name in ("with", "without")]
+    pair = [filled.copy(tmp_path / name, **settings) for name in ("with", "without")]
     for workspace in pair:
         regular = {**DATASETS[0], "id": "regular", "is_regularisation_data": True}
         workspace.write_datasets([DATASETS[0], regular, DATASETS[1]])

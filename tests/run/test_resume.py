@@ -66,19 +66,19 @@ def assert_same_run(one: Workspace, other: Workspace) -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.parametrize("optimizer", ["adamw", "optimi-adamw"])
-def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path, kind: str, optimizer: str) -> None:
+def test_stop_and_go_equals_going_on(tmp_path: Path, filled: Workspace, kind: str, optimizer: str) -> None:
     settings = {**SETTINGS, "model_type": kind, "optimizer": optimizer, "learning_rate": 1e-4}
-    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **settings)
+    straight = filled.copy(tmp_path / "straight", **settings)
     assert straight.train() == 0
     broken = straight.stopped(tmp_path / "broken", STEPS // 2)
     assert broken.train("resume_from_checkpoint=latest") == 0
     assert_same_run(straight, broken)
 
 
-def test_a_full_run_goes_on_with_released_gradients(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_a_full_run_goes_on_with_released_gradients(tmp_path: Path, filled: Workspace) -> None:
     """And with its state on the host: the same files as of the run that keeps all gradients."""
     settings = {**SETTINGS, "model_type": "full", "gradient_accumulation_steps": 1}
-    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **settings)
+    straight = filled.copy(tmp_path / "straight", **settings)
     assert straight.train() == 0
     broken = Workspace(shutil.copytree(straight.folder, tmp_path / "broken"))
     shutil.rmtree(broken.path(f"output/checkpoint-{STEPS}"))
@@ -86,8 +86,8 @@ def test_a_full_run_goes_on_with_released_gradients(tmp_path: Path, t2i_checkpoi
     assert_same_run(straight, broken)
 
 
-def test_resume_from_the_middle(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS)
+def test_resume_from_the_middle(tmp_path: Path, filled: Workspace) -> None:
+    straight = filled.copy(tmp_path / "straight", **SETTINGS)
     assert straight.train() == 0
     resumed = Workspace(shutil.copytree(straight.folder, tmp_path / "resumed"))
     resumed.path(RESULT).unlink()

@@ -25,9 +25,9 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all((one[name] == other[name]).all() for name in one)
 
 
-def test_stop_and_go_equals_going_on(tmp_path: Path, t2i_checkpoint: Path) -> None:
+def test_stop_and_go_equals_going_on(tmp_path: Path, filled: Workspace) -> None:
     straight, plain = (
-        Workspace.create(tmp_path / name, t2i_checkpoint, tread_config=routes, gradient_accumulation_steps=2)
+        filled.copy(tmp_path / name, tread_config=routes, gradient_accumulation_steps=2)
         for name, routes in (("straight", ROUTES), ("plain", None))
     )
     for run in (straight, plain):
