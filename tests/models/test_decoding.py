@@ -88,7 +88,7 @@ FLUX: dict[str, Any] = {
 REAL = [
     ("kandinsky5-image", "t2i-lite-sft", "AutoencoderKL", FLUX, (512, 512, 1), ("strips",)),
     ("kandinsky5-video", "t2v-lite-sft-5s", "AutoencoderKLHunyuanVideo", {}, (768, 512, 17), ("strips", "tiles")),
-    ("sanavideo", "2b-480p", "AutoencoderKLWan", {}, (832, 480, 81), ("tiles",)),
+    ("sanavideo", "2b-480p", "AutoencoderKLWan", {}, (832, 480, 33), ("tiles",)),
     ("sanavideo", "2b-720p", "AutoencoderKLLTX2Video", {}, (1280, 704, 81), ("strips", "tiles")),
 ]
 

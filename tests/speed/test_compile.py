@@ -109,7 +109,9 @@ def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.
     assert graphs() <= 6
 
 
-def test_every_size_may_be_a_symbol(t2i_checkpoint: Path) -> None:
+def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass with symbols is traced where the table of costs is measured, in tests/models."""
+    trace_only(monkeypatch)
     settings = {"dynamo_backend": "aot_eager", "dynamo_dynamic": True, "dynamo_fullgraph": True}
     compiled, eager = (make_assembly(t2i_checkpoint, **each) for each in (settings, {}))
     batch = bucket(8, 8, 6)
