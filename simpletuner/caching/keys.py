@@ -51,8 +51,7 @@ class EncoderIdentity:
 class CacheKey:
     """Identity of one entry; its fields are all that the entry depends on."""
 
-    __slots__ = ("_digest",)
-    _digest: str
+    __slots__ = ()
 
     def text(self) -> str:
         """What the key is the hash of: `canonical_json` of its ingredients."""
@@ -65,11 +64,7 @@ class CacheKey:
 
     def digest(self) -> str:
         """The name of the entry: 64 hexadecimal digits."""
-        try:
-            return self._digest
-        except AttributeError:  # the first call
-            object.__setattr__(self, "_digest", hash_text(self.text()))
-            return self._digest
+        return hash_text(self.text())
 
 
 @dataclass(frozen=True, slots=True)

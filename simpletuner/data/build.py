@@ -207,10 +207,10 @@ class _Builder:
         return check_amount(dataset, self.context, self.problems)
 
     def _check_speed(self, dataset: Dataset) -> None:
-        facts = {sample.name: dataset.facts[sample.name].clip for sample in dataset.samples}
-        clips = {name: clip for name, clip in facts.items() if clip is not None}
         model_rate = self.context.spec.frame_rate
         if dataset.clips is not None and model_rate is not None:
+            facts = {sample.name: dataset.facts[sample.name].clip for sample in dataset.samples}
+            clips = {name: clip for name, clip in facts.items() if clip is not None}
             check_frame_rate(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate, self.problems)
 
     def _fill(self, dataset: Dataset, folder: Folder, captions: CaptionSource) -> Dataset:

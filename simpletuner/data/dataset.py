@@ -196,6 +196,7 @@ class Dataset:
         choice = references[int(fraction(*token[:3], "partner") * len(references))]
         return geometry, choice.partner(name, geometry, *token)
 
+    @cached_property
     def buckets(self) -> dict[str, list[Sample]]:
         """Samples by bucket label, in the order of the labels."""
         groups: dict[str, list[Sample]] = {}
@@ -219,22 +220,28 @@ class Dataset:
 
     def ledger(self) -> list[LedgerEntry]:
         """Every file below the folder, sorted by name."""
-        used = [
-            LedgerEntry(
-                self.id,
-                sample.name,
-                note=self._note(sample) if self.origins or sample.clip else "",
-                original_size=sample.original_size,
-                geometry=sample.geometry,
-                captions=len(sample.captions),
-                frames=sample.frames,
-            )
-            for sample in self.samples
-        ]
-        unused = [
-            LedgerEntry(self.id, file.name, file.detail, note=self.origins.get(file.name, "")) for file in self.rejected
-        ]
-        return sorted([*used, *unused], key=lambda entry: entry.name)
+        return sorted([*map(self.used, self.samples), *self.unused()], key=lambda entry: entry.name)
+
+    def used(self, sample: Sample) -> LedgerEntry:
+        """The line of a sample."""
+        return LedgerEntry(
+            self.id,
+            sample.name,
+            note=self._note(sample) if self.origins or sample.clip else "",
+            original_size=sample.original_size,
+            geometry=sample.geometry,
+            captions=len(sample.captions),
+            frames=sample.frames,
+        )
+
+    def unused(self) -> list[LedgerEntry]:
+        """The lines of the files that are left out, sorted by name."""
+        left_out = sorted(self.rejected, key=lambda file: file.name)
+        return [LedgerEntry(self.id, each.name, each.detail, note=self.origins.get(each.name, "")) for each in left_out]
+
+    def sizes(self) -> dict[str, int]:
+        """The number of samples by the size that they are trained at, as text."""
+        return {self.used(samples[0]).trained_size: len(samples) for samples in self.buckets.values()}
 
     def _note(self, sample: Sample) -> str:
         read_as = f"counts as {' and '.join(sample.read_as)}" if sample.read_as else ""

@@ -9,12 +9,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
 from simpletuner.caching.fill import prepared_picture
+from simpletuner.data.dataset import Dataset
 from simpletuner.data.files import DeviceError, MediaError
-from simpletuner.data.sample import Sample
+from simpletuner.data.sample import LedgerEntry, Sample
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
@@ -47,7 +49,15 @@ from simpletuner.reporting.metrics import (
 )
 from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
-from simpletuner.reporting.report import REPORT_FILE, ReportData, Result, State, settings_of, write_report
+from simpletuner.reporting.report import (
+    LEDGER_ROWS,
+    REPORT_FILE,
+    ReportData,
+    Result,
+    State,
+    settings_of,
+    write_report,
+)
 from simpletuner.reporting.trackers import build_trackers
 from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, PIPELINE_FOLDER, WEIGHT_ERROR, result_step
 from simpletuner.world import World
@@ -177,13 +187,24 @@ class RunReport:
             metrics=read_steps(folder / METRICS_FILE),
             previews=read_media(folder / MEDIA_FILE),
             settings=settings_of(plan.config),
-            ledger=[entry for dataset in plan.datasets for entry in dataset.ledger()],
+            datasets=[
+                (each.id, len(each.samples) + len(each.rejected), len(each.samples), sorted(each.sizes()))
+                for each in plan.datasets
+            ],
+            ledger=ledger_rows(plan.datasets, LEDGER_ROWS),
             samples=self.samples,
             environment=self._environment,
             message=redact(message),
             notes=[redact(str(warning)) for warning in plan.warnings],
             result=find_result(plan, self._step) if state == "finished" else None,
         )
+
+
+def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:
+    """The first lines of the ledger: unused files first, since readers look for those."""
+    unused = (entry for dataset in datasets for entry in dataset.unused())
+    used = (dataset.used(sample) for dataset in datasets for sample in dataset.samples)
+    return list(islice(chain(unused, used), most))
 
 
 def find_result(plan: Plan, step: int) -> Result | None:

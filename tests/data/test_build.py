@@ -63,7 +63,7 @@ def test_a_folder_becomes_samples(context: DataContext, photos: Path) -> None:
     assert sample.captions == ("photo number 0", "another caption")
     assert (sample.original_size, sample.geometry.bucket, sample.geometry.size) == ((90, 60), "1.5", (80, 48))
     assert len(sample.content) == 64
-    assert {label: len(samples) for label, samples in dataset.buckets().items()} == {"0.67": 2, "1.0": 2, "1.5": 2}
+    assert {label: len(samples) for label, samples in dataset.buckets.items()} == {"0.67": 2, "1.0": 2, "1.5": 2}
     assert dataset.latent_dir == context.latent_root / "set0"
     assert (dataset.batch_size, dataset.repeats, dataset.config.crop_style) == (1, 0, "random")
 
