@@ -88,13 +88,14 @@ def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, capti
     clips = dataset.clips
     clip = clips.read(facts.clip) if clips and facts.clip else None
     frames = clips.frames_of(clip) if clips and clip else 1
-    geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
+    size = facts.picture_size
+    geometry, partner = dataset.place(name, size, epoch=1, frames=frames)
     sample = Sample(
         dataset_id=dataset.id,
         name=name,
         root=folder.root,
         content=facts.content,
-        original_size=facts.picture_size,
+        original_size=size,
         geometry=geometry,
         captions=captions_for(name, captions),
         partner=partner,

@@ -102,7 +102,8 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
             captions = tuple(edited for caption in captions for edited in edit(caption))
         except TimeoutError as error:
             raise UserError(f"{str(source.root / name)!r}: {error}.") from None
-    captions = tuple(filter(None, captions))
+    if not all(captions):
+        captions = tuple(filter(None, captions))
     if not captions:
         raise CaptionError("has a caption that caption_filter_list leaves empty")
     for caption in captions:

@@ -17,7 +17,7 @@ from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
 from simpletuner.data.clip_rules import ClipRules
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
-from simpletuner.data.sample import LedgerEntry, Reason, Rejected, Sample
+from simpletuner.data.sample import LedgerEntry, Reason, Rejected, Sample, size_text
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
 STRETCH_TOLERANCE = 0.02
@@ -241,7 +241,8 @@ class Dataset:
 
     def sizes(self) -> dict[str, int]:
         """The number of samples by the size that they are trained at, as text."""
-        return {self.used(samples[0]).trained_size: len(samples) for samples in self.buckets.values()}
+        found = Counter((each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples)
+        return {size_text(*kind): count for kind, count in found.items()}
 
     def _note(self, sample: Sample) -> str:
         read_as = f"counts as {' and '.join(sample.read_as)}" if sample.read_as else ""
@@ -260,12 +261,13 @@ class Dataset:
         Raises:
             DiskFullError: no space left; the index that was there is kept.
         """
-        used = {sample.name: sample.captions for sample in self.samples}
         # Files that could not be read are left out, too: the next run tries them again.
         files = {name: fact for name, fact in self.facts.items() if fact.content and name not in except_for}
-        for name, fact in files.items():
-            if not fact.stamp and fact.captions != used.get(name, ()):
-                files[name] = replace(fact, captions=used.get(name, ()))
+        if any(not fact.stamp for fact in files.values()):
+            used = {sample.name: sample.captions for sample in self.samples}
+            for name, fact in files.items():
+                if not fact.stamp and fact.captions != used.get(name, ()):
+                    files[name] = replace(fact, captions=used.get(name, ()))
         if except_for or files != self.indexed:
             save_index(self.latent_dir, self.root, files)
 

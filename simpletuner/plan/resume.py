@@ -172,8 +172,9 @@ def sample_order(trained: Sequence[Dataset], seed: int, processes: int) -> dict[
     """Besides the samples themselves, what decides which of them share a batch and how they are cropped."""
     order: dict[str, Any] = {"seed": seed}
     for dataset in trained:
-        sizes = Counter(f"{'x'.join(map(str, each.geometry.size))}@{each.frames}" for each in dataset.samples)
-        order[f"{dataset.id}.resolution"] = [f"{count} of {size}" for size, count in sorted(sizes.items())]
+        found = Counter((each.geometry.size, each.frames) for each in dataset.samples)
+        sizes = sorted((f"{width}x{height}@{frames}", count) for ((width, height), frames), count in found.items())
+        order[f"{dataset.id}.resolution"] = [f"{count} of {size}" for size, count in sizes]
         config = dataset.config
         order[f"{dataset.id}.train_batch_size"] = f"{dataset.batch_size * processes} over all processes"
         order[f"{dataset.id}.slider_strength"] = config.slider_strength or 0
