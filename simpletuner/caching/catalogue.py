@@ -78,7 +78,7 @@ class FeatureKind:
         return tuple(sorted((self.maker | content).items()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as keys are not
 class LatentEntry:
     """The latents of one sample, their folder, whether they are written compressed, and when they are encoded."""
 
@@ -102,7 +102,7 @@ class FeatureEntry:
         return self.latents.folder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as keys are not
 class TextEntry:
     """The embeddings of one caption, and their folder; `picture` is the one in the prompt (i2i).
 
