@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 
 from simpletuner.config.datasets import MASKS, ConditioningType, DatasetConfig
@@ -270,6 +271,13 @@ class Dataset:
                     files[name] = replace(fact, captions=used.get(name, ()))
         if except_for or files != self.indexed:
             save_index(self.latent_dir, self.root, files)
+
+
+def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:
+    """The first lines of the ledgers: unused files first, since readers look for those."""
+    unused = (entry for dataset in datasets for entry in dataset.unused())
+    used = (dataset.used(sample) for dataset in datasets for sample in dataset.samples)
+    return list(islice(chain(unused, used), most))
 
 
 def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str], str]) -> list[Dataset]:

@@ -40,7 +40,7 @@ NOTEWORTHY: frozenset[Reason] = frozenset(get_args(Reason)) - EXPECTED
 RATE_TOLERANCE = 5e-4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there may be 100,000, made at every start in half the time
 class Sample:
     """One picture or clip as it is trained.
 

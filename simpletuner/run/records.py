@@ -9,14 +9,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
 from simpletuner.caching.fill import prepared_picture
-from simpletuner.data.dataset import Dataset
+from simpletuner.data.dataset import ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
-from simpletuner.data.sample import LedgerEntry, Sample
+from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
@@ -198,13 +197,6 @@ class RunReport:
             notes=[redact(str(warning)) for warning in plan.warnings],
             result=find_result(plan, self._step) if state == "finished" else None,
         )
-
-
-def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:
-    """The first lines of the ledger: unused files first, since readers look for those."""
-    unused = (entry for dataset in datasets for entry in dataset.unused())
-    used = (dataset.used(sample) for dataset in datasets for sample in dataset.samples)
-    return list(islice(chain(unused, used), most))
 
 
 def find_result(plan: Plan, step: int) -> Result | None:
