@@ -186,7 +186,7 @@ def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) ->
         older_than: seconds; another process may still be writing younger files.
     """
     for parent, _, names in os.walk(folder):
-        for path in (Path(parent, name) for name in names if STRAY_FILE.fullmatch(name)):
+        for path in (Path(parent, each) for each in names if each[0] == "." and STRAY_FILE.fullmatch(each)):
             if path.stat().st_mtime <= time.time() - older_than:
                 path.unlink(missing_ok=True)
         if not deep:

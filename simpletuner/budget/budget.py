@@ -143,8 +143,8 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
     ahead, later = _to_encode(plan, listing)
-    workload = workload_of(plan, len(listing.missing_texts) if listing else 1, ahead, later)
-    if feature_kinds(plan) and (listing is None or listing.missing_features):
+    workload = workload_of(plan, len(listing.texts.missing) if listing else 1, ahead, later)
+    if feature_kinds(plan) and (listing is None or listing.features.missing):
         workload = replace(workload, encodes_features=True)
     return estimate(plan.config, parts_of(plan, device), workload, device, listing)
 
@@ -155,7 +155,7 @@ def _to_encode(plan: Plan, listing: Listing | None) -> tuple[list[Sample], list[
     All samples, if the checkpoint is not on this machine yet.
     """
     if listing is not None:
-        groups = listing.missing_latents, listing.encoded_in_training
+        groups = listing.ahead.missing, listing.encoded_in_training
         return [entry.sample for entry in groups[0]], [entry.sample for entry in groups[1]]
     samples = [sample for dataset in plan.trained for sample in dataset.samples]
     first = {dataset.id for dataset in plan.trained if latent_storage(plan, dataset) == "ahead"}

@@ -58,18 +58,18 @@ def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
     if budget.listing is None:
         return
     later = [entry for entry in budget.listing.encoded_in_training if entry.storage == "ondemand"]
-    written = [*budget.listing.missing_latents, *later]
+    written = [*budget.listing.ahead.missing, *later]
     latents = sum(latent_bytes(plan.spec, *each.sample.geometry.size, each.sample.frames) *
                   (COMPRESSED if each.compress else 1.0) for each in written)  # fmt: skip
     if written:
         yield Writing("latents", written[0].folder, latents, latents)
     features = feature_costs(plan.spec, budget.listing)
     if features.stored:
-        yield Writing("features", budget.listing.missing_features[0].folder, features.stored, features.stored)
+        yield Writing("features", budget.listing.features.missing[0].folder, features.stored, features.stored)
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
     width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
     texts = float(
-        len(budget.listing.missing_texts) * longest * width * BYTES[text_encoder_dtype(plan.config.precision)]
+        len(budget.listing.texts.missing) * longest * width * BYTES[text_encoder_dtype(plan.config.precision)]
     )
     if texts:
         yield Writing("text embeddings", text_folder(plan), texts, texts * USUAL_CAPTION)
@@ -78,7 +78,7 @@ def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
 def feature_costs(spec: FamilySpec, listing: Listing | None) -> FeatureCost:
     """What the features that are not cached yet take together."""
     costs = []
-    for entry in listing.missing_features if listing else ():
+    for entry in listing.features.missing if listing else ():
         sample = entry.latents.sample
         frames, height, width = spec.latent_size(*sample.geometry.size, sample.frames)
         costs.append(entry.kind.cost(frames, height // spec.patch_size, width // spec.patch_size))

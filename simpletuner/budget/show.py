@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
@@ -15,6 +14,7 @@ from simpletuner.budget.rounds import preview_rounds, remaining_seconds, remaini
 from simpletuner.budget.ways import find_ways, way_of
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.schema import all_options
+from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated
@@ -53,7 +53,7 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield from _setting_lines(plan)
     for dataset in plan.datasets:
         yield ""
-        yield from _ledger_lines(dataset.id, dataset.ledger(), dataset.changes_each_epoch)
+        yield from _ledger_lines(dataset)
         if white := dataset.white.values():
             yield f"  masks: {sum(white) / len(white):.1%} is learned on average"
     yield ""
@@ -97,15 +97,14 @@ def _count(number: int, word: str, words: str = "") -> str:
     return f"{number} {word if number == 1 else words or word + 's'}"
 
 
-def _ledger_lines(dataset_id: str, ledger: Sequence[LedgerEntry], changes_each_epoch: bool) -> Iterator[str]:
-    used = [entry for entry in ledger if not entry.use]
-    yield f"Dataset {dataset_id}: {len(used)} of {len(ledger)} files are used"
-    if changes_each_epoch:
+def _ledger_lines(dataset: Dataset) -> Iterator[str]:
+    total = len(dataset.samples) + len(dataset.rejected)
+    yield f"Dataset {dataset.id}: {len(dataset.samples)} of {total} files are used"
+    if dataset.changes_each_epoch:
         yield "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false keeps the first)"
-    buckets = Counter(entry.trained_size for entry in used if entry.geometry is not None)
-    for label, count in sorted(buckets.items()):
+    for label, count in sorted(dataset.sizes().items()):
         yield f"  bucket {label}: {count}"
-    shown = ledger if len(ledger) <= LONGEST_LEDGER else [entry for entry in ledger if entry.use]
+    shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
     for entry in shown[:LONGEST_LEDGER]:
         yield f"  {entry.name}: {_fate(entry)}"
     if len(shown) > LONGEST_LEDGER:
@@ -132,8 +131,8 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         yield "Caches: the checkpoint is not on this machine yet; it will be downloaded, then everything encoded once."
         return
     for what, absent, total in (
-        ("captions and prompts", len(listing.missing_texts), len(listing.texts)),
-        (plan.spec.media_noun, len(listing.missing_latents), len(listing.ahead)),
+        ("captions and prompts", len(listing.texts.missing), len(listing.texts)),
+        (plan.spec.media_noun, len(listing.ahead.missing), len(listing.ahead)),
     ):
         yield f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
     later = len(listing.encoded_in_training)
@@ -141,7 +140,7 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         what = f"{later} {plan.spec.media_noun}"
         yield f"Encoded in training: {what}; the VAE stays on the device, and its time is not counted below"
     if listing.features:
-        absent, total = len(listing.missing_features), len(listing.features)
+        absent, total = len(listing.features.missing), len(listing.features)
         seconds = duration(feature_costs(plan.spec, listing).flops / budget.device.rates.matmul)
         time = f" (about {seconds}, and the time to decode them)" if absent else ""
         yield f"Cache of features: {total - absent} of {total} are there, {absent} to encode{time}"

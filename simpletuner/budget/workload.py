@@ -115,7 +115,7 @@ def buckets_of(plan: Plan) -> list[Bucket]:
     """Training buckets with their shares, the largest first."""
     counts: Counter[Bucket] = Counter()
     for dataset in plan.trained:
-        for samples in dataset.buckets().values():
+        for samples in dataset.buckets.values():
             first = samples[0]
             width, height = first.geometry.size
             text = prompt_length(plan, first.partner.geometry.size if first.partner else None)

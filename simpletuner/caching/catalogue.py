@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 from simpletuner.caching.entry import list_keys
 from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, checkpoint_identity, digest
@@ -77,7 +78,7 @@ class FeatureKind:
         return tuple(sorted((self.maker | content).items()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as keys are not
 class LatentEntry:
     """The latents of one sample, their folder, whether they are written compressed, and when they are encoded."""
 
@@ -101,7 +102,7 @@ class FeatureEntry:
         return self.latents.folder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as keys are not
 class TextEntry:
     """The embeddings of one caption, and their folder; `picture` is the one in the prompt (i2i).
 
@@ -163,7 +164,7 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Cache entries of samples and captions. Entries are kept, so that each key is digested only once.
+    """Cache entries of samples and captions, made anew at each call: all of them would take much memory.
 
     Attributes:
         latent_folders: latent cache of each dataset, by id.
@@ -185,33 +186,23 @@ class Catalogue:
     completed: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
     storage: Mapping[str, Storage] = field(default_factory=dict)
     preserved: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
-    _latents: dict[Sample, LatentEntry] = field(default_factory=dict)
-    _texts: dict[tuple[str | None, str, Sample | None, bool], TextEntry] = field(default_factory=dict)
-
-    def forget(self) -> None:
-        """Drop the kept entries, before an epoch with new crops."""
-        self._latents.clear()
-        self._texts.clear()
 
     def latent(self, sample: Sample) -> LatentEntry:
         """The entry of a sample's latents, whether it exists or not."""
-        if sample not in self._latents:
-            geometry = sample.geometry
-            key = LatentKey(
-                sample.content,
-                geometry.size,
-                geometry.resized,
-                geometry.crop,
-                self.encoders.vae,
-                frames=sample.frames,
-                # The first frame is the same at every rate.
-                rate=sample.frame_rate if sample.frames > 1 else None,
-                read_as=sample.read_as,
-            )
-            name = sample.dataset_id
-            storage = self.storage.get(name, "ahead")
-            self._latents[sample] = LatentEntry(key, self.latent_folders[name], sample, self.compressed[name], storage)
-        return self._latents[sample]
+        geometry, name = sample.geometry, sample.dataset_id
+        key = LatentKey(
+            sample.content,
+            geometry.size,
+            geometry.resized,
+            geometry.crop,
+            self.encoders.vae,
+            frames=sample.frames,
+            # The first frame is the same at every rate.
+            rate=sample.frame_rate if sample.frames > 1 else None,
+            read_as=sample.read_as,
+        )
+        storage = self.storage.get(name, "ahead")
+        return LatentEntry(key, self.latent_folders[name], sample, self.compressed[name], storage)
 
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:
         """The entry of a sample's features, whether it exists or not."""
@@ -236,16 +227,8 @@ class Catalogue:
             source: where the caption comes from, for messages.
             negative: whether it is a negative prompt.
         """
-        held = picture if self.encoders.prompt_holds_picture else None
-        asked = (dataset_id, caption, held, negative)
-        if asked not in self._texts:
-            self._texts[asked] = self._text(dataset_id, caption, held, source, negative)
-        return self._texts[asked]
-
-    def _text(
-        self, dataset_id: str | None, caption: str, picture: Sample | None, source: str, negative: bool
-    ) -> TextEntry:
         encoders, folder, compress = self.encoders, self.default_text_folder, self.compress
+        picture = picture if encoders.prompt_holds_picture else None
         if dataset_id is not None:
             folder, compress = self.text_folders.get(dataset_id, folder), self.compressed[dataset_id]
             if dataset_id in self.completed and not negative:
@@ -260,57 +243,92 @@ class Catalogue:
         key = TextKey(cleaned, template, encoders.max_length, encoders.text, fingerprint)
         return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, picture, bare)
 
-    def latents_of(self, datasets: Iterable[Dataset], epoch: int) -> list[LatentEntry]:
-        """All latents that training in an epoch reads: of the samples and of their conditions."""
-        samples = (sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples)
-        found = (entry for sample in samples for entry in (self.latent(sample), self.condition(sample)))
-        return distinct(entry for entry in found if entry is not None)
+    def latents_of(self, datasets: Iterable[Dataset]) -> Iterator[LatentEntry]:
+        """All latents of datasets, some more than once: of their samples, and of the conditions of those."""
+        for dataset in datasets:
+            for sample in dataset.samples:
+                yield self.latent(sample)
+                condition = self.condition(sample)
+                if condition is not None:
+                    yield condition
 
-    def features_of(self, datasets: Iterable[Dataset], epoch: int, kinds: Iterable[FeatureKind]) -> list[FeatureEntry]:
-        """All features that training in an epoch reads."""
-        samples = [sample for dataset in datasets for sample in dataset.at_epoch(epoch).samples]
-        return distinct(
-            self.feature(kind, each) for kind in kinds for each in samples if each.dataset_id not in kind.unneeded
-        )
+    def features_of(self, datasets: Iterable[Dataset], kinds: Iterable[FeatureKind]) -> Iterator[FeatureEntry]:
+        """All features of datasets."""
+        needed = [(kind, dataset) for kind in kinds for dataset in datasets if dataset.id not in kind.unneeded]
+        for kind, dataset in needed:
+            yield from (self.feature(kind, sample) for sample in dataset.samples)
 
-    def texts_of(self, datasets: Iterable[Dataset], epoch: int, *, with_empty: bool) -> Iterator[TextEntry]:
-        """All embeddings that training in an epoch reads, some of them more than once.
+    def texts_of(self, datasets: Iterable[Dataset], *, with_empty: bool) -> Iterator[TextEntry]:
+        """All embeddings of datasets, some of them more than once.
 
         Args:
             with_empty: include the empty caption, which caption dropout substitutes; once per source picture if the
                 prompt contains one.
         """
         for dataset in datasets:
-            for sample in dataset.at_epoch(epoch).samples:
-                for caption in self._captions(sample, with_empty=with_empty):
-                    yield self.text(sample.dataset_id, caption, sample.partner, sample.full_name)
+            for sample in dataset.samples:
+                captions: Iterable[str] = sample.captions
+                if dataset.id in self.preserved:
+                    captions = chain(captions, map(self.preserved[dataset.id], captions))
+                for caption in captions:
+                    yield self.text(dataset.id, caption, sample.partner, sample.full_name)
+            if with_empty:
+                for sample in dataset.samples if self.encoders.prompt_holds_picture else dataset.samples[:1]:
+                    yield self.text(dataset.id, "", sample.partner, sample.full_name)
 
-    def _captions(self, sample: Sample, *, with_empty: bool) -> Iterator[str]:
-        yield from sample.captions
-        if sample.dataset_id in self.preserved:
-            yield from map(self.preserved[sample.dataset_id], sample.captions)
-        if with_empty:
-            yield ""
+
+@dataclass(frozen=True)
+class Entries(Generic[CacheEntry]):
+    """Cache entries without duplicates: samples may share a picture or a caption.
+
+    Attributes:
+        make: makes them, with duplicates. They are not kept, since all of them would take much memory.
+    """
+
+    make: Callable[[], Iterable[CacheEntry]]
+
+    def __iter__(self) -> Iterator[CacheEntry]:
+        seen: set[tuple[str, Path]] = set()
+        for entry in self.make():
+            mark = entry.key.digest(), entry.folder
+            if mark not in seen:
+                seen.add(mark)
+                yield entry
+
+    def __len__(self) -> int:
+        return self._looked_up[0]
+
+    @property
+    def missing(self) -> list[CacheEntry]:
+        """Those that were not in their cache when this or the number of entries was first asked for."""
+        return self._looked_up[1]
+
+    @cached_property
+    def _looked_up(self) -> tuple[int, list[CacheEntry]]:
+        return look_up(self.make())
 
 
-def distinct(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-    """Entries without duplicates: samples may share a picture or a caption."""
-    found: dict[object, CacheEntry] = {}
-    for entry in {id(entry): entry for entry in entries}.values():  # most duplicates are the same object
-        found.setdefault((entry.key.digest(), entry.folder), entry)
-    return list(found.values())
+def look_up(entries: Iterable[CacheEntry]) -> tuple[int, list[CacheEntry]]:
+    """The number of different entries, and those that are not in their cache; each folder is listed once."""
+    folders: dict[Path, dict[str, bool]] = {}  # of each key whether it was counted
+    number, absent = 0, []
+    for entry in entries:
+        keys = folders.get(entry.folder)
+        if keys is None:
+            keys = folders[entry.folder] = dict.fromkeys(list_keys(entry.folder), False)
+        key = entry.key.digest()
+        counted = keys.get(key)
+        if not counted:
+            keys[key] = True
+            number += 1
+            if counted is None:
+                absent.append(entry)
+    return number, absent
 
 
 def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-    """The entries that are not in their cache; each folder is listed once."""
-    there: dict[Path, frozenset[str]] = {}
-    absent = []
-    for entry in entries:
-        if entry.folder not in there:
-            there[entry.folder] = frozenset(list_keys(entry.folder))
-        if entry.key.digest() not in there[entry.folder]:
-            absent.append(entry)
-    return absent
+    """The entries that are not in their cache, without duplicates."""
+    return look_up(entries)[1]
 
 
 def picture_fingerprint(sample: Sample) -> str:

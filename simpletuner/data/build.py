@@ -88,13 +88,14 @@ def _sample(name: str, facts: FileFacts, dataset: Dataset, folder: Folder, capti
     clips = dataset.clips
     clip = clips.read(facts.clip) if clips and facts.clip else None
     frames = clips.frames_of(clip) if clips and clip else 1
-    geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
+    size = facts.picture_size
+    geometry, partner = dataset.place(name, size, epoch=1, frames=frames)
     sample = Sample(
         dataset_id=dataset.id,
         name=name,
         root=folder.root,
         content=facts.content,
-        original_size=facts.picture_size,
+        original_size=size,
         geometry=geometry,
         captions=captions_for(name, captions),
         partner=partner,
@@ -207,10 +208,10 @@ class _Builder:
         return check_amount(dataset, self.context, self.problems)
 
     def _check_speed(self, dataset: Dataset) -> None:
-        facts = {sample.name: dataset.facts[sample.name].clip for sample in dataset.samples}
-        clips = {name: clip for name, clip in facts.items() if clip is not None}
         model_rate = self.context.spec.frame_rate
         if dataset.clips is not None and model_rate is not None:
+            facts = {sample.name: dataset.facts[sample.name].clip for sample in dataset.samples}
+            clips = {name: clip for name, clip in facts.items() if clip is not None}
             check_frame_rate(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate, self.problems)
 
     def _fill(self, dataset: Dataset, folder: Folder, captions: CaptionSource) -> Dataset:

@@ -13,9 +13,8 @@ import re
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,6 +29,7 @@ from simpletuner.errors import Problem, UserError, did_you_mean
 COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
 LONGEST_SHOWN = 200  # characters of a caption in a message
+UNKNOWN = FileFacts(0, 0, "")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 Edit = Callable[[str], Sequence[str]]  # a caption in, its replacements out
@@ -40,7 +40,7 @@ CONTROL_TOKEN = re.compile(r"<\|\w+\|>|</?(?:s|bos|eos|pad|unk|mask|start_of_tur
 
 def control_token(text: str) -> str | None:
     """The first control token in a text, or None."""
-    found = CONTROL_TOKEN.search(text)
+    found = CONTROL_TOKEN.search(text) if "<" in text else None
     return found.group() if found else None
 
 
@@ -70,6 +70,11 @@ class CaptionSource:
     facts: dict[str, FileFacts] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
 
+    @cached_property
+    def folder(self) -> str:
+        """The path of `root`, made once: it is needed for each caption."""
+        return str(self.root)
+
 
 def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
     """All captions of a picture, at least one.
@@ -97,7 +102,8 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
             captions = tuple(edited for caption in captions for edited in edit(caption))
         except TimeoutError as error:
             raise UserError(f"{str(source.root / name)!r}: {error}.") from None
-    captions = tuple(filter(None, captions))
+    if not all(captions):
+        captions = tuple(filter(None, captions))
     if not captions:
         raise CaptionError("has a caption that caption_filter_list leaves empty")
     for caption in captions:
@@ -115,13 +121,13 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
         if not captions:
             raise CaptionError("has no caption in the table")
         return captions
-    file, known = source.files.get(pair_key(name)), source.facts.get(name, FileFacts(0, 0, ""))
+    file, known = source.files.get(pair_key(name)), source.facts.get(name, UNKNOWN)
     if file is None and name in source.gone and known.stamp:
         return known.captions
     if file is None:
         raise CaptionError(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
     whole = source.config.disable_multiline_split
-    stamp = stamp_of(f"{source.root}/{file}", whole=whole)
+    stamp = stamp_of(f"{source.folder}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
         captions = read_caption_file(source.root / file, whole=whole)
         known = source.facts[name] = replace(known, captions=captions, stamp=stamp)
@@ -134,11 +140,13 @@ def stamp_of(path: str, *, whole: bool) -> str | None:
     The time of change cannot be set, so even an edit that restores the time of modification is noticed. None if the
     file is missing, or so new that a later change might bear the same times.
     """
-    with suppress(OSError):
+    try:
         status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
-        if time.time() - status.st_ctime >= COARSEST_CLOCK:
-            return f"{whole:d} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
-    return None
+    except OSError:
+        return None
+    if time.time() - status.st_ctime < COARSEST_CLOCK:
+        return None
+    return f"{whole:d} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def caption_of_name(name: str) -> str:

@@ -277,14 +277,14 @@ def summarise_rejected(dataset: Dataset, problems: list[Problem]) -> None:
 
 def warn_of_enlarged(dataset: Dataset, problems: list[Problem]) -> None:
     """One warning about samples that are much smaller than their training size."""
-    factors = {each.name: each.geometry.resized[0] / each.original_size[0] for each in dataset.samples}
-    enlarged = {name: factor for name, factor in factors.items() if factor > NOTICEABLE_ENLARGEMENT}
+    factors = [each.geometry.resized[0] / each.original_size[0] for each in dataset.samples]
+    enlarged = sum(factor > NOTICEABLE_ENLARGEMENT for factor in factors)
     if not enlarged:
         return
-    most = max(dataset.samples, key=lambda sample: factors[sample.name])
+    most = dataset.samples[factors.index(max(factors))]
     before, after = ("x".join(map(str, size)) for size in (most.original_size, most.geometry.resized))
     message = (
-        f"{len(enlarged)} of {len(factors)} files are enlarged to be trained at this resolution, {most.name} the most, "
+        f"{enlarged} of {len(factors)} files are enlarged to be trained at this resolution, {most.name} the most, "
         f"from {before} to {after}: the model learns their blur. minimum_image_size leaves small files out; a smaller "
         "resolution enlarges less."
     )
@@ -336,7 +336,7 @@ def _too_few(dataset: Dataset, context: DataContext, needed: int, enough: int) -
 
 def _warn_of_small_buckets(dataset: Dataset, context: DataContext, problems: list[Problem]) -> None:
     batch = dataset.batch_size * context.num_processes
-    counts = {label: len(samples) for label, samples in dataset.buckets().items()}
+    counts = {label: len(samples) for label, samples in dataset.buckets.items()}
     small = {label: count for label, count in counts.items() if count * (dataset.repeats + 1) < batch}
     if small:
         shown = shorten([f"{label} ({count})" for label, count in small.items()])

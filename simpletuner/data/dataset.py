@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 
 from simpletuner.config.datasets import MASKS, ConditioningType, DatasetConfig
@@ -17,7 +18,7 @@ from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
 from simpletuner.data.clip_rules import ClipRules
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
-from simpletuner.data.sample import LedgerEntry, Reason, Rejected, Sample
+from simpletuner.data.sample import LedgerEntry, Reason, Rejected, Sample, size_text
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
 STRETCH_TOLERANCE = 0.02
@@ -196,6 +197,7 @@ class Dataset:
         choice = references[int(fraction(*token[:3], "partner") * len(references))]
         return geometry, choice.partner(name, geometry, *token)
 
+    @cached_property
     def buckets(self) -> dict[str, list[Sample]]:
         """Samples by bucket label, in the order of the labels."""
         groups: dict[str, list[Sample]] = {}
@@ -219,22 +221,29 @@ class Dataset:
 
     def ledger(self) -> list[LedgerEntry]:
         """Every file below the folder, sorted by name."""
-        used = [
-            LedgerEntry(
-                self.id,
-                sample.name,
-                note=self._note(sample) if self.origins or sample.clip else "",
-                original_size=sample.original_size,
-                geometry=sample.geometry,
-                captions=len(sample.captions),
-                frames=sample.frames,
-            )
-            for sample in self.samples
-        ]
-        unused = [
-            LedgerEntry(self.id, file.name, file.detail, note=self.origins.get(file.name, "")) for file in self.rejected
-        ]
-        return sorted([*used, *unused], key=lambda entry: entry.name)
+        return sorted([*map(self.used, self.samples), *self.unused()], key=lambda entry: entry.name)
+
+    def used(self, sample: Sample) -> LedgerEntry:
+        """The line of a sample."""
+        return LedgerEntry(
+            self.id,
+            sample.name,
+            note=self._note(sample) if self.origins or sample.clip else "",
+            original_size=sample.original_size,
+            geometry=sample.geometry,
+            captions=len(sample.captions),
+            frames=sample.frames,
+        )
+
+    def unused(self) -> list[LedgerEntry]:
+        """The lines of the files that are left out, sorted by name."""
+        left_out = sorted(self.rejected, key=lambda file: file.name)
+        return [LedgerEntry(self.id, each.name, each.detail, note=self.origins.get(each.name, "")) for each in left_out]
+
+    def sizes(self) -> dict[str, int]:
+        """The number of samples by the size that they are trained at, as text."""
+        found = Counter((each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples)
+        return {size_text(*kind): count for kind, count in found.items()}
 
     def _note(self, sample: Sample) -> str:
         read_as = f"counts as {' and '.join(sample.read_as)}" if sample.read_as else ""
@@ -253,14 +262,22 @@ class Dataset:
         Raises:
             DiskFullError: no space left; the index that was there is kept.
         """
-        used = {sample.name: sample.captions for sample in self.samples}
         # Files that could not be read are left out, too: the next run tries them again.
         files = {name: fact for name, fact in self.facts.items() if fact.content and name not in except_for}
-        for name, fact in files.items():
-            if not fact.stamp and fact.captions != used.get(name, ()):
-                files[name] = replace(fact, captions=used.get(name, ()))
+        if any(not fact.stamp for fact in files.values()):
+            used = {sample.name: sample.captions for sample in self.samples}
+            for name, fact in files.items():
+                if not fact.stamp and fact.captions != used.get(name, ()):
+                    files[name] = replace(fact, captions=used.get(name, ()))
         if except_for or files != self.indexed:
             save_index(self.latent_dir, self.root, files)
+
+
+def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:
+    """The first lines of the ledgers: unused files first, since readers look for those."""
+    unused = (entry for dataset in datasets for entry in dataset.unused())
+    used = (dataset.used(sample) for dataset in datasets for sample in dataset.samples)
+    return list(islice(chain(unused, used), most))
 
 
 def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str], str]) -> list[Dataset]:

@@ -12,9 +12,9 @@ import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -96,7 +96,7 @@ def classify(names: Iterable[tuple[str, tuple[Reason, str] | None]], wanted: fro
     """
     files, texts = [], []
     ignored: dict[str, tuple[Reason, str]] = {}
-    for name, problem in sorted(names):
+    for name, problem in sorted(names, key=itemgetter(0)):
         suffix = _suffix(name)
         if problem is not None:
             ignored[_printable(name)] = problem
@@ -139,7 +139,7 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
     while stack:
         folder, prefix = stack.pop()
         try:
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            entries = list(os.scandir(folder))
             identity = (folder.stat().st_dev, folder.stat().st_ino)
         except OSError as error:
             if not prefix:
@@ -150,14 +150,16 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
             yield prefix, ("unreadable", "is a link to a folder that has already been listed")
             continue
         visited.add(identity)
+        below = []
         for entry in entries:
             name = prefix + entry.name
             problem = name_problem(entry.name)
             # `DirEntry.is_dir` needs no call of the system, but raises for a link to itself.
             if problem is None and (Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()):
-                stack.append((Path(entry.path), name + "/"))
+                below.append((Path(entry.path), name + "/"))
             else:
                 yield name, problem
+        stack += sorted(below)
 
 
 def name_problem(name: str) -> tuple[Reason, str] | None:
@@ -240,21 +242,23 @@ def inspect_files(
         known: the index of the last run.
         workers: threads, at most the machine's cores.
     """
-    names = list(names)
+    names, folder = list(names), str(root)
     parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
     with ThreadPoolExecutor(max(1, min(workers, os.cpu_count() or 1))) as pool:
-        found = pool.map(lambda part: [_facts_of(root, name, known.get(name)) for name in part], parts)
+        found = pool.map(lambda part: [_facts_of(f"{folder}/{name}", known.get(name)) for name in part], parts)
         return dict(zip(names, chain.from_iterable(found), strict=True))
 
 
-def _facts_of(root: Path, name: str, known: FileFacts | None) -> FileFacts:
+def _facts_of(path: str, known: FileFacts | None) -> FileFacts:
     if known is not None:
-        with suppress(OSError):  # reading the file says why
-            status = os.stat(f"{root}/{name}")  # noqa: PTH116 - pathlib takes three times as long
-            same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
-            if same and stat.S_ISREG(status.st_mode):
-                return known
-    return _inspect(root / name)
+        try:
+            status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
+        except OSError:  # reading the file says why
+            return _inspect(Path(path))
+        same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
+        if same and stat.S_ISREG(status.st_mode):
+            return known
+    return _inspect(Path(path))
 
 
 def _inspect(path: Path) -> FileFacts:

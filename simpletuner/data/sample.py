@@ -40,7 +40,7 @@ NOTEWORTHY: frozenset[Reason] = frozenset(get_args(Reason)) - EXPECTED
 RATE_TOLERANCE = 5e-4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there may be 100,000, made at every start in half the time
 class Sample:
     """One picture or clip as it is trained.
 
@@ -145,9 +145,11 @@ class LedgerEntry:
 
     @property
     def trained_size(self) -> str:
-        """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; the bucket is in brackets unless it is the same text."""
-        if self.geometry is None:
-            return ""
-        width, height = self.geometry.size
-        size = f"{width}x{height}" + (f"@{self.frames}" if self.frames > 1 else "")
-        return size if self.geometry.bucket == size else f"{size} ({self.geometry.bucket})"
+        """`size_text` of its geometry."""
+        return size_text(self.geometry.bucket, self.geometry.size, self.frames) if self.geometry else ""
+
+
+def size_text(bucket: str, size: Size, frames: int) -> str:
+    """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; the bucket is in brackets unless it is the same text."""
+    text = f"{size[0]}x{size[1]}" + (f"@{frames}" if frames > 1 else "")
+    return text if bucket == text else f"{text} ({bucket})"

@@ -127,6 +127,8 @@ class Sampler:
         active = self._active(epoch)
         queues = [_Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch)) for dataset in active]
         windows = any(_has_step_window(dataset) for dataset in active)
+        if len(queues) == 1 and not windows:
+            return [(active[0].id, group) for group in reversed(queues[0].groups)]
         before = sum(self.batches_per_epoch(earlier) for earlier in range(1, epoch)) if windows else 0
         random = generator(self.seed, epoch, "datasets")
         batches: list[tuple[str, list[Sample]]] = []
@@ -154,7 +156,7 @@ class Sampler:
         if dataset.config.crop_aspect == "random":
             dataset = dataset.at_epoch(epoch)
         size = dataset.batch_size * self.world.size
-        return sum(-(-len(samples) * (dataset.repeats + 1) // size) for samples in dataset.buckets().values())
+        return sum(-(-len(samples) * (dataset.repeats + 1) // size) for samples in dataset.buckets.values())
 
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:
         if self.sampling == "uniform":
@@ -165,7 +167,7 @@ class Sampler:
         """The dataset's samples of an epoch in groups of one bucket, each a global batch."""
         size = dataset.batch_size * self.world.size
         groups = []
-        for label, samples in dataset.buckets().items():
+        for label, samples in dataset.buckets.items():
             random = generator(self.seed, epoch, dataset.id, label)
             order = passes(samples, dataset.repeats + 1, size, random)
             groups += [order[start : start + size] for start in range(0, len(order), size)]
@@ -235,7 +237,9 @@ def _next_pass(samples: Sequence[Sample], order: Sequence[Sample], batch: int, r
     """A shuffled pass that starts with samples that are not in the unfinished batch."""
     fresh = random.sample(samples, len(samples))
     begun = len(order) % batch
-    present = {sample.name for sample in order[len(order) - begun :]} if begun else set()
+    if not begun:
+        return fresh
+    present = {sample.name for sample in order[len(order) - begun :]}
     missing = batch - begun
     head = [sample for sample in fresh if sample.name not in present][:missing]
     chosen = {sample.name for sample in head}

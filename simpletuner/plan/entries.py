@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 
 from simpletuner.caching.catalogue import (
     Catalogue,
     Encoders,
+    Entries,
     FeatureEntry,
     FeatureKind,
     LatentEntry,
     Storage,
     TextEntry,
-    distinct,
     missing,
 )
 from simpletuner.caching.keys import EncoderIdentity, checkpoint_identity
@@ -110,9 +109,9 @@ class Listing:
     plan: Plan
     epoch: int
     catalogue: Catalogue
-    texts: Sequence[TextEntry]
-    latents: Sequence[LatentEntry]
-    features: Sequence[FeatureEntry]
+    texts: Entries[TextEntry]
+    latents: Entries[LatentEntry]
+    features: Entries[FeatureEntry]
 
     def holds_for(self, plan: Plan, epoch: int) -> bool:
         """Whether another plan certainly reads the same entries; False if that would take listing them again."""
@@ -120,46 +119,34 @@ class Listing:
         return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
 
     @cached_property
-    def missing_texts(self) -> list[TextEntry]:
-        """The captions that were not cached at the first access."""
-        return missing(self.texts)
-
-    @property
-    def ahead(self) -> list[LatentEntry]:
+    def ahead(self) -> Entries[LatentEntry]:
         """The latents that are encoded before training."""
-        return [entry for entry in self.latents if entry.storage == "ahead"]
-
-    @cached_property
-    def missing_features(self) -> list[FeatureEntry]:
-        """The features that were not cached at the first access."""
-        return missing(self.features)
-
-    @cached_property
-    def missing_latents(self) -> list[LatentEntry]:
-        """Those of them that were not cached at the first access."""
-        return missing(self.ahead)
+        return Entries(lambda: (entry for entry in self.latents.make() if entry.storage == "ahead"))
 
     @cached_property
     def encoded_in_training(self) -> list[LatentEntry]:
         """The latents that training encodes, as far as they were not cached at the first access."""
-        uncached = missing(entry for entry in self.latents if entry.storage == "ondemand")
-        return uncached + [entry for entry in self.latents if entry.storage == "never"]
+        if not set(self.catalogue.storage.values()) - {"ahead"}:
+            return []
+        later = [entry for entry in self.latents if entry.storage != "ahead"]
+        uncached = missing(entry for entry in later if entry.storage == "ondemand")
+        return uncached + [entry for entry in later if entry.storage == "never"]
 
 
 def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
     """The entries that the run reads in an epoch; a text that several of them need is listed once."""
     dropout = plan.config.text.caption_dropout_probability > 0
-    watched = evaluated(plan)
-    texts = distinct(
-        chain(
-            catalogue.texts_of(plan.trained, epoch, with_empty=dropout),
-            catalogue.texts_of(watched, 1, with_empty=False),
-            prompt_entries(plan, catalogue),
-        )
-    )
-    latents = catalogue.latents_of(plan.trained, epoch) + catalogue.latents_of(watched, 1)
-    features = catalogue.features_of(plan.trained, epoch, feature_kinds(plan))
-    return Listing(plan, epoch, catalogue, texts, latents, features)
+    trained = [each.at_epoch(epoch) for each in plan.trained]
+    watched, kinds = evaluated(plan), feature_kinds(plan)
+
+    def texts() -> Iterator[TextEntry]:
+        yield from catalogue.texts_of(trained, with_empty=dropout)
+        yield from catalogue.texts_of(watched, with_empty=False)
+        yield from prompt_entries(plan, catalogue)
+
+    latents = Entries(lambda: catalogue.latents_of([*trained, *watched]))
+    features = Entries(lambda: catalogue.features_of(trained, kinds))
+    return Listing(plan, epoch, catalogue, Entries(texts), latents, features)
 
 
 def feature_kinds(plan: Plan) -> list[FeatureKind]:

@@ -6,7 +6,6 @@ is something new to show. Its ledger lists every input file as used, or with the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +85,8 @@ class ReportData:
         output_dir: paths of previews are relative to it.
         metrics: rows of `training_metrics.jsonl`.
         previews: entries of `validation_media.jsonl`.
+        datasets: id, number of files, number of those in use, and the sizes that they are trained at.
+        ledger: at most `LEDGER_ROWS` files.
         samples: some of the training data.
         message: why a run stopped.
         notes: warnings of the plan.
@@ -101,12 +102,23 @@ class ReportData:
     metrics: Sequence[Mapping[str, Any]] = ()
     previews: Sequence[MediaRecord] = ()
     settings: Sequence[SettingRow] = ()
+    datasets: Sequence[tuple[str, int, int, Sequence[str]]] = ()
     ledger: Sequence[LedgerEntry] = ()
     samples: Sequence[TrainingSample] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     message: str = ""
     notes: Sequence[str] = ()
     result: Result | None = None
+
+    @property
+    def files(self) -> int:
+        """The number of files in all datasets."""
+        return sum(files for _, files, _, _ in self.datasets)
+
+    @property
+    def used(self) -> int:
+        """The number of those in use."""
+        return sum(used for _, _, used, _ in self.datasets)
 
 
 def write_report(path: Path, data: ReportData) -> None:
@@ -120,18 +132,12 @@ def write_report(path: Path, data: ReportData) -> None:
 
 def render_page(data: ReportData) -> str:
     """The whole document."""
-    used = [entry for entry in data.ledger if not entry.use]
-    # Unused files come first, since readers look for those.
-    rows = [*(entry for entry in data.ledger if entry.use), *used][:LEDGER_ROWS]
     return render(
         "report.html.jinja",
         data=data,
         share=min(1.0, data.step / data.total_steps) if data.total_steps else 1.0,
         facts=list(facts(data)),
         **gallery(data.metrics, data.previews, data.output_dir, with_mfu=has_accelerator(data)),
-        datasets=by_dataset(data.ledger),
-        rows=rows,
-        used=len(used),
         open_up_to=OPEN_UP_TO,
         refresh=REFRESH if data.state == "running" else None,
     )
@@ -155,8 +161,8 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     utilisation = [value for _, value in points_of(data.metrics, "mfu")]
     if utilisation and has_accelerator(data):
         yield "Median MFU", f"{median(utilisation) * 100:.0f} % of the measured matmul rate"
-    if data.ledger:
-        yield "Files used", f"{sum(not entry.use for entry in data.ledger):,} of {len(data.ledger):,}"
+    if data.datasets:
+        yield "Files used", f"{data.used:,} of {data.files:,}"
     if device := data.environment.get("device"):
         yield "Device", device.partition(",")[0]
 
@@ -171,15 +177,6 @@ def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     seconds, waited, streamed = (points_of(rows, key) for key in ("seconds", "data_seconds", "weights_seconds"))
     sums = [sum(value for _, value in points) for points in (seconds, waited, streamed)]
     return shares(sums[0], sums[1], sums[2] if streamed else None)
-
-
-def by_dataset(ledger: Sequence[LedgerEntry]) -> list[tuple[str, int, int, list[str]]]:
-    """Each dataset with the number of its files, of those in use, and the sizes that they are trained at."""
-    files = Counter(entry.dataset_id for entry in ledger)
-    used = Counter(entry.dataset_id for entry in ledger if not entry.use)
-    trained = {(each.dataset_id, each.geometry, each.frames): each for each in ledger if not each.use}.values()
-    sizes = {name: {each.trained_size for each in trained if each.dataset_id == name} for name in files}
-    return [(name, count, used[name], sorted(filter(None, sizes[name]))) for name, count in files.items()]
 
 
 def settings_of(config: RunConfig) -> list[SettingRow]:

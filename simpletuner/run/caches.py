@@ -99,24 +99,24 @@ class CacheFiller:
         Raises:
             UserError: too few samples are left, or an entry could not be encoded.
         """
-        if self.remove_damaged(self.share.of(self.listing.latents)):
+        if self.remove_damaged():
             self.listing = replace(self.listing)  # what it found in the folders no longer holds
         try:  # one encoder after the other, so that only one is in memory
-            self.encode_texts(self.share.of(self.listing.missing_texts), self.world)
-            failures = self.encode_latents(self.share.of(self.listing.missing_latents), self.world)
+            self.encode_texts(self.share.of(self.listing.texts.missing), self.world)
+            failures = self.encode_latents(self.share.of(self.listing.ahead.missing), self.world)
         except ChangedFileError as error:
             self._forget(error.sample)
             raise
         if failures:
             self.plan = without_failures(self.plan, failures, self.world)
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
-        self.encode_features(self.share.of(self.listing.missing_features), self.world)
+        self.encode_features(self.share.of(self.listing.features.missing), self.world)
         self._check_complete()
 
     def _check_complete(self) -> None:
         """Make sure that nothing is missing any more: of all entries, or of a share that is encoded alone."""
         listing, together = self.listing, self.world.size > 1
-        holes: list[AnyEntry] = [*listing.missing_texts, *listing.missing_latents, *listing.missing_features]
+        holes: list[AnyEntry] = [*listing.texts.missing, *listing.ahead.missing, *listing.features.missing]
         end = time.monotonic() + (APPEARANCE if together else 0)
         while holes := [each for each in missing(holes) if together or self.share.holds(each)]:
             if time.monotonic() >= end:
@@ -134,18 +134,17 @@ class CacheFiller:
     def follow(self, epoch: int) -> None:
         """Encode what is missing for an epoch; only datasets with random crops have new entries."""
         if not self.listing.holds_for(self.plan, epoch):
-            self.catalogue.forget()  # it remembers the entries of the epoch before
             self.listing = list_entries(self.plan, self.catalogue, epoch)
             self.fill()
 
-    def remove_damaged(self, entries: Sequence[LatentEntry]) -> int:
+    def remove_damaged(self) -> int:
         """Verify the entries of datasets with `scan_for_errors`; damaged ones are removed, to be re-encoded, and
         counted."""
         scanned = {dataset.id for dataset in self.plan.datasets if dataset.config.scan_for_errors}
         removed = 0
-        for entry in entries:
+        for entry in self.listing.latents if scanned else ():
             store, key = CacheStore(entry.folder), entry.key.digest()
-            if entry.sample.dataset_id in scanned and store.has(key):
+            if entry.sample.dataset_id in scanned and self.share.holds(entry) and store.has(key):
                 try:
                     store.verify(key)
                 except DamagedEntryError as error:
@@ -321,8 +320,6 @@ def prepare_caches(
     if world.is_main:  # a start after an interruption need not read the files again
         save_indexes(plan.datasets)
     filler.fill()
-    if world.is_main:
-        save_indexes(filler.plan.datasets)
     return filler
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from simpletuner.caching.fill import prepared_picture
+from simpletuner.data.dataset import ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
@@ -47,7 +48,15 @@ from simpletuner.reporting.metrics import (
 )
 from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
-from simpletuner.reporting.report import REPORT_FILE, ReportData, Result, State, settings_of, write_report
+from simpletuner.reporting.report import (
+    LEDGER_ROWS,
+    REPORT_FILE,
+    ReportData,
+    Result,
+    State,
+    settings_of,
+    write_report,
+)
 from simpletuner.reporting.trackers import build_trackers
 from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, PIPELINE_FOLDER, WEIGHT_ERROR, result_step
 from simpletuner.world import World
@@ -177,7 +186,11 @@ class RunReport:
             metrics=read_steps(folder / METRICS_FILE),
             previews=read_media(folder / MEDIA_FILE),
             settings=settings_of(plan.config),
-            ledger=[entry for dataset in plan.datasets for entry in dataset.ledger()],
+            datasets=[
+                (each.id, len(each.samples) + len(each.rejected), len(each.samples), sorted(each.sizes()))
+                for each in plan.datasets
+            ],
+            ledger=ledger_rows(plan.datasets, LEDGER_ROWS),
             samples=self.samples,
             environment=self._environment,
             message=redact(message),

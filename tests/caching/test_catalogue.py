@@ -39,21 +39,24 @@ def test_each_dataset_decides_whether_its_entries_are_compressed(workspace: Work
     assert sizes[True] < sizes[False]
 
 
-def test_a_run_digests_every_key_once_and_reads_every_header_once(
+def test_a_start_digests_every_key_once_and_reads_every_header_once(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plan, filling, training and evaluation ask for the same entries; a picture of one caption has two keys."""
+    """Plan and filling ask for the same entries; a picture of one caption has two keys."""
     for caption in workspace.path("datasets/pictures").glob("*.txt"):
         caption.write_text(f"picture {caption.stem}")
     evaluated = {**DATASETS[0], "id": "seen", "dataset_type": "eval", "repeats": None}
     workspace.write_datasets([DATASETS[0], DATASETS[1], evaluated])
+    settings = "eval_steps_interval=2", "validation_disable=true"
+    assert workspace.run("cache", "fill", *settings) == 0
     hashed: list[str] = []
     headers: list[Path] = []
     monkeypatch.setattr(keys, "hash_text", lambda text: hashed.append(text) or hash_text(text))
     monkeypatch.setattr(source, "read_header", lambda path: headers.append(path) or read_header(path))
     source._shapes.cache_clear()
-    assert workspace.train("eval_steps_interval=2", "validation_disable=true") == 0
+    assert workspace.run("cache", "fill", *settings) == 0
     pictures = 8
     digests = [text for text in hashed if '"kind":' in text]
     assert len(digests) == 2 * pictures + pictures + 1  # the evaluated folder's own latents, and the empty caption
+    assert workspace.train(*settings) == 0
     assert len(headers) == len(set(headers)) == 4

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
 from simpletuner.data.context import DataContext
-from simpletuner.data.dataset import Dataset
+from simpletuner.data.dataset import Dataset, ledger_rows
 from simpletuner.data.discovery import INDEX_NAME
 from simpletuner.errors import Problem
 from simpletuner.models.spec import Task
@@ -63,7 +64,7 @@ def test_a_folder_becomes_samples(context: DataContext, photos: Path) -> None:
     assert sample.captions == ("photo number 0", "another caption")
     assert (sample.original_size, sample.geometry.bucket, sample.geometry.size) == ((90, 60), "1.5", (80, 48))
     assert len(sample.content) == 64
-    assert {label: len(samples) for label, samples in dataset.buckets().items()} == {"0.67": 2, "1.0": 2, "1.5": 2}
+    assert {label: len(samples) for label, samples in dataset.buckets.items()} == {"0.67": 2, "1.0": 2, "1.5": 2}
     assert dataset.latent_dir == context.latent_root / "set0"
     assert (dataset.batch_size, dataset.repeats, dataset.config.crop_style) == (1, 0, "random")
 
@@ -84,6 +85,10 @@ def test_every_file_is_used_or_listed_with_its_reason(context: DataContext, phot
     assert uses["broken/empty.png"] == "is empty"
     assert "maximum_aspect_ratio" in uses["long.png"]
     assert all(bool(entry.use) == (entry.geometry is None) for entry in ledger)
+    assert dataset.sizes() == Counter(entry.trained_size for entry in ledger if entry.geometry)
+    unused_first = sorted(ledger, key=lambda entry: not entry.use)
+    assert ledger_rows([dataset], 16) == unused_first[:16]
+    assert not any(entry.use for entry in unused_first[-2:])
     assert dataset.counts()["damaged"] == len(pictures.BROKEN)
     assert not fatal(problems)
     assert "14 files are left out" in str(problems[0])

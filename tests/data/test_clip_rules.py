@@ -172,7 +172,7 @@ def test_clips_become_samples(context: DataContext, tmp_path: Path) -> None:
     assert (sample.frames, sample.frame_rate, sample.is_i2v) == (17, 24, False)
     assert sample.captions == ("a short film", "another caption")
     assert lengths_of(dataset.samples) == [17, 17]
-    assert list(dataset.buckets()) == ["1.5"]
+    assert list(dataset.buckets) == ["1.5"]
     assert dataset.ledger()[0].frames == 17
 
 
@@ -211,7 +211,7 @@ def test_buckets_of_size_and_length(context: DataContext, tmp_path: Path) -> Non
     video = {"frame_interval": 12, "bucket_strategy": "resolution_frames"}
     dataset, problems = build(context, root, video)
     assert not problems
-    groups = {label: [sample.name for sample in samples] for label, samples in dataset.buckets().items()}
+    groups = {label: [sample.name for sample in samples] for label, samples in dataset.buckets.items()}
     assert groups == {
         "80x48@9": ["film_020.mp4"],
         "80x48@21": ["film_024.mp4"],
@@ -220,9 +220,9 @@ def test_buckets_of_size_and_length(context: DataContext, tmp_path: Path) -> Non
         "96x48@33": ["wide/film_040.mp4"],
     }
     dataset, _ = build(context, root, {"num_frames": 17, "bucket_strategy": "resolution_frames"})
-    assert list(dataset.buckets()) == ["80x48@17", "96x48@17"]
+    assert list(dataset.buckets) == ["80x48@17", "96x48@17"]
     dataset, _ = build(context, root, {"num_frames": 17})
-    assert list(dataset.buckets()) == ["1.5", "2.0"]
+    assert list(dataset.buckets) == ["1.5", "2.0"]
 
 
 def test_the_guides_size_and_label(tmp_path: Path, context: DataContext) -> None:
@@ -230,9 +230,9 @@ def test_the_guides_size_and_label(tmp_path: Path, context: DataContext) -> None
     context = replace(context, defaults=DatasetDefaults(resolution=480))
     video = {"num_frames": 5, "bucket_strategy": "resolution_frames"}
     dataset, _ = build(context, root, video, resolution_type="pixel", aspect_bucket_alignment="16")
-    assert list(dataset.buckets()) == ["848x480@5"]
+    assert list(dataset.buckets) == ["848x480@5"]
     dataset, _ = build(context, root, {"num_frames": 5})
-    assert list(dataset.buckets()) == ["1.78"]
+    assert list(dataset.buckets) == ["1.78"]
 
 
 def test_one_warning_for_speed_with_the_factors(context: DataContext, tmp_path: Path) -> None:

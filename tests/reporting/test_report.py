@@ -105,7 +105,9 @@ def test_the_page_shows_every_part_and_asks_nobody_for_anything(tmp_path: Path) 
         LedgerEntry("stars", "a.png", original_size=(64, 64), geometry=Geometry("32x32", (32, 32), (48, 32), (8, 0))),
         LedgerEntry("stars", "b.png", "is truncated"),
     ]
-    page = render(data_of(tmp_path, previews=records, ledger=ledger, environment=describe_environment("cpu")))
+    datasets = [("stars", 2, 1, ["32x32"])]
+    environment = describe_environment("cpu")
+    page = render(data_of(tmp_path, previews=records, datasets=datasets, ledger=ledger, environment=environment))
     for text in ("40 of 300", "0.50 s/step", "Loss", "Learning rate", "glimmer", "is truncated", "1 of 2", "python"):
         assert text in page.text
     assert page.tags.count("img") == 3
@@ -131,6 +133,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
             metrics=[*rows(3), {"step": 4, "train_loss": 1.0, NASTY: 1.0}, {"step": 5, NASTY: 2.0}],
             previews=[record, gone],
             settings=settings_of(config),
+            datasets=[(NASTY, 1, 0, [NASTY])],
             ledger=[LedgerEntry(NASTY, NASTY, NASTY, geometry=Geometry(NASTY, (8, 8), (8, 8), (0, 0)))],
             samples=[TrainingSample(NASTY, thumbnail(Image.new("RGB", (8, 8))), [NASTY])],
             environment={NASTY: NASTY},
@@ -169,8 +172,9 @@ def test_a_stopped_run_says_why(tmp_path: Path) -> None:
 
 def test_big_runs_stay_small(tmp_path: Path) -> None:
     records = [picture(tmp_path, step, f"p{row}", 160, noise=True) for row in range(26) for step in range(0, 600, 100)]
-    ledger = [LedgerEntry("d", f"{index}.png", "" if index % 10 else "x", "x") for index in range(30_000)]
-    page = render(data_of(tmp_path, metrics=rows(50_000), previews=records, ledger=ledger))
+    ledger = [LedgerEntry("d", f"{index}.png", "x", "x") for index in range(LEDGER_ROWS)]
+    datasets = [("d", 30_000, 27_000, [])]
+    page = render(data_of(tmp_path, metrics=rows(50_000), previews=records, datasets=datasets, ledger=ledger))
     assert len(page.source) < 10_000_000
     assert "2 more steps" in page.text
     assert "2 more prompts" in page.text
@@ -233,7 +237,7 @@ def test_training_pictures_are_shown_with_their_captions(tmp_path: Path) -> None
     source = thumbnail(Image.new("RGB", (2000, 1000), "red"))
     sample = TrainingSample("stars/a.png", source, ["a star", "one more star"])
     pair = replace(sample, name="stars/b.png", edited_from=source)
-    page = render(data_of(tmp_path, samples=[sample, pair], ledger=[LedgerEntry("stars", "a.png")] * 9))
+    page = render(data_of(tmp_path, samples=[sample, pair], datasets=[("stars", 9, 9, [])]))
     assert "a star (and 1 more)" in page.text
     assert "2 of 9" in page.text
     assert page.tags.count("img") == 3
