@@ -40,6 +40,11 @@ class SelfAttention:
         with self._mode:
             return kernel(query, key, value)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether a call now would be within a mode, as in checkpointed blocks that keep its result."""
+        return not isinstance(self._mode, nullcontext)
+
     @contextmanager
     def within(self, mode: AbstractContextManager[Any]) -> Iterator[None]:
         """Enter `mode` around every call, and nothing else; the context manager must be reusable."""
@@ -58,7 +63,24 @@ class FastBlocks:
         pieces: the functions before and after the self-attention, by name; replacing one affects all blocks. The first
             argument is a block, the second its hidden states, the others are tensors or None. Dimension 1 of every
             tensor counts tokens, or is 1, or is the same at every size.
+        last: names of functions after which a block is done.
+        recomputing: versions of those that keep only their inputs for the backward pass, by name.
+        beyond: entered around those in a checkpointed block; it hides the block's checkpoint from them.
     """
 
     pieces: dict[str, Callable[..., Any]]
     self_attention: SelfAttention = field(default_factory=SelfAttention)
+    last: tuple[str, ...] = ()
+    recomputing: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    beyond: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+    def finish(self, name: str, *inputs: Any) -> Any:
+        """Run the last function of a block.
+
+        In a checkpointed block, a version that recomputes itself stays outside the checkpoint, whose recomputation then
+        ends before it.
+        """
+        if name not in self.recomputing or not self.self_attention.is_kept:
+            return self.pieces[name](*inputs)
+        with self.beyond:
+            return self.recomputing[name](*inputs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from simpletuner.config.schema import PrecisionConfig
 from simpletuner.config.speed import checkpointed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.models.adapter import BlockLayout
-from simpletuner.models.blocks import SelfAttention
+from simpletuner.models.blocks import FastBlocks, SelfAttention
 
 # torch's attention kernels on all devices; their results are kept, all other operations are recomputed.
 KEPT = [
@@ -36,15 +37,15 @@ def enable_checkpointing(
     *,
     dropout: bool,
     block_inputs: BlockInputs | None = None,
-    keep: SelfAttention | None = None,
+    keep: FastBlocks | None = None,
 ) -> None:
     """Checkpoint the blocks that the config says.
 
     Args:
         dropout: blocks draw random numbers, so the generator's state is restored for the recomputation.
         block_inputs: keeps the hidden states of checkpointed blocks in host memory.
-        keep: the attention whose result is kept instead of recomputed: one more tensor of the hidden states' size per
-            block saves the part of the recomputation that is quadratic in tokens.
+        keep: keeps the result of their attention instead of recomputing it: one more tensor of the hidden states' size
+            per block saves the part of the recomputation that is quadratic in tokens.
     """
     if not config.gradient_checkpointing:
         return
@@ -55,7 +56,10 @@ def enable_checkpointing(
     def run_block(block: nn.Module, hidden: Tensor, *others: Any) -> Any:
         if id(block) not in chosen:
             return block(hidden, *others)
-        contexts = noop_context_fn if keep is None or hidden.shape[1] < LONG else partial(keeping_contexts, keep)
+        contexts = noop_context_fn
+        # Functions that recompute themselves keep their inputs, of which the attention's result is one.
+        if keep is not None and (hidden.shape[1] >= LONG or keep.recomputing):
+            contexts = partial(keeping_contexts, keep.self_attention)
         with nullcontext() if block_inputs is None else block_inputs.around(hidden):
             return checkpoint(
                 block, hidden, *others, use_reentrant=False, preserve_rng_state=dropout, context_fn=contexts
@@ -63,6 +67,19 @@ def enable_checkpointing(
 
     model: Any = transformer
     model.enable_gradient_checkpointing(run_block)
+
+
+def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `FastBlocks.pieces` with a checkpoint of its own.
+
+    To be compiled: the compiler recomputes only what the backward pass reads, so for instance not the last layer.
+    """
+
+    @wraps(function)
+    def run(block: nn.Module, *inputs: Tensor | None) -> Any:
+        return checkpoint(partial(function, block), *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    return run
 
 
 def outside_checkpoints() -> saved_tensors_hooks:
