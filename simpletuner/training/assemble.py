@@ -280,7 +280,7 @@ def _checkpoint_blocks(
         config.precision,
         dropout=_has_dropout(transformer),
         block_inputs=BlockInputs(device) if config.offload.offload_block_inputs else None,
-        keep=fast if keeps_attention(config.speed) else None,
+        keep=fast.self_attention if fast is not None and keeps_attention(config.speed) else None,
     )
 
 

@@ -97,7 +97,12 @@ class Trained:
         self.layout = block_layout(self.model)
         self.fast = fast.install(self.model, self.padding) if recomputing else None
         enable_checkpointing(
-            self.model, self.layout, precision, dropout=False, block_inputs=block_inputs, keep=self.fast
+            self.model,
+            self.layout,
+            precision,
+            dropout=False,
+            block_inputs=block_inputs,
+            keep=self.fast and self.fast.self_attention,
         )
         if self.fast is not None:
             compile_blocks(self.layout, self.fast, "aot_eager", LaunchConfig(), sampling=False, recomputing=True)

@@ -22,7 +22,6 @@ from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.kandinsky5 import attention, fast
 from simpletuner.models.kandinsky5.fast import store_in_bf16
-from simpletuner.speed import recomputation
 from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece
 from simpletuner.speed.recomputation import checkpointed
 from simpletuner.techniques.tread import Tread
@@ -86,7 +85,6 @@ LAST_BATCHES = [(8, 8, [6, 6]), (4, 8, [4, 9, 5]), (8, 4, [1]), (10, 10, [1, 1])
 def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven buckets take three; masks and empty captions three more; batch size, TREAD and previews none."""
     trace_only(monkeypatch)
-    monkeypatch.setattr(recomputation, "LONG", 0)
     compiled, eager = (
         make_assembly(t2i_checkpoint, Tread([Route(0.5, 1, -1)]), **settings)
         for settings in ({"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}, {})
