@@ -16,12 +16,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionCall = Callable[[AttentionKernel, Tensor, Tensor, Tensor], Tensor]
 
 
 def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(Q Kᵀ / √D) V of `B S H D` tensors; `mask` `B 1 1 S` is true for visible keys."""
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # B H S D
     return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+
+
+def call_kernel(kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return kernel(query, key, value)
 
 
 class SelfAttention:
@@ -33,21 +38,24 @@ class SelfAttention:
 
     def __init__(self) -> None:
         self.choose: Callable[[Tensor, Tensor, Tensor], AttentionKernel] = lambda query, key, value: torch_attention
-        self._mode: AbstractContextManager[Any] = nullcontext()
+        self._call: AttentionCall = call_kernel
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        kernel = self.choose(query, key, value)
-        with self._mode:
-            return kernel(query, key, value)
+        return self._call(self.choose(query, key, value), query, key, value)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a call now would go another way, as in checkpointed blocks that keep its result."""
+        return self._call is not call_kernel
 
     @contextmanager
-    def within(self, mode: AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter `mode` around every call, and nothing else; the context manager must be reusable."""
-        previous, self._mode = self._mode, mode
+    def through(self, call: AttentionCall) -> Iterator[None]:
+        """Let `call` call the kernels."""
+        previous, self._call = self._call, call
         try:
             yield
         finally:
-            self._mode = previous
+            self._call = previous
 
 
 @dataclass
@@ -58,7 +66,24 @@ class FastBlocks:
         pieces: the functions before and after the self-attention, by name; replacing one affects all blocks. The first
             argument is a block, the second its hidden states, the others are tensors or None. Dimension 1 of every
             tensor counts tokens, or is 1, or is the same at every size.
+        last: names of functions after which a block is done.
+        recomputing: versions of those that keep only their inputs for the backward pass, by name.
+        beyond: entered around those in a checkpointed block; it hides the block's checkpoint from them.
     """
 
     pieces: dict[str, Callable[..., Any]]
     self_attention: SelfAttention = field(default_factory=SelfAttention)
+    last: tuple[str, ...] = ()
+    recomputing: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    beyond: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+    def finish(self, name: str, *inputs: Any) -> Any:
+        """Run the last function of a block.
+
+        In a checkpointed block, a version that recomputes itself stays outside the checkpoint, whose recomputation then
+        ends before it.
+        """
+        if name not in self.recomputing or not self.self_attention.is_kept:
+            return self.pieces[name](*inputs)
+        with self.beyond:
+            return self.recomputing[name](*inputs)

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.models.adapter import BlockLayout
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.speed.recomputation import outside_checkpoints
+from simpletuner.speed.recomputation import checkpointed, outside_checkpoints
 
 # Largest accepted relative error of gradients. Compiled code rounds differently: correct blocks are off by thousandths,
 # wrong ones by more than 1.
@@ -56,9 +55,9 @@ class CompiledPiece:
             return self.eager(block, hidden, *others)
         settle_compiler(ones_are_sizes=self.ones_are_sizes)
         hidden = with_gradient(hidden) if training else hidden
-        for tensor, dimension in product((hidden, *others), (0, 1)):
+        for tensor in (hidden, *others):
             if tensor is not None:
-                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+                torch._dynamo.maybe_mark_dynamic(tensor, sizes_of(tensor))
         try:
             return self.compiled(block, hidden, *others)
         except TorchDynamoException as error:
@@ -112,12 +111,19 @@ class CheckedForward:
 
 
 def compile_blocks(
-    layout: BlockLayout, fast: FastBlocks | None, backend: str, launch: LaunchConfig, *, sampling: bool
+    layout: BlockLayout,
+    fast: FastBlocks | None,
+    backend: str,
+    launch: LaunchConfig,
+    *,
+    sampling: bool,
+    recomputing: bool = False,
 ) -> None:
     """Compile the functions of fast blocks; for other families each block's forward, with verification.
 
     Args:
         sampling: also compile previews, which run without gradients.
+        recomputing: let the last functions of checkpointed blocks recompute themselves.
     """
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,16 +135,26 @@ def compile_blocks(
         return compiled
 
     if fast is not None:
-        for name, piece in fast.pieces.items():
-            # Not before flex attention, which is compiled in the same thread, nor where even sizes that are always 1
-            # are symbols: equal ones become one symbol.
-            ones_are_sizes = "sparse" not in name and not launch.dynamo_dynamic
-            fast.pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph, ones_are_sizes)
+        if recomputing:
+            fast.beyond = outside_checkpoints()
+            fast.recomputing = {name: checkpointed(fast.pieces[name]) for name in fast.last}
+        for pieces in (fast.pieces, fast.recomputing):
+            for name, piece in pieces.items():
+                # Not before flex attention, which is compiled in the same thread, nor where even sizes that are always
+                # 1 are symbols: equal ones become one symbol.
+                ones_are_sizes = "sparse" not in name and not launch.dynamo_dynamic
+                pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph, ones_are_sizes)
         return
     verdicts: dict[Case, bool] = {}
     compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)
     for block in layout.blocks:
         block.forward = CheckedForward(block, compiled, verdicts, sampling)
+
+
+def sizes_of(tensor: Tensor) -> list[int]:
+    """Dimensions that differ from batch to batch: samples, and tokens. Vectors of samples, `B C`, have no tokens, and
+    with a width that is a symbol products and loops are slower."""
+    return [0, 1] if tensor.ndim > 2 or tensor.dtype == torch.bool else [0]
 
 
 def settle_compiler(*, ones_are_sizes: bool) -> None:

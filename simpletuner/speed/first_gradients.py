@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from simpletuner.memory.precision import QuantisedLinear, ScaledRows
-from simpletuner.models.blocks import FastBlocks
+from simpletuner.models.blocks import FastBlocks, call_kernel
 from simpletuner.speed.compile import gradient_error, with_gradient
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class FirstGradients:
         compiled = dict(self.fast.pieces)
         self.fast.pieces.update(self.pieces)
         try:
-            with self.fast.self_attention.within(nullcontext()):
+            with self.fast.self_attention.through(call_kernel):
                 yield
         finally:
             self.fast.pieces.update(compiled)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.config.speed import checkpointed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.models.adapter import BlockLayout
-from simpletuner.models.blocks import SelfAttention
-
-# torch's attention kernels on all devices; their results are kept, all other operations are recomputed.
-KEPT = [
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-]
-# Tokens from which keeping pays off. Its fixed cost per block is more than half of the attention's own time at 256
-# tokens, and less than a tenth at 1000.
-LONG = 512
+from simpletuner.models.blocks import AttentionKernel, SelfAttention
 
 
 def enable_checkpointing(
@@ -55,7 +46,7 @@ def enable_checkpointing(
     def run_block(block: nn.Module, hidden: Tensor, *others: Any) -> Any:
         if id(block) not in chosen:
             return block(hidden, *others)
-        contexts = noop_context_fn if keep is None or hidden.shape[1] < LONG else partial(keeping_contexts, keep)
+        contexts = noop_context_fn if keep is None else partial(keeping_contexts, keep)
         with nullcontext() if block_inputs is None else block_inputs.around(hidden):
             return checkpoint(
                 block, hidden, *others, use_reentrant=False, preserve_rng_state=dropout, context_fn=contexts
@@ -63,6 +54,19 @@ def enable_checkpointing(
 
     model: Any = transformer
     model.enable_gradient_checkpointing(run_block)
+
+
+def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `FastBlocks.pieces` with a checkpoint of its own.
+
+    To be compiled: the compiler recomputes only what the backward pass reads, so for instance not the last layer.
+    """
+
+    @wraps(function)
+    def run(block: nn.Module, *inputs: Tensor | None) -> Any:
+        return checkpoint(partial(function, block), *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    return run
 
 
 def outside_checkpoints() -> saved_tensors_hooks:
@@ -75,6 +79,73 @@ def outside_checkpoints() -> saved_tensors_hooks:
 
 def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts for a block's forward pass and recomputation, which keep the attention's result between them."""
-    saving, replaying = create_selective_checkpoint_contexts(KEPT)
-    # Entered around the attention only: a dispatch mode adds some microseconds to every operation.
-    return keep.within(saving), keep.within(replaying)
+    kept = KeptAttention()
+    return keep.through(kept), keep.through(kept)
+
+
+class KeptAttention:
+    """The self-attention of one checkpointed block.
+
+    Its result is kept, with what the kernel needs of it for the gradient. Queries, keys and values are not: they are
+    those of the recomputation, which then ends here or goes on with the result.
+    """
+
+    def __init__(self) -> None:
+        self.result: Tensor | None = None
+
+    def __call__(self, kernel: AttentionKernel, *inputs: Tensor) -> Tensor:
+        passed: tuple[Tensor, ...] = Recomputed.apply(*inputs)
+        if self.result is not None:
+            return self.result.transpose(1, 2)
+        with LeftToRecomputation(passed):
+            out = kernel(*passed)
+        # `B H S D`, for a view like that of `torch_attention`: compiled functions would need a version for others.
+        self.result = out.detach().transpose(1, 2).detach().requires_grad_(out.requires_grad)
+        return out
+
+
+class Recomputed(torch.autograd.Function):
+    """Passes tensors on, and saves them within the block's checkpoint, which will recompute them."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        return tuple(each.view_as(each) for each in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients
+
+
+@dataclass(frozen=True)
+class RecomputedView:
+    """A saved tensor that was a view of a result of `Recomputed`."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class LeftToRecomputation(saved_tensors_hooks):
+    """Hooks that save views of results of `Recomputed` by their place; all else is saved as usual."""
+
+    def __init__(self, passed: Sequence[Tensor]) -> None:
+        places = {each.untyped_storage()._cdata: index for index, each in enumerate(passed)}
+        node: Any = passed[0].grad_fn
+        again: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor | RecomputedView:
+            index = places.get(tensor.untyped_storage()._cdata)
+            if index is None:
+                return tensor
+            return RecomputedView(index, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+        def unpack(saved: Tensor | RecomputedView) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            if not again:  # a checkpoint gives each tensor once
+                again.extend(node.saved_tensors)
+            return torch.as_strided(again[saved.index], saved.size, saved.stride, saved.offset)
+
+        super().__init__(pack, unpack)

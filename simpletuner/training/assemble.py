@@ -31,7 +31,7 @@ from simpletuner.memory.heap import large_tensors_apart
 from simpletuner.memory.offload.attach import attach_offload, place_model
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.image import WeightImage
-from simpletuner.memory.offload.streamer import Streamer
+from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.products import use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
@@ -108,7 +108,7 @@ def assemble(
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_blocks(transformer, layout, fast, config, device)
-    _compile_blocks(layout, fast, config, device)
+    _compile_blocks(transformer, layout, fast, config, device)
     hidden = HiddenStates(layout)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(config.precision, config.caching)])
     site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, load_vae, world)
@@ -120,6 +120,8 @@ def assemble(
     optimizer = _build_optimizer(config, spec, parameters, modules)
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
     streamer = _stream(transformer, streamed, config, device, world, packed)
+    if streamer is not None and fast is not None:
+        fast.beyond = RememberedPlaces(streamer)
     return Assembly(
         adapter=adapter,
         accelerator=accelerator,
@@ -276,19 +278,33 @@ def _checkpoint_blocks(
         transformer,
         layout,
         config.precision,
-        dropout=any(isinstance(each, nn.Dropout) and each.p > 0 for each in transformer.modules()),
+        dropout=_has_dropout(transformer),
         block_inputs=BlockInputs(device) if config.offload.offload_block_inputs else None,
         keep=fast.self_attention if fast is not None and keeps_attention(config.speed) else None,
     )
 
 
-def _compile_blocks(layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device) -> None:
+def _has_dropout(transformer: nn.Module) -> bool:
+    return any(isinstance(each, nn.Dropout) and each.p > 0 for each in transformer.modules())
+
+
+def _recomputes_inside(transformer: nn.Module, config: RunConfig) -> bool:
+    """Whether the last functions of checkpointed blocks recompute themselves: they keep the attention's result, and
+    their inputs on the device, and do not restore the state of the random generator."""
+    stays = not config.offload.offload_block_inputs
+    return keeps_attention(config.speed) and stays and not _has_dropout(transformer)
+
+
+def _compile_blocks(
+    transformer: nn.Module, layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device
+) -> None:
     """Compile the blocks; with `quantized_matmul` the first visual one tells the error of its gradients, uncompiled."""
     stored = quantisation(config.precision.base_model_precision) if config.precision.quantized_matmul else None
     first = stored and FirstGradients(stored.name.partition("-")[0], layout.visual_blocks[0], fast)
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
-        compile_blocks(layout, fast, backend, config.launch, sampling=config.validation.validation_torch_compile)
+        sampling, inside = config.validation.validation_torch_compile, _recomputes_inside(transformer, config)
+        compile_blocks(layout, fast, backend, config.launch, sampling=sampling, recomputing=inside)
     if first:
         first.install()
 

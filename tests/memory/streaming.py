@@ -11,17 +11,19 @@ import torch
 from diffusers import Kandinsky5Transformer3DModel
 from torch import Tensor, nn
 
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.block_inputs import BlockInputs
-from simpletuner.memory.offload.streamer import Streamer
+from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
 from simpletuner.memory.precision import quantise
 from simpletuner.memory.products import use_quantised_products
-from simpletuner.models.kandinsky5 import attention
+from simpletuner.models.kandinsky5 import attention, fast
 from simpletuner.models.kandinsky5.denoiser import block_layout, predict_velocity
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR
+from simpletuner.speed.compile import compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.lora import add_lora
 from tests.tiny import WIDTH, build_kandinsky, fill_zeros
@@ -71,6 +73,7 @@ class Trained:
     def __init__(
         self, *, checkpointing: bool = True, interval: int | None = None, block_inputs: BlockInputs | None = None,
         prepare: Any = None, compiled: str | None = None, dtype: torch.dtype = torch.float32, blocks: int = BLOCKS,
+        recomputing: bool = False,
     ) -> None:  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -92,7 +95,17 @@ class Trained:
         precision = PrecisionConfig(gradient_checkpointing=checkpointing, gradient_checkpointing_interval=interval)
         self.keeps_saved = not precision.checkpoints_all
         self.layout = block_layout(self.model)
-        enable_checkpointing(self.model, self.layout, precision, dropout=False, block_inputs=block_inputs)
+        self.fast = fast.install(self.model, self.padding) if recomputing else None
+        enable_checkpointing(
+            self.model,
+            self.layout,
+            precision,
+            dropout=False,
+            block_inputs=block_inputs,
+            keep=self.fast and self.fast.self_attention,
+        )
+        if self.fast is not None:
+            compile_blocks(self.layout, self.fast, "aot_eager", LaunchConfig(), sampling=False, recomputing=True)
         if compiled is not None:
             for block in self.layout.blocks:
                 block.forward = torch.compile(block.forward, backend=compiled)  # type: ignore[method-assign]
@@ -111,6 +124,8 @@ class Trained:
         attach.place_model(self.model, blocks, device)
         streamer = attach.attach_offload(self.model, blocks, config, device, keeps_saved=self.keeps_saved, slots=slots)
         assert streamer is not None
+        if self.fast is not None:
+            self.fast.beyond = RememberedPlaces(streamer)
         return streamer
 
     def _move_inputs(self, device: torch.device) -> None:

@@ -16,7 +16,6 @@ from simpletuner.errors import ConfigError
 from simpletuner.memory.offload import attach
 from simpletuner.memory.precision import QuantisedLinear, pack
 from simpletuner.memory.products import FEW, QuantisedProducts, check_device, use_quantised_products
-from simpletuner.speed import recomputation
 from simpletuner.speed.first_gradients import FirstGradients
 from simpletuner.training.assemble import load_for_sampling
 from tests.closeness import distance
@@ -117,7 +116,6 @@ def test_gradients_of_a_lora(
     t2i_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Near those of unpacked products, the same with and without checkpointing, and the error is told once."""
-    monkeypatch.setattr(recomputation, "LONG", 0)  # the attention's result is kept
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
     settings: dict[str, Any] = {"mixed_precision": "bf16", "base_model_precision": name}
     unpacked = gradients(make_assembly(t2i_checkpoint, **settings), batch)
@@ -145,7 +143,6 @@ def test_the_comparison_leaves_no_trace(
 ) -> None:
     """Equal gradients and as many calls of compiled code without it; streamed, with kept attention and with dropout."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(recomputation, "LONG", 0)
     monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
     settings |= {"base_model_precision": "int8", "quantized_matmul": True, "lora_dropout": 0.3}

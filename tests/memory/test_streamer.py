@@ -28,6 +28,8 @@ from tests.memory.streaming import (
 KEPT: dict[str, Any] = {"checkpointing": False}
 # Each block is compiled anew, with gradients and without; torch gives up on a ninth.
 COMPILED: dict[str, Any] = {"compiled": "aot_eager", "blocks": 3}
+# The last compiled functions of blocks are outside of the checkpoints.
+RECOMPUTING: dict[str, Any] = {"recomputing": True, "blocks": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,11 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "products in int8": ({"prepare": to_products("int8-quanto")}, {}),
     "products in fp8, no checkpointing": ({**KEPT, "prepare": to_products("fp8-quanto")}, {}),
     "compiled": (COMPILED, {}),
+    "recomputed by themselves": (RECOMPUTING, {}),
+    "recomputed by themselves, every second, packed int8, pairs": (
+        {**RECOMPUTING, "interval": 2, "prepare": to_packed("int8-quanto")},
+        {"group_offload_blocks_per_group": 2},
+    ),
 }
 
 

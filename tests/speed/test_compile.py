@@ -22,8 +22,8 @@ from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.kandinsky5 import attention, fast
 from simpletuner.models.kandinsky5.fast import store_in_bf16
-from simpletuner.speed import recomputation
 from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece
+from simpletuner.speed.recomputation import checkpointed
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import _Losses, micro_loss, noisy_batch
@@ -85,7 +85,6 @@ LAST_BATCHES = [(8, 8, [6, 6]), (4, 8, [4, 9, 5]), (8, 4, [1]), (10, 10, [1, 1])
 def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven buckets take three; masks and empty captions three more; batch size, TREAD and previews none."""
     trace_only(monkeypatch)
-    monkeypatch.setattr(recomputation, "LONG", 0)
     compiled, eager = (
         make_assembly(t2i_checkpoint, Tread([Route(0.5, 1, -1)]), **settings)
         for settings in ({"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}, {})
@@ -154,6 +153,29 @@ def test_a_compiler_that_fails_on_gradients(caplog: pytest.LogCaptureFixture) ->
     piece(nn.Identity(), hidden).sum().backward()
     assert "square is not compiled" in caplog.text
     torch.testing.assert_close(hidden.grad, torch.sin(2 * hidden.detach()))
+
+
+def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
+    """The last of the seven products of a block. All are plain: no width is a symbol."""
+    found: list[list[str]] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        found.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    backend: Any = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    block = build_kandinsky().visual_transformer_blocks[0].requires_grad_(False)
+    tokens = [torch.randn(1, count, WIDTH, requires_grad=True) for count in (8, 5)]
+    inputs = tokens[0], tokens[0].unflatten(-1, (2, -1)), torch.randn(1, 9 * WIDTH), tokens[1], None
+    gradients = []
+    for function in (fast.after_attention, checkpointed(fast.after_attention)):
+        piece = CompiledPiece(function, torch.compile(function, backend=backend), strict=True)
+        out = piece(block, *inputs)
+        gradients.append(torch.autograd.grad(out, tokens, out.detach()))
+    products = [sum("mm" in each for each in graph) for graph in found]
+    assert products == [7, 7, 7, 7 + 6]
+    assert not any("bmm" in each for graph in found for each in graph)
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 def test_previews_are_compiled_on_request(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

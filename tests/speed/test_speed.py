@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import ConfigError
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
-from simpletuner.speed import attention, recomputation
+from simpletuner.speed import attention
 from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.state import Assembly
@@ -82,12 +82,6 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert any(gradient.any() for gradient in one.values())
     for name, value in one.items():
         assert torch.equal(other[name], value), name
-
-
-@pytest.fixture(autouse=True)
-def everything_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny sequences count as long, so that checkpointing keeps their attention."""
-    monkeypatch.setattr(recomputation, "LONG", 0)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

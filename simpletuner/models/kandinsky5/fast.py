@@ -56,7 +56,7 @@ class TextForward:
 
     def __call__(self, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
         cos, sin = self.cache.of(rope, len(x))
-        out: Tensor = self.fast.pieces["text"](self.block, x, time_embed, cos, sin, self.padding.mask)
+        out: Tensor = self.fast.finish("text", self.block, x, time_embed, cos, sin, self.padding.mask)
         return out
 
 
@@ -83,7 +83,7 @@ class VisualForward:
         if sparse_params is None:
             params, query, key, value = pieces["before_attention"](self.block, visual_embed, time_embed, *tables)
             attended = self.fast.self_attention(query, key, value)
-            out = pieces["after_attention"](self.block, visual_embed, attended, params, *rest)
+            out = self.fast.finish("after_attention", self.block, visual_embed, attended, params, *rest)
         else:
             params, modulated = pieces["before_sparse"](self.block, visual_embed, time_embed)
             attention: Any = self.block.self_attention
@@ -101,7 +101,8 @@ def install(transformer: nn.Module, padding: TextPadding) -> FastBlocks:
             "after_attention": after_attention,
             "before_sparse": before_sparse,
             "after_sparse": after_sparse,
-        }
+        },
+        last=("text", "after_attention"),
     )
     cache = RotaryCache()
     model: Any = transformer
