@@ -98,7 +98,8 @@ class Chain:
     def fill_texts(self) -> None:
         """Encode and write every caption."""
         empty({entry.folder for entry in self.texts})
-        fill_texts(self.texts, lambda: self.text_encoder, self.plan.config.caching.captions_at_once(), self.phase)
+        together = self.plan.config.caching.captions_at_once(self.text_encoder.device.type, streamed=False)
+        fill_texts(self.texts, lambda: self.text_encoder, together, self.phase)
 
     def fill_latents(self) -> None:
         """Decode, encode and write every clip."""
