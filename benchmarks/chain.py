@@ -219,7 +219,15 @@ def prepare(folder: Path, size: str, device: str, clips: int) -> Chain:
     encoder = HunyuanLatentEncoder(build_clip_vae(scale.transformer, device), torch.device(device), dtype)
     assembly = _assembly(scale.transformer, device)
     return Chain(
-        plan, catalogue, listing.texts, listing.latents, text_encoder, encoder, assembly, scale.transformer, 2 * clips
+        plan,
+        catalogue,
+        [*listing.texts],
+        [*listing.latents],
+        text_encoder,
+        encoder,
+        assembly,
+        scale.transformer,
+        2 * clips,
     )
 
 

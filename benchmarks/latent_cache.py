@@ -132,7 +132,7 @@ def _prepare(
     encoder.qwen = build_medium_qwen(encoder.processor.tokenizer).requires_grad_(False).eval().to(device)
     root = run.folder
     found = [replace(entry, sample=replace(entry.sample, root=root / entry.sample.root)) for entry in listing.latents]
-    return listing.texts, found, encoder
+    return [*listing.texts], found, encoder
 
 
 def write_pictures(folder: Path, number: int) -> None:
