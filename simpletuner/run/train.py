@@ -201,6 +201,9 @@ def prepare_machine(plan: Plan) -> None:
     allowed = not plan.config.precision.disable_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
+    # torch prefers cuDNN on Hopper, where its gradients of masked attention may be NaN (pytorch #196678). Attention
+    # without a mask still uses it where it is measured to be faster.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def compute_threads(wanted: int) -> int:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletuner.config.speed import ATTENTION_PACKAGES, is_installed
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.models.blocks import AttentionKernel, torch_attention
+from simpletuner.models.blocks import DEVICE_FAILURES, AttentionKernel, torch_attention
 from simpletuner.speed.recomputation import outside_checkpoints
 
 # Torch's own order of preference, unless a measurement reverses it.
@@ -131,6 +131,8 @@ def measure(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, roun
             try:
                 out = torch_attention(*inputs)
                 torch.autograd.grad(out, inputs, out.detach())
+            except DEVICE_FAILURES:
+                raise
             except RuntimeError:  # no enabled kernel supports these shapes, or cuDNN fails in either direction
                 return math.inf
             end.record()

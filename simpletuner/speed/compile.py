@@ -171,6 +171,9 @@ def settle_compiler(*, ones_are_sizes: bool) -> None:
         torch._dynamo.config.recompile_limit = VERSIONS
     if not torch._functorch.config.force_non_lazy_backward_lowering:
         torch._functorch.config.force_non_lazy_backward_lowering = True
+    # Would split compiled functions where DDP's buckets end; they end with every block anyway.
+    if torch._dynamo.config.optimize_ddp:
+        torch._dynamo.config.optimize_ddp = False
     shapes: Any = torch.fx.experimental._config
     if shapes.backed_size_oblivious != ones_are_sizes:
         shapes.backed_size_oblivious = ones_are_sizes

@@ -122,6 +122,17 @@ def test_tiles_are_those_of_their_ranks() -> None:
     assert 0 < expected.float().mean() < 1
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_gpu_has_blocks_of_the_backward_pass_that_divide_a_tile(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], head_dim: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    blocks = nabla.dividing_choices().get_flex_attention_bwd_configs(head_dim, torch.bfloat16, "cuda")
+    assert blocks
+    assert {64 % vars(each)[f"block_{side}"] for each in blocks for side in ("m1", "n1", "m2", "n2")} == {0}
+
+
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
@@ -234,6 +245,15 @@ def test_a_way_that_raises_is_at_fault() -> None:
         raise RuntimeError("no kernel for this\nand a long story")
 
     assert nabla.find_fault(attend, CPU, torch.float32, HEAD_DIM) == "no kernel for this"
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_failure_of_the_device_is_no_fault_of_a_way(failure: type[RuntimeError]) -> None:
+    def attend(*inputs: Tensor) -> Tensor:
+        raise failure("of the device")
+
+    with pytest.raises(failure, match="of the device"):
+        nabla.find_fault(attend, CPU, torch.float32, HEAD_DIM)
 
 
 def test_the_processors_way() -> None:

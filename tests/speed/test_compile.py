@@ -22,7 +22,7 @@ from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.kandinsky5 import attention, fast
 from simpletuner.models.kandinsky5.fast import store_in_bf16
-from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece
+from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece, settle_compiler
 from simpletuner.speed.recomputation import checkpointed
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.state import Assembly
@@ -329,3 +329,14 @@ def test_each_layout_of_memory_has_its_own_verdict() -> None:
             found.append(y.grad)
         torch.testing.assert_close(*found)
     assert list(verdicts.values()) == [True, False]
+
+
+def test_ddp_does_not_split_compiled_functions() -> None:
+    """In no thread: the compiler's settings belong to one."""
+
+    def splits() -> bool:
+        settle_compiler(ones_are_sizes=True)
+        return bool(torch._dynamo.config.optimize_ddp)
+
+    with ThreadPoolExecutor() as pool:
+        assert [splits(), pool.submit(splits).result()] == [False, False]

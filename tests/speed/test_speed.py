@@ -197,6 +197,39 @@ def test_a_kernel_without_gradients_is_not_chosen(monkeypatch: pytest.MonkeyPatc
     assert attention.measure(SDPBackend.CUDNN_ATTENTION, *inputs) == float("inf")
 
 
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_failure_of_the_device_is_not_taken_for_a_slow_kernel(
+    monkeypatch: pytest.MonkeyPatch, failure: type[RuntimeError]
+) -> None:
+    def kernel(*inputs: Tensor) -> Tensor:
+        raise failure("of the device")
+
+    monkeypatch.setattr(attention, "torch_attention", kernel)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **settings: SimpleNamespace(record=lambda: None))
+    with pytest.raises(failure, match="of the device"):
+        attention.measure(SDPBackend.FLASH_ATTENTION, *(torch.ones(1, 8, 2, 4) for _ in range(3)))
+
+
+def test_cudnn_computes_only_attention_for_which_it_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, t2i_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its gradients of masked attention are not trusted."""
+    Workspace.create(tmp_path, t2i_checkpoint).train("max_train_steps=1")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    seen: list[bool] = []
+
+    def kernel(query: Tensor, *others: Tensor) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return query
+
+    monkeypatch.setattr(attention, "measure", lambda backend, *call: float(backend != SDPBackend.CUDNN_ATTENTION))
+    monkeypatch.setattr(attention, "torch_attention", kernel)
+    inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
+    MeasuredChoice()(*inputs)(*inputs)
+    assert seen == [True]
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 class StandIn:
     """A flash attention that torch runs on CPUs in place of its own, as it runs FA3 and FA4 on GPUs."""
 

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from simpletuner.config.speed import is_installed
+from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.models.kandinsky5.attention import project
 from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE
 
@@ -84,6 +86,31 @@ def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return count[..., 0].contiguous(), order
 
 
+def dividing(offered: list[Any]) -> list[Any]:
+    """The compiler's configurations of the backward pass whose blocks divide a tile, or else one with blocks of a tile.
+
+    The default for H100 and B200 has sides of 128, which the compiler then refuses for tiles of 64; nothing but a
+    search of minutes would be left.
+    """
+    sides = ("block_m1", "block_n1", "block_m2", "block_n2")
+    fitting = [each for each in offered if all(TILE % vars(each)[side] == 0 for side in sides)]
+    # Two stages and four warps are torch's own choice for these blocks on an A100, and need little shared memory.
+    return fitting or [replace(offered[-1], **dict.fromkeys(sides, TILE), num_stages=2, num_warps=4)]
+
+
+@functools.cache
+def dividing_choices() -> Any:
+    """What lets the compiler choose only `dividing` blocks."""
+    # Takes half a second, for which a start without NABLA need not wait.
+    from torch._inductor.choices import InductorChoices
+
+    class Choices(InductorChoices):
+        def get_flex_attention_bwd_configs(self, *given: Any, **named: Any) -> list[Any]:
+            return dividing(super().get_flex_attention_bwd_configs(*given, **named))
+
+    return Choices()
+
+
 def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], compiler: dict[str, Any]) -> Attend:
     """Compiled flex attention over the blocks that `blocks` makes of the visible tiles.
 
@@ -91,18 +118,23 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], comp
         kernel: options of flex attention.
         compiler: options of `torch.compile`.
     """
+    from torch._functorch import config
+    from torch._inductor.virtualized import V
+
     # With fullgraph torch raises after too many recompilations, instead of running uncompiled and dense.
     run: Any = torch.compile(flex_attention, fullgraph=True, options=compiler or None)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
         heads_first = (x.transpose(1, 2).contiguous() for x in (query, key, value))
-        out: Tensor = run(*heads_first, block_mask=blocks(tiles), kernel_options=kernel or None)
+        # The backward pass is compiled with the forward pass: autograd's thread would make choices of its own.
+        with V.set_choices_handler(dividing_choices()), config.patch(force_non_lazy_backward_lowering=True):
+            out: Tensor = run(*heads_first, block_mask=blocks(tiles), kernel_options=kernel or None)
         return out.transpose(1, 2)
 
     return attend
 
 
-# In order of preference. Some devices have no default kernel for blocks of 64, but autotuning finds one.
+# In order of preference. The search takes minutes.
 SMALL_BLOCKS = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE}
 IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
     "blocks of 64": lambda: compiled(tile_blocks, SMALL_BLOCKS, {}),
@@ -190,6 +222,8 @@ def find_fault(
     wanted = _results(attend_masked, [each.double() for each in draws], tiles, backward)
     try:
         found = _results(attend, [each.to(device) for each in draws], tiles.to(device), backward)
+    except DEVICE_FAILURES:
+        raise
     except (RuntimeError, ValueError, AssertionError) as error:  # as compilers and kernels refuse
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     distance = max(_distance(one, other) for one, other in zip(found, wanted, strict=True))
