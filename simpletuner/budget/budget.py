@@ -275,18 +275,26 @@ def shortage(phase: PhasePeak, device: Device, *, headroom: float = 0.0) -> str 
     Args:
         headroom: share of the device's memory that must stay free.
     """
-    room = device.usable
+    room, others = device.usable, taken_by_others(device)
     if not device.is_gpu:
         needed = phase.needed(device)
         if room is not None and needed > room * (1 - headroom):
             return f"{phase.name} needs {gigabytes(needed)}, this machine has {gigabytes(room)} and no GPU"
         return None
     if room is not None and phase.device > room * (1 - headroom):
-        return f"{phase.name} needs {gigabytes(phase.device)} on the device, where {gigabytes(room)} can be used"
+        taken = f" ({others}; plan_device_memory_gb plans without it)" if others else ""
+        return f"{phase.name} needs {gigabytes(phase.device)} on the device, where {gigabytes(room)} can be used{taken}"
     host, wanted = device.host_memory, phase.on_host(device)
     if host is not None and wanted > host:
         return f"{phase.name} needs {gigabytes(wanted)} of host memory, this machine has {gigabytes(host)}"
     return None
+
+
+def taken_by_others(device: Device) -> str:
+    """What other programs use of the device's memory, as a phrase; empty if they use none."""
+    if not device.taken:
+        return ""
+    return f"{gigabytes(device.taken)} in use by {device.users or 'other programs'}"
 
 
 def fits(phases: Sequence[PhasePeak], device: Device, *, headroom: float = 0.0) -> bool:

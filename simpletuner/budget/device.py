@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
@@ -61,6 +62,8 @@ SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
 SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
 # Device memory lost to the driver and libraries (bytes), and to fragmentation (share).
 DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
+# Bytes in use on an idle device are the driver's, and part of that; they differ a little from machine to machine.
+IDLE = 0.5e9
 # Softmax attention, forward and backward, reaches about this share of the rate of matrix products.
 ATTENTION_SHARE = 0.55
 
@@ -86,6 +89,8 @@ class Device:
         is_gpu: it has its own memory; otherwise it uses the host's.
         rates: assumed or measured.
         note: which of the rates are assumed or measured, for the plan.
+        taken: bytes of its memory that other programs use now.
+        users: these programs, as far as the driver names them.
     """
 
     name: str
@@ -94,13 +99,15 @@ class Device:
     is_gpu: bool
     rates: Rates
     note: str
+    taken: float = 0.0
+    users: str = ""
 
     @property
     def usable(self) -> float | None:
         """Bytes that a run can use; None if unknown."""
         if self.memory is None or not self.is_gpu:
             return self.memory
-        return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD
+        return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD - self.taken
 
 
 def _rates(tflops: float, memory_tb: float, transfer_gb: float) -> Rates:
@@ -163,17 +170,18 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
         planned_gigabytes: memory in GiB of a GPU to plan for instead of this machine's device.
         output_dir: folder that may hold measured rates.
     """
-    found = query_gpu()
+    gpu = query_gpu()
     host = host_memory()
     if planned_gigabytes is not None:
         name = f"a GPU with {planned_gigabytes:g} GiB"
         usual = [card for least, card in USUAL if planned_gigabytes >= least][-1]
-        like = found[0] if found else f"an {usual}"
+        like = gpu.name if gpu else f"an {usual}"
         # Without a GPU here, the run will be on another machine, whose host memory is unknown.
         memory, rates = planned_gigabytes * 2**30, rates_of(like)
-        return Device(name, memory, host if found else None, True, rates, f"as fast as {like}, assumed")
-    if found:
-        device = Device(found[0], found[1], host, True, rates_of(found[0]), "rates assumed")
+        return Device(name, memory, host if gpu else None, True, rates, f"as fast as {like}, assumed")
+    if gpu:
+        users = query_users() if gpu.taken else ""
+        device = Device(gpu.name, gpu.memory, host, True, rates_of(gpu.name), "rates assumed", gpu.taken, users)
     else:
         flops = usable_cores() * CORE_FLOPS
         device = Device("CPU", host, host, False, Rates(flops, flops, CPU_BYTES, CPU_BYTES), "rates assumed")
@@ -213,24 +221,44 @@ def with_measured(device: Device, folder: Path) -> Device:
     return replace(device, rates=replace(device.rates, **measured), note=f"{', '.join(measured)} measured")
 
 
-def query_gpu() -> tuple[str, float] | None:
-    """Name and bytes of the first NVIDIA GPU visible to this process, from nvidia-smi; None if there is none."""
+class Gpu(NamedTuple):
+    """A GPU or a part of one: its name, its bytes of memory, and those in use; of a part the driver does not know."""
+
+    name: str
+    memory: float
+    taken: float = 0.0
+
+
+def query_gpu() -> Gpu | None:
+    """The first NVIDIA GPU visible to this process, from nvidia-smi; None if there is none."""
     program, chosen = _driver()
     try:
         part = _slice(ask_driver(program, "-L"), chosen) if program else None
         if part is not None:
             return part
-        name, _, mebibytes = _ask_about(program, chosen, "name,memory.total").rpartition(",")
-        return name.strip(), float(mebibytes) * 2**20
+        name, total, used = _ask_about(program, chosen, "name,memory.total,memory.used")[0].rsplit(",", 2)
+        taken = float(used) * 2**20
+        return Gpu(name.strip(), float(total) * 2**20, taken if taken > IDLE else 0.0)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None  # plan as without a GPU; if the driver is broken, torch reports it later
+
+
+def query_users() -> str:
+    """The programs that compute on that GPU, such as "python (process 4711)"; desktops are not among them."""
+    program, chosen = _driver()
+    try:
+        rows = [each.split(",") for each in _ask_about(program, chosen, "pid,process_name", of="compute-apps")]
+        return ", ".join(f"{Path(name.strip()).name} (process {pid})" for pid, name in rows)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ""
 
 
 def compute_capability() -> tuple[int, int] | None:
     """CUDA compute capability of that GPU; None if unknown."""
     program, chosen = _driver()
     try:
-        major, _, minor = _ask_about(program, "" if chosen.startswith("MIG-") else chosen, "compute_cap").partition(".")
+        whole = "" if chosen.startswith("MIG-") else chosen
+        major, _, minor = _ask_about(program, whole, "compute_cap")[0].partition(".")
         return int(major), int(minor)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
@@ -244,16 +272,16 @@ def _driver() -> tuple[str | None, str]:
     return shutil.which("nvidia-smi"), visible.split(",")[0].strip() if visible else ""
 
 
-def _ask_about(program: str | None, chosen: str, what: str) -> str:
-    """What nvidia-smi says of a GPU.
+def _ask_about(program: str | None, chosen: str, what: str, *, of: str = "gpu") -> list[str]:
+    """What nvidia-smi says of a GPU, or of the programs on it.
 
     Raises:
-        OSError, SubprocessError, ValueError, IndexError: it says nothing.
+        OSError, SubprocessError, ValueError: it says nothing.
     """
     if program is None:
         raise ValueError("no GPU")
     words = ["-i", chosen] if chosen else []
-    return ask_driver(program, *words, f"--query-gpu={what}", "--format=csv,noheader,nounits")[0]
+    return ask_driver(program, *words, f"--query-{of}={what}", "--format=csv,noheader,nounits")
 
 
 def count_gpus() -> int:
@@ -279,8 +307,8 @@ def ask_driver(program: str, *words: str) -> list[str]:
     return done.stdout.strip().splitlines()
 
 
-def _slice(listed: Sequence[str], chosen: str) -> tuple[str, float] | None:
-    """Name and bytes of the MIG slice that CUDA would use; None if it uses a whole GPU.
+def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
+    """The MIG slice that CUDA would use; None if it uses a whole GPU.
 
     nvidia-smi lists slices below their GPU, but its queries answer for whole GPUs only. CUDA uses one slice: the one
     whose UUID is in CUDA_VISIBLE_DEVICES, otherwise the first of the chosen GPU.
@@ -296,7 +324,7 @@ def _slice(listed: Sequence[str], chosen: str) -> tuple[str, float] | None:
             gpu = whole["name"]
             is_meant = (chosen or "0") == whole["index"] or (chosen.startswith("GPU-") and chosen in line)
         elif part is not None and (chosen in line if chosen.startswith("MIG-") else is_meant):
-            return f"{gpu} {part[0]}", float(part["gigabytes"]) * SLICE_SHARE * 2**30
+            return Gpu(f"{gpu} {part[0]}", float(part["gigabytes"]) * SLICE_SHARE * 2**30)
     return None
 
 

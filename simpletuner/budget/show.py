@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes
+from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes, taken_by_others
 from simpletuner.budget.disk import Writing, feature_costs, find_writings
 from simpletuner.budget.estimate import technique_cost
 from simpletuner.budget.rounds import preview_rounds, remaining_seconds, remaining_steps
@@ -166,6 +166,7 @@ def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Ite
     """The estimates of memory, time and disk, line by line."""
     device = budget.device
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
+    room = ", ".join(filter(None, [room, taken_by_others(device)]))
     host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
     yield f"Estimate for {device.name}, {room}{host} ({device.note})"
     yield from _process_lines(budget)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from simpletuner.budget import device as module
+from simpletuner.budget.budget import PhasePeak, shortage, taken_by_others
 from simpletuner.budget.device import (
     DeviceRates,
+    Gpu,
     compute_capability,
     find_device,
     host_memory,
@@ -28,14 +30,31 @@ def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
 
 
 def test_a_gpu_by_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_smi(tmp_path, monkeypatch, "echo 'NVIDIA GeForce RTX 4090, 24564'")
-    assert query_gpu() == ("NVIDIA GeForce RTX 4090", 24564 * 2**20)
+    fake_smi(tmp_path, monkeypatch, "echo 'NVIDIA GeForce RTX 4090, 24564, 2'")
+    assert query_gpu() == ("NVIDIA GeForce RTX 4090", 24564 * 2**20, 0)
+
+
+def test_memory_that_others_use_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A desktop or another job; what the driver of an idle card holds is no news."""
+    apps = "case $1 in *apps*) echo '4711, /usr/bin/python3'; exit;; esac"
+    fake_smi(tmp_path, monkeypatch, f"{apps}; echo 'NVIDIA GeForce RTX 3060, 12288, 3072'")
+    monkeypatch.setattr(module, "query_gpu", query_gpu)  # instead of that of all tests
+    device, whole = find_device(), find_device(12)
+    assert device.usable is not None
+    assert whole.usable is not None
+    assert whole.usable - device.usable == 3 * 2**30
+    assert taken_by_others(device) == "3.2 GB in use by python3 (process 4711)"
+    assert taken_by_others(whole) == ""
+    message = shortage(PhasePeak("training", 11e9, 0.0), device)
+    assert message is not None
+    assert "3.2 GB in use by python3 (process 4711)" in message
+    assert shortage(PhasePeak("training", 11e9, 0.0), whole) is None
 
 
 def test_the_gpu_that_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_smi(tmp_path, monkeypatch, 'echo "asked for $2, 1"')
+    fake_smi(tmp_path, monkeypatch, 'echo "asked for $2, 1, 0"')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert query_gpu() == ("asked for 3", 2**20)
+    assert query_gpu() == ("asked for 3", 2**20, 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert query_gpu() is None
 
@@ -64,7 +83,7 @@ WHOLE, LARGE, SMALL = "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 3g.40g
 def test_parts_of_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, name: str, gigabytes: float
 ) -> None:
-    answer = 'case "$*" in *MIG*) exit 6;; esac; echo "NVIDIA H100 80GB HBM3, 81920"'
+    answer = 'case "$*" in *MIG*) exit 6;; esac; echo "NVIDIA H100 80GB HBM3, 81920, 0"'
     fake_smi(tmp_path, monkeypatch, f"if [ $1 = -L ]; then echo '{LISTED}'; else {answer}; fi")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -79,7 +98,7 @@ def test_a_part_is_slower() -> None:
     assert rates_of(LARGE).transfer == rates_of(WHOLE).transfer
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "true", "echo 'NVIDIA GB10, [N/A]'"])
+@pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "true", "echo 'NVIDIA GB10, [N/A], [N/A]'"])
 def test_a_driver_that_does_not_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     fake_smi(tmp_path, monkeypatch, script)
     assert query_gpu() is None
@@ -107,7 +126,7 @@ def test_planning_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_measured_rates_count_for_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "query_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80e9))
+    monkeypatch.setattr(module, "query_gpu", lambda: Gpu("NVIDIA H100 80GB HBM3", 80e9))
     assumed = find_device(output_dir=tmp_path).rates
     for name, matmul in (("NVIDIA H100 80GB HBM3", 300e12), ("another", assumed.matmul)):
         write_rates(tmp_path, DeviceRates(name, 300e12, None, "bfloat16"))

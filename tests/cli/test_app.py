@@ -57,6 +57,20 @@ def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> N
     assert [name for name in all_options() if f"--{name}\n" not in listed and f"{name}  (" not in listed] == []
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
+def test_gpus_are_counted_as_the_plan_counts_them(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", given or "")
+    if given is None:
+        monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    monkeypatch.setattr(app, "main", lambda: seen.append(os.environ["CUDA_DEVICE_ORDER"]))
+    with pytest.raises(SystemExit):
+        app.run()
+    assert seen == [expected]
+
+
 def test_help_of_a_key_has_choices_default_and_what_a_family_sets(capsys: Capture) -> None:
     for name, option in all_options().items():
         assert main(["help", name]) == 0
