@@ -234,7 +234,7 @@ def _updates(budget: Budget) -> list[Budget]:
 
 
 def _updated(budget: Budget, values: Mapping[str, Any], reason: str) -> Budget:
-    """The budget with those of these keys that are new, if they are possible and left open."""
+    """The budget with the values that differ from the present ones, if they are allowed and not set by the user."""
     flat = budget.config.flat()
     new = {key: value for key, value in values.items() if flat[key] != value}
     may = may_change(budget.config, new) and not any(map(budget.config.is_explicit, new))
@@ -260,7 +260,7 @@ def _with_reason_for_ddp(chosen: Budget) -> Budget:
 
 
 def _may_be_sharded(config: RunConfig) -> bool:
-    """Whether FSDP2 is possible and left open."""
+    """Whether FSDP2 is allowed, and not set by the user."""
     return may_shard(config) and not config.launch.fsdp_enable and not config.is_explicit("fsdp_enable")
 
 
@@ -289,8 +289,7 @@ def _search(budget: Budget, *, in_8_bits: bool) -> tuple[Budget | None, Budget]:
 def _fastest(
     choices: Iterable[Iterable[Sequence[Candidate]]], budget: Budget, beyond: frozenset[str]
 ) -> Candidate | None:
-    """The candidate with the fastest steps among those of the first choice of ladders of which any fits; of two
-    equally fast ones, the first."""
+    """The fastest candidate that fits, from the first choice that has one; of two equally fast ones, the first."""
     for ladders in choices:
         found = [_first_that_fits(ladder, budget, beyond) for ladder in ladders]
         if fitting := [candidate for candidate in found if candidate is not None]:

@@ -203,7 +203,7 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _forget(name: str, first: Layer, values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Reset an unset key to its family's default, whatever weaker layers of the user say."""
+    """Reset an unset key to its family's default, overriding the user's lower-priority layers."""
     del values[name], origins[name]
     family = dict(first.values) if first.label == FAMILY_DEFAULT else {}
     if name in family:

@@ -28,7 +28,7 @@ def trim_heap() -> None:
 def large_tensors_apart() -> Iterator[None]:
     """Keep large tensors out of the heap: their memory goes back to the system as soon as they are freed.
 
-    In the heap, small tensors that stay settle where large temporary ones were, and it grows with each large one.
+    In the heap, long-lived small tensors fragment the space of large temporary ones, and the heap grows.
     """
     if _has_glibc():
         ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)

@@ -93,7 +93,7 @@ def autopsied(session: Session, assembly: Assembly, state: TrainState, doing: Do
         yield
     except Exception as error:
         world = assembly.world
-        # Of NaN all processes learn at the same time, and each fails of its own accord.
+        # Every process sees NaN in the same step, so each raises it itself.
         guilty = world.is_main if isinstance(error, NonFiniteError) else world.first_failure(error) is None
         if guilty and not isinstance(error, Interrupted | WriteError):
             try:

@@ -79,7 +79,7 @@ def described(
                 if caption:
                     yield file, caption
                 else:
-                    logger.warning("%s is left out: the model says nothing about it", file.path)
+                    logger.warning("%s is left out: the model returned an empty caption", file.path)
             phase.advance(len(group), group[-1].name)
 
 

@@ -119,7 +119,7 @@ def changes(failure: Failure, plan: Plan) -> Iterator[str]:
 
 
 def find_guilty(assembly: Assembly, reader: BatchReader, batches: Sequence[PlannedBatch], done: int) -> str:
-    """The samples that fail on their own; if none does, the smallest halves of halves of a micro-batch that fail."""
+    """The samples that fail alone; if none does, the smallest slices of a micro-batch that fail."""
     if assembly.release is not None and assembly.release.is_halfway:
         return "The weights are half-updated: to find the sample, add optimizer_release_gradients=false."
     for micro_step, planned in enumerate(batches):

@@ -21,8 +21,8 @@ State = Mapping[str, Any]
 class HostState:
     """The state of one optimizer in page-locked host memory.
 
-    Copies run on a side stream: what has been updated leaves while the backward pass goes on, and what is updated next,
-    which the step before has shown, arrives.
+    Copies run on a side stream: updated state is copied out during the backward pass, while the next one is prefetched
+    in the order of the last step.
 
     Args:
         device: of the weights. Without CUDA, copies are synchronous and save nothing.

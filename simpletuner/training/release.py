@@ -1,4 +1,4 @@
-"""Updates each weight as soon as its gradient is complete, so that all gradients never exist together.
+"""Updates each weight as soon as its gradient is complete (optimizer in backward), so gradients are never held at once.
 
 The optimizer is the usual one, restricted to one parameter at a time, so the weights are those of an update at the end
 of the step, bit for bit. What needs all gradients first is refused by the plan (`check_release`).

@@ -86,7 +86,7 @@ def attach_offload(
     where = "in host memory" if config.group_offload_to_disk_path is None else "on disk"
     total = sum(image.nbytes for image in streamer.images)
     logger.info(
-        "%d blocks stream through %d x %.0f MB; %.2f GB of weights wait %s.",
+        "Streaming %d blocks through %d slots of %.0f MB; %.2f GB of weights stay %s.",
         len(blocks), len(streamer.slots), streamer.slots[0].nbytes / 1e6, total / 1e9, where,
     )  # fmt: skip
     return streamer
