@@ -342,6 +342,25 @@ def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     return None
 
 
+# Numbers or lists of numbers that latents are normalised with.
+SCALES, SHIFTS = ("scaling_factor", "latents_std"), ("shift_factor", "latents_mean")
+SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3  # far beyond published VAEs, 0.13 to 8
+
+
+def vae_fault(config: Mapping[str, Any]) -> str | None:
+    """Which value of a VAE's config would spoil all latents; None if none would. What is absent is the class's own."""
+    for key in (key for key in (*SCALES, *SHIFTS) if key in config):
+        value, lowest = config[key], SMALLEST_SCALE if key in SCALES else -LARGEST_SCALE
+        is_list = key.startswith("latents_")
+        if value is None and key != "scaling_factor":
+            continue
+        numbers = value if is_list and isinstance(value, list) else [None if is_list else value]
+        if not all(type(each) in (int, float) and lowest <= each <= LARGEST_SCALE for each in numbers):
+            form = "a list of numbers" if is_list else "a number"
+            return f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"
+    return None
+
+
 def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:
     """Shapes of the weights of a group's blocks, by block number and by name within the block."""
     blocks: dict[int, dict[str, tuple[int, ...]]] = {}

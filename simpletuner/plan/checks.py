@@ -20,7 +20,7 @@ from simpletuner.config.tread import check_routes
 from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
 from simpletuner.errors import Problem, shorten
-from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault
+from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.models.vision import VisionEncoder
 from simpletuner.plan.environment import why_no_folder, why_not_writable
@@ -284,6 +284,14 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     yield from check_routes(routes, blocks)
     yield from check_blocks(config.crepa, blocks)
     yield from check_layersync(config.layersync, config.is_explicit, routes, blocks)
+
+
+def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:
+    """Whether the parts on this machine can be used, belong to the family and hold every weight."""
+    vae = source["vae"]
+    if fault := vae_fault(vae.read_config() or {}):
+        return [Problem(vae.key, f"the vae in {vae.location!r} {fault}.")]
+    return [*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source)]
 
 
 def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
