@@ -174,11 +174,17 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     caption_shuffle: CaptionShuffle | None = option(None, "Shuffle the parts of captions.")
     caption_filter_list: Json | None = option(None, "Texts or expressions removed from captions.")
     timestep_sampling_offset: Number = option(
-        0.0, "Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner."
+        0.0,
+        "Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner.",
+        ge=-100,
+        le=100,
     )
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
     slider_strength: Number | None = option(
-        None, "The LoRA's strength is multiplied by this while the dataset is trained; 0 or unset is neutral."
+        None,
+        "The LoRA's strength is multiplied by this while the dataset is trained; 0 or unset is neutral.",
+        ge=-100,
+        le=100,
     )
     disable_validation: Flag = option(False, "Use none of its samples in validation.")
     hash_filenames: Json | None = option(None, "Accepted for old files; ignored.")
