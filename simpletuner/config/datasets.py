@@ -286,6 +286,13 @@ def check_references(datasets: Sequence[DatasetConfig], problems: list[Problem])
         for reference in dataset.conditioning_data or []:
             _check_reference(dataset, "conditioning_data", reference, condition_ids, problems)
         _check_reference(dataset, "source_dataset_id", dataset.source_dataset_id, list(counts), problems)
+        if dataset.is_conditioning and dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
+            problems.append(
+                Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
+            )
+        elif dataset.is_conditioning and dataset.conditioning_data:
+            message = "has no effect: this dataset itself conditions others."
+            problems.append(Problem(f"{dataset.id}.conditioning_data", message, fatal=False))
 
 
 def _check_reference(
