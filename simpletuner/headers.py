@@ -7,13 +7,35 @@ bytes, the header is rewritten here with sorted keys. Free of torch.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 METADATA = "__metadata__"
 LENGTH_BYTES = 8
 # Real headers take kilobytes to a few megabytes; a larger claim means that the file is not safetensors.
 LONGEST_HEADER = 100_000_000
+# Bits of a number, by the format's names of dtypes.
+BITS = {
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+# Unsigned integers as wide as a dtype of weights, and the bits that are all set in NaN and infinity and in no other
+# value: the exponent's, and in F8_E4M3, which has no infinity, all but the sign. Numpy itself has no bfloat16.
+EXPONENTS = {
+    "F64": ("<u8", 0x7FF << 52),
+    "F32": ("<u4", 0xFF << 23),
+    "F16": ("<u2", 0x1F << 10),
+    "BF16": ("<u2", 0xFF << 7),
+    "F8_E5M2": ("u1", 0x1F << 2),
+    "F8_E4M3": ("u1", 0x7F),
+}
 
 
 def header_end(head: bytes) -> int:
@@ -35,7 +57,48 @@ def split_header(blob: bytes) -> tuple[int, dict[str, Any]]:
         ValueError: there is no readable header.
     """
     start = header_end(blob)
-    return start, json.loads(blob[LENGTH_BYTES:start])
+    return start, _parse(blob[LENGTH_BYTES:start])
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """A header whose metadata are texts, and whose tensors have known dtypes and as many bytes as their shapes take.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    try:
+        header: dict[str, Any] = json.loads(text)
+        notes = header.get(METADATA, {})
+        if not all(isinstance(note, str) for note in notes.values()):
+            raise ValueError("its metadata are not texts")
+        for name, entry in header.items():
+            if name != METADATA:
+                _check_entry(name, **entry)
+    except (TypeError, AttributeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError("its header cannot be read") from None
+    return header
+
+
+def _check_entry(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> None:
+    if dtype not in BITS:
+        raise ValueError(f"{name} has the unknown dtype {dtype!r}")
+    are_numbers = all(type(number) is int and number >= 0 for number in (*shape, *data_offsets))
+    bits = math.prod(shape) * BITS[dtype] if are_numbers else 0
+    if not are_numbers or len(data_offsets) != 2 or bits != 8 * (data_offsets[1] - data_offsets[0]):
+        raise ValueError(f"{name}, {dtype} of {shape}, cannot be at bytes {data_offsets}")
+
+
+def not_finite(header: dict[str, Any], data: memoryview) -> list[str]:
+    """The names of weights with a value that is NaN or infinite, in the data that follows a header."""
+    guilty = []
+    for name, entry in header.items():
+        if name != METADATA and entry["dtype"] in EXPONENTS:
+            width, exponent = EXPONENTS[entry["dtype"]]
+            begin, end = entry["data_offsets"]
+            bits = np.frombuffer(data[begin:end], width)
+            if bool((bits & exponent == exponent).any()):
+                guilty.append(name)
+    return guilty
 
 
 def join_header(header: dict[str, Any], data: bytes | memoryview) -> bytes:
@@ -60,5 +123,4 @@ def read_header(path: Path) -> dict[str, Any]:
     """
     with path.open("rb") as file:
         start = header_end(file.read(LENGTH_BYTES))
-        header: dict[str, Any] = json.loads(file.read(start - LENGTH_BYTES))
-    return header
+        return _parse(file.read(start - LENGTH_BYTES))

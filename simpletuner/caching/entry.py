@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import zstandard
 
 from simpletuner.caching.keys import canonical_json
 from simpletuner.errors import SimpleTunerError
-from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, join_header, split_header
+from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, join_header, not_finite, split_header
 
 ENTRY_SUFFIX = ".safetensors.zst"
 ENTRY_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(ENTRY_SUFFIX)}")
@@ -35,15 +34,6 @@ LARGEST_ENTRY = 1 << 30
 UNREADABLE = (zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError)
 
 KEY, CHECKSUM = "key", "checksum"
-
-# By safetensors' name of a dtype: unsigned integers of its width, and the exponent bits. All of them are set in NaN and
-# infinity and in no other value; numpy itself has no bfloat16.
-EXPONENTS = {
-    "F64": ("<u8", 0x7FF << 52),
-    "F32": ("<u4", 0xFF << 23),
-    "F16": ("<u2", 0x1F << 10),
-    "BF16": ("<u2", 0xFF << 7),
-}
 
 
 class DamagedEntryError(SimpleTunerError):
@@ -118,7 +108,7 @@ def read_entry(path: Path, key: str) -> Entry:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
     if not sound:
         raise DamagedEntryError(f"{path}: damaged cache entry (the checksum does not match)")
-    guilty = _not_finite(header, memoryview(blob)[start:])
+    guilty = not_finite(header, memoryview(blob)[start:])
     if guilty:
         raise DamagedEntryError(f"{path}: damaged cache entry (NaN or infinite values in {', '.join(guilty)})")
     return Entry(blob, provenance)
@@ -157,19 +147,6 @@ def read_provenance(path: Path) -> dict[str, str]:
         return {name: text for name, text in metadata.items() if name not in (KEY, CHECKSUM)}
     except UNREADABLE as error:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
-
-
-def _not_finite(header: dict[str, Any], data: memoryview) -> list[str]:
-    """The names of tensors with a value that is NaN or infinite."""
-    guilty = []
-    for name, tensor in header.items():
-        if name != METADATA and tensor["dtype"] in EXPONENTS:
-            width, exponent = EXPONENTS[tensor["dtype"]]
-            begin, end = tensor["data_offsets"]
-            bits = np.frombuffer(data[begin:end], width)
-            if bool((bits & exponent == exponent).any()):
-                guilty.append(name)
-    return guilty
 
 
 def _checksum(header: dict[str, Any], data: memoryview) -> str:

@@ -165,6 +165,9 @@ def check_crepa(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Itera
                 yield Problem(key, "has no effect: crepa_enabled is off.", fatal=False)
         return
     yield from _check_source(crepa, is_explicit)
+    if crepa.crepa_scheduler != "constant" and 0 < crepa.crepa_decay_steps <= crepa.crepa_warmup_steps:
+        message = f"{crepa.crepa_decay_steps} is not after crepa_warmup_steps {crepa.crepa_warmup_steps}, where the"
+        yield Problem("crepa_decay_steps", f"{message} decay begins: the weight drops in one step.", fatal=False)
     side = crepa.crepa_encoder_image_size
     if side % PATCH:
         below = side // PATCH * PATCH
@@ -188,6 +191,9 @@ def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Ite
         unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
         message = f"{unset}: a block cannot be its own teacher; name a later one."
         yield Problem("crepa_teacher_block_index", message)
+    elif crepa.crepa_block_index is not None and teacher < crepa.crepa_block_index:
+        message = f"{teacher} comes before crepa_block_index {crepa.crepa_block_index}; a teacher is a later block."
+        yield Problem("crepa_teacher_block_index", message, fatal=False)
 
 
 def check_blocks(crepa: CrepaConfig, blocks: int | None) -> Iterator[Problem]:

@@ -174,11 +174,17 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     caption_shuffle: CaptionShuffle | None = option(None, "Shuffle the parts of captions.")
     caption_filter_list: Json | None = option(None, "Texts or expressions removed from captions.")
     timestep_sampling_offset: Number = option(
-        0.0, "Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner."
+        0.0,
+        "Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner.",
+        ge=-100,
+        le=100,
     )
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
     slider_strength: Number | None = option(
-        None, "The LoRA's strength is multiplied by this while the dataset is trained; 0 or unset is neutral."
+        None,
+        "The LoRA's strength is multiplied by this while the dataset is trained; 0 or unset is neutral.",
+        ge=-100,
+        le=100,
     )
     disable_validation: Flag = option(False, "Use none of its samples in validation.")
     hash_filenames: Json | None = option(None, "Accepted for old files; ignored.")
@@ -280,6 +286,13 @@ def check_references(datasets: Sequence[DatasetConfig], problems: list[Problem])
         for reference in dataset.conditioning_data or []:
             _check_reference(dataset, "conditioning_data", reference, condition_ids, problems)
         _check_reference(dataset, "source_dataset_id", dataset.source_dataset_id, list(counts), problems)
+        if dataset.is_conditioning and dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
+            problems.append(
+                Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
+            )
+        elif dataset.is_conditioning and dataset.conditioning_data:
+            message = "has no effect: this dataset itself conditions others."
+            problems.append(Problem(f"{dataset.id}.conditioning_data", message, fatal=False))
 
 
 def _check_reference(

@@ -56,6 +56,9 @@ def check_layersync(
             yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
     if len(given) > len(set(given.values())):
         yield Problem(BLOCKS[1], "is the student block, too; a block always equals itself, so choose a deeper one.")
+    elif len(given) == 2 and given[BLOCKS[0]] > given[BLOCKS[1]]:
+        message = f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; LayerSync aligns with a deeper one."
+        yield Problem(BLOCKS[1], message, fatal=False)
     ranges = [] if blocks is None else [route.among(blocks) for route in routes]
     if sum(any(route.first <= block <= route.last for block in given.values()) for route in ranges) > 1:
         message = "and the student block are in two routes of tread_config, which keep different tokens; use one route."

@@ -97,5 +97,7 @@ def check_kind(lora: LoraConfig, optimizer: str, is_explicit: Callable[[str], bo
             hint = f"; {INSTEAD[key]}" if fatal and key in INSTEAD else ""
             message = f"has no effect: it belongs to lora_type {' and '.join(kinds)}, not {lora.lora_type}{hint}."
             yield Problem(key, message, fatal=fatal)
+    if lora.lora_type == "lokr" and lora.lokr_factor == 0:
+        yield Problem("lokr_factor", "0 is no size of a matrix; it must be -1, or 1 and more.")
     if lora.lora_plus_ratio is not None and optimizer in ONE_RATE:
         yield Problem("lora_plus_ratio", f"does not work with optimizer {optimizer}: {ONE_RATE[optimizer]}.")

@@ -24,6 +24,8 @@ from simpletuner.config.json_files import UnusableJsonError, expand_environment,
 from simpletuner.errors import Problem
 from simpletuner.redaction import hide_secrets
 
+# More than any key can mean, of steps, weights or sizes: a typo that would take days or gigabytes to show.
+LARGEST_NUMBER = 1_000_000_000
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
 
@@ -217,7 +219,7 @@ def option(
         default: the global default; `...` makes the key required.
         help: one or two sentences for `--help`, the wizard and the reference page.
         aliases: other spellings of the key.
-        ge, gt, le, lt: limits of a number.
+        ge, gt, le, lt: limits of a number; with a lower one, the upper one is `LARGEST_NUMBER` unless another is given.
         default_note: the default in the reference page, if it depends on something else.
         form: the type in the reference page, if people write another one than the parsed value has.
         requires: other keys with their values; the key has no effect unless one of them has one of these.
@@ -228,6 +230,8 @@ def option(
         "form": form,
         "requires": requires or {},
     }
+    if (ge is not None or gt is not None) and le is None and lt is None:
+        le = LARGEST_NUMBER
     return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)
 
 
@@ -290,7 +294,9 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
     limits: dict[str, float] = {}
     for constraint in field.metadata:
         for bound in ("ge", "gt", "le", "lt"):
-            if hasattr(constraint, bound):
+            if (
+                hasattr(constraint, bound) and getattr(constraint, bound) < LARGEST_NUMBER
+            ):  # that one goes without saying
                 limits[bound] = getattr(constraint, bound)
     return Option(
         name=name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from simpletuner.config.option import (
     option,
     parse_objects,
 )
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import HIDDEN, hide_secrets
 from simpletuner.s3 import S3Login
 
@@ -159,7 +159,8 @@ def check_publishing(publish: PublishConfig, project: str, is_explicit: Callable
         "post_upload_script": publish.post_upload_script,
     }
     for key, script in scripts.items():
-        yield from _check_script(key, script) if script else ()
+        known = [name for name in PLACEHOLDERS if key == "post_upload_script" or name != "remote_checkpoint_path"]
+        yield from _check_script(key, script, known) if script else ()
     for key in filter(is_explicit, () if uploads else ("push_to_hub_background", "post_upload_script")):
         yield Problem(key, "has no effect without push_to_hub or publishing_config.", fatal=False)
 
@@ -177,9 +178,13 @@ def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
         yield Problem("push_to_hub", "there is no login of the hub: run `hf auth login`, or set HF_TOKEN.")
 
 
-def _check_script(key: str, script: str | None) -> Iterator[Problem]:
+def _check_script(key: str, script: str, known: Sequence[str]) -> Iterator[Problem]:
+    for word in re.findall(r"\{(\w+)\}", script):
+        if word not in known:
+            hint = did_you_mean(word, known) or f" There are: {', '.join(known)}."
+            yield Problem(key, f"{{{word}}} is no placeholder of it and stays as it is.{hint}", fatal=False)
     try:
-        program = shlex.split(script or "")[:1]
+        program = shlex.split(script)[:1]
     except ValueError as error:
         yield Problem(key, f"{script!r} cannot be split into words: {error}.")
         return

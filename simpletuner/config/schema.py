@@ -8,6 +8,7 @@ these (`models/*/spec.py`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
@@ -50,10 +51,10 @@ CaptionStrategy = Literal[
 Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
 
 DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
-# Steps of a run: years on any machine, so more is a typo.
-MOST_STEPS = 1_000_000_000
 # Pixels of an edge: far beyond any model, so more is a typo.
 LARGEST_SIZE = 100_000
+MOST_SHOTS = 1000  # of a prompt, in a round of previews
+NOISE_LEVELS = 1000  # that the models tell apart
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 OptimizerName = Literal[
@@ -111,6 +112,7 @@ class RunOptions(Group):
         "The same seed gives the same data order, noise and initial weights. 0 takes it from the clock, -1 or unset "
         "draws one; both are logged.",
         ge=-1,
+        le=math.inf,
     )
     seed_for_each_device: Flag = option(
         True,
@@ -144,7 +146,7 @@ class ScheduleConfig(Group):
     gradient_accumulation_steps: Integer = option(
         1, "Micro-steps per optimizer step; one optimizer step is one global step.", ge=1
     )
-    max_train_steps: Integer | None = option(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0, le=MOST_STEPS)
+    max_train_steps: Integer | None = option(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0)
     num_train_epochs: Integer | None = option(
         None, "Passes over the data, if max_train_steps does not decide.", ge=0,
         default_note="1 without max_train_steps",
@@ -479,7 +481,9 @@ class ValidationConfig(Group):
     validation_randomize: Flag = option(False, "Use a new seed for every validation.")
     validation_seed_source: Literal["cpu", "gpu"] = option("cpu", "Which generator draws the noise.")
     validation_guidance: Number | None = option(None, "Guidance scale.", ge=1, default_note="of the family")
-    validation_num_inference_steps: Integer | None = option(None, "Sampling steps.", ge=1, default_note="of the family")
+    validation_num_inference_steps: Integer | None = option(
+        None, "Sampling steps.", ge=1, le=NOISE_LEVELS, default_note="of the family"
+    )
     validation_resolution: Sizes | None = option(
         None,
         "N, WxH or a comma-separated list; rendered at exactly this size.",
@@ -503,7 +507,7 @@ class ValidationConfig(Group):
     validation_disable_unconditional: Flag = option(False, "Do not render the empty prompt.")
     validation_on_startup: Flag = option(False, "Render when a run starts or resumes.")
     validate_after_step: Integer = option(0, "No validation before this step.", ge=0)
-    num_validation_images: Integer = option(1, "Samples per prompt.", ge=1)
+    num_validation_images: Integer = option(1, "Samples per prompt.", ge=1, le=MOST_SHOTS)
     num_eval_images: Integer = option(4, "Pictures taken from a dataset per validation.", ge=1)
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png", "File format of previews.")
     validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
@@ -526,7 +530,7 @@ class EvaluationConfig(Group):
         None, "Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple.", ge=1
     )
     eval_epoch_interval: Number | None = option(None, "The same, in epochs; 0.5 is twice an epoch.", gt=0)
-    eval_timesteps: Integer = option(28, "Number of evenly spaced timesteps in the evaluation.", ge=1)
+    eval_timesteps: Integer = option(28, "Number of evenly spaced timesteps in the evaluation.", ge=1, le=NOISE_LEVELS)
     eval_dataset_pooling: Flag = option(False, "Also report the mean over datasets.")
     eval_loss_disable: Flag = option(False, "No evaluation loss.")
 

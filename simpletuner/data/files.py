@@ -94,6 +94,8 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
     for pause in (*RETRY_DELAYS, None):
         try:
             return attempt()
+        except ValueError as error:  # NUL in its name
+            raise UnreadableError(f"cannot be read: {error}") from error
         except OSError as error:
             if error.errno in FILE_ERRORS:
                 raise UnreadableError(f"cannot be read: {error.strerror}") from error

@@ -110,8 +110,16 @@ def load_scheduler(part: Part, **overrides: Any) -> Any:
 
 
 def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    """Load a frozen VAE onto a device, with slicing and tiling as configured."""
+    """Load a frozen VAE onto a device, with slicing and tiling as configured.
+
+    Raises:
+        UserError: it cannot be loaded, or holds NaN or infinity, which would turn previews black.
+    """
     vae = load_whole(vae_class, part, torch_dtype=dtype)
+    broken = [name for name, each in vae.state_dict().items() if not bool(each.isfinite().all())]
+    if broken:
+        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
+        raise UserError(f"{where} holds NaN or infinite values in {shorten(broken)}.")
     vae.requires_grad_(False).eval().to(device)
     if caching.vae_enable_slicing:
         vae.enable_slicing()

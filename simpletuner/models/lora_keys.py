@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.errors import Problem, UserError, shorten
-from simpletuner.headers import METADATA, read_header
+from simpletuner.headers import EXPONENTS, LENGTH_BYTES, METADATA, header_end, not_finite, read_header
 from simpletuner.models.lora_targets import Targets, matching_modules
-from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes
+from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
 
 STEP_NOTE = "simpletuner.step"  # note in a result: the step it belongs to
 LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
 OFFICIAL_FILE = "lora.safetensors"  # of Kandinsky's own LoRAs; their settings are in `config_lora.json` beside it
+METADATA_KEY = "lora_adapter_metadata"  # the adapter's settings in the header of diffusers' files
 # Prefixes of keys in LoRA files. diffusers silently loads nothing from keys with a prefix it does not expect.
 KNOWN_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.")
 KOHYA_PREFIX = "lora_unet_"
@@ -105,17 +113,81 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
 
 
 def read_shapes(key: str, path: Path, problems: list[Problem]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the LoRA file that a key names; empty with a problem if there are none."""
+    """Names and shapes in the LoRA file that a key names; empty with a problem if it cannot be used."""
     try:
         shapes = tensor_shapes(path) if path.is_file() else {}
-        if not shapes:
-            problems.append(
-                Problem(key, f"{str(path)!r} {'holds no weights' if path.is_file() else 'does not exist'}.")
-            )
-        return shapes
+        fault = "holds no weights" if path.is_file() else "does not exist"
+        if shapes:
+            status = path.stat()
+            fault = _fault(path, status.st_size, status.st_mtime_ns)
     except WeightsError as error:
-        problems.append(Problem(key, f"{str(path)!r} {error}."))
-    return {}
+        fault = str(error)
+    if fault:
+        problems.append(Problem(key, f"{str(path)!r} {fault}."))
+    return {} if fault else shapes
+
+
+@lru_cache(maxsize=64)
+def _fault(path: Path, size: int, mtime_ns: int) -> str:
+    """Why the weights or settings in a LoRA file cannot be used, to follow its name; empty if they can.
+
+    Cached by size and modification time, since all of the file is read.
+    """
+    header = weights_header(path)
+    entries = {name: entry for name, entry in header.items() if name != METADATA}
+    kinds = {name: each["dtype"] for name, each in entries.items() if role_of(name) not in (None, "alpha")}
+    if wrong := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in EXPONENTS]:
+        return f"holds weights that are no floating-point numbers: {shorten(wrong, 3)}"
+    if wrong := _unpaired({name: tuple(each["shape"]) for name, each in entries.items()}):
+        return f"holds matrices without a product: {shorten(wrong, 3)}"
+    try:
+        lora_settings(path)
+    except WeightsError as error:
+        return str(error)
+    with path.open("rb") as file:
+        start = header_end(file.read(LENGTH_BYTES))
+    if guilty := not_finite(header, np.memmap(path, mode="r").data[start:]):
+        return f"holds NaN or infinite values in {shorten(guilty, 3)}"
+    return ""
+
+
+def _unpaired(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Layers of a LoRA file whose A and B cannot be multiplied, or whose alpha is no single number."""
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        marker = next(
+            (marker for marker, role in ROLES.items() if marker in name and role in ("A", "B", "alpha")), None
+        )
+        if marker is not None:
+            layers.setdefault(name.partition(marker)[0], {})[ROLES[marker]] = shape
+    wrong = []
+    for layer, parts in layers.items():
+        down, up, alpha = (parts.get(role, ()) for role in ("A", "B", "alpha"))
+        fits = min(len(down), len(up)) > 1 and down[0] == up[1] > 0 and math.prod(alpha) == 1
+        if not fits and parts.keys() & {"A", "B"}:
+            wrong.append(f"{layer} (A {list(down)}, B {list(up)}" + (f", alpha {list(alpha)})" if alpha else ")"))
+    return wrong
+
+
+def lora_settings(path: Path) -> dict[str, Any]:
+    """The adapter's settings by peft's names, from a file's header or beside one of Kandinsky's own; empty without.
+
+    Raises:
+        WeightsError: they cannot be read.
+    """
+    text = read_header(path).get(METADATA, {}).get(METADATA_KEY)
+    beside = path.with_name("config_lora.json")
+    if text is None and path.name == OFFICIAL_FILE and beside.is_file():
+        text = beside.read_text(encoding="utf-8", errors="replace")
+    try:
+        settings = {without_prefix(key): value for key, value in json.loads(text or "{}").items()}
+        own = settings["alpha_pattern"] = settings.get("alpha_pattern") or {}
+        for layer, alpha in {"": settings.get("lora_alpha", 1), **own}.items():
+            if not math.isfinite(alpha) or not re.compile(layer):
+                raise ValueError
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, re.error):
+        raise WeightsError(f"holds settings of the adapter that cannot be read ({METADATA_KEY})") from None
+    return settings
 
 
 def find_lora(location: str, *, fetch: bool = False) -> Path | None:

@@ -41,6 +41,10 @@ UNUSED = ("conv_dim", "conv_alpha", "use_tucker", "block_size", "constraint", "r
 DEFAULTS = {"linear_dim": 4, "linear_alpha": 1, "factor": -1, "dropout": 0.0, "full_matrix": False,
             "decompose_both": False, "unbalanced_factorization": False, "use_scalar": False, "dora_wd": False,
             "wd_on_output": True}  # fmt: skip
+# The range of each number; some are whole, and some never 0.
+RANGES = {"linear_dim": (0, 1e6), "dim": (1, 1e6), "factor": (-1, 1e6), "linear_alpha": (0, 1e6), "alpha": (0, 1e6),
+          "dropout": (0, 0.999), "multiplier": (-1e3, 1e3)}  # fmt: skip
+WHOLE_NUMBERS, NEVER_ZERO = ("linear_dim", "dim", "factor"), ("factor", "multiplier")
 OF_LAYERS = ("algo", "bypass_mode", "dim", "alpha", *DEFAULTS)
 WHOLE = ("algo", "bypass_mode", "multiplier", "apply_preset", *DEFAULTS)
 MAPS = ("module_algo_map", "name_algo_map")
@@ -186,18 +190,28 @@ def _check_settings(settings: Mapping[str, Any], quantised: bool) -> Iterator[Pr
         yield Problem(
             KEY, f"{key} has no effect: only linear layers and pointwise convolutions are adapted.", fatal=False
         )
-    for key, usual in {**DEFAULTS, "multiplier": 1.0, "dim": 4, "alpha": 1, "bypass_mode": True}.items():
-        value = settings.get(key)
-        if (value is not None and (type(value) is bool) != (type(usual) is bool)) or isinstance(
-            value, str | list | dict
-        ):
-            yield Problem(KEY, f"{key} {value!r} is not {'true or false' if type(usual) is bool else 'a number'}.")
+    for key, value in settings.items():
+        if value is not None and (allowed := _why_not(key, value)):
+            yield Problem(KEY, f"{key} {value!r} is not {allowed}.")
     bypass, dora = settings.get("bypass_mode"), settings.get("dora_wd", False)
     if bypass and dora:
         yield Problem(KEY, "dora_wd and bypass_mode exclude each other: bypassing skips the decomposition.")
     elif quantised and (dora or bypass is False):
         reason = "a quantised base model needs bypass_mode true and no dora_wd: its weights are not read"
         yield Problem(KEY, f"{reason}. Or set base_model_precision no_change.")
+
+
+def _why_not(key: str, value: Any) -> str:
+    """What a setting may be instead of a value; empty if the value is right."""
+    if key in ("bypass_mode", *(name for name, usual in DEFAULTS.items() if isinstance(usual, bool))):
+        return "" if isinstance(value, bool) else "true or false"
+    if key not in RANGES:
+        return ""
+    (lowest, highest), whole, never_zero = RANGES[key], key in WHOLE_NUMBERS, key in NEVER_ZERO
+    is_inside = type(value) in (int, float) and lowest <= value <= highest
+    if is_inside and not (whole and value % 1) and not (never_zero and value == 0):
+        return ""
+    return f"a {'whole ' * whole}number from {lowest:g} to {highest:g}{', but not 0' * never_zero}"
 
 
 def _unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> Iterator[Problem]:

@@ -32,31 +32,39 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes in a safetensors file.
 
     Raises:
+        WeightsError: as for `weights_header`.
+    """
+    return {name: tuple(entry["shape"]) for name, entry in weights_header(path).items() if name != METADATA}
+
+
+def weights_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file whose data is complete.
+
+    Raises:
         WeightsError: the file is not a safetensors file, or is truncated.
     """
     try:
         status = path.stat()
+        return _header(path, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise WeightsError(f"cannot be read: {error.strerror}") from None
-    return _shapes(path, status.st_size, status.st_mtime_ns)
+    except ValueError as error:
+        if isinstance(error, WeightsError):
+            raise
+        pointer = "perhaps it is a pointer that git lfs has not replaced"
+        raise WeightsError(f"is not a safetensors file: {error} ({pointer})") from None
 
 
 @lru_cache(maxsize=256)
-def _shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
+def _header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
     """Cached by size and modification time: several parts of a plan read the same header."""
-    try:
-        entries = {name: entry for name, entry in read_header(path).items() if name != METADATA}
-        shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-        with path.open("rb") as file:
-            start = header_end(file.read(LENGTH_BYTES))
-        end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except OSError as error:
-        raise WeightsError(f"cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        raise WeightsError("is not a safetensors file (perhaps a pointer that git lfs has not replaced)") from None
+    header = read_header(path)
+    with path.open("rb") as file:
+        start = header_end(file.read(LENGTH_BYTES))
+    end = start + max((entry["data_offsets"][1] for name, entry in header.items() if name != METADATA), default=0)
     if size < end:
         raise WeightsError(f"is truncated: {size} of {end} bytes are there")
-    return shapes
+    return header
 
 
 def find_fault(folder: Path) -> str | None:
@@ -331,6 +339,25 @@ def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
             return f"has {name} of {list(shape)}, where its config.json says {size}"
         if tokens is not None and not shape[0] / 2 < tokens <= shape[0]:
             return f"has an embedding of {shape[0]} tokens, its tokenizer has {tokens}"
+    return None
+
+
+# Numbers or lists of numbers that latents are normalised with.
+SCALES, SHIFTS = ("scaling_factor", "latents_std"), ("shift_factor", "latents_mean")
+SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3  # far beyond published VAEs, 0.13 to 8
+
+
+def vae_fault(config: Mapping[str, Any]) -> str | None:
+    """Which value of a VAE's config would spoil all latents; None if none would. What is absent is the class's own."""
+    for key in (key for key in (*SCALES, *SHIFTS) if key in config):
+        value, lowest = config[key], SMALLEST_SCALE if key in SCALES else -LARGEST_SCALE
+        is_list = key.startswith("latents_")
+        if value is None and key != "scaling_factor":
+            continue
+        numbers = value if is_list and isinstance(value, list) else [None if is_list else value]
+        if not all(type(each) in (int, float) and lowest <= each <= LARGEST_SCALE for each in numbers):
+            form = "a list of numbers" if is_list else "a number"
+            return f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"
     return None
 
 

@@ -44,9 +44,9 @@ from simpletuner.plan.checks import (
     check_config,
     check_family,
     check_flavour,
+    check_parts,
     check_prompts,
     check_total,
-    check_weights,
 )
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import as_launched, check_environment
@@ -286,7 +286,7 @@ def check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: M
     yield from check_flavour(config, spec, flavour)
     yield from spec.check(config, flavour)
     # The content of a checkpoint that cannot be found or read need not be checked.
-    yield from source.problems() or (*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source))
+    yield from source.problems() or check_parts(spec, flavour, source)
     yield from check_block_numbers(config, spec, source)
 
 

@@ -20,7 +20,7 @@ from simpletuner.config.tread import check_routes
 from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
 from simpletuner.errors import Problem, shorten
-from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault
+from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.models.vision import VisionEncoder
 from simpletuner.plan.environment import why_no_folder, why_not_writable
@@ -286,6 +286,14 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     yield from check_layersync(config.layersync, config.is_explicit, routes, blocks)
 
 
+def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:
+    """Whether the parts on this machine can be used, belong to the family and hold every weight."""
+    vae = source["vae"]
+    if fault := vae_fault(vae.read_config() or {}):
+        return [Problem(vae.key, f"the vae in {vae.location!r} {fault}.")]
+    return [*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source)]
+
+
 def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
     """Whether the parts on this machine are of the family and hold every weight.
 
@@ -344,14 +352,19 @@ def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Ite
 
 
 def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
-    """Warm-up must end before the run does."""
-    warmup = config.optimizer.lr_warmup_steps
-    if warmup >= total_steps > 0 and warmup > 0:
-        message = (
-            f"{warmup} is not below the {total_steps} steps of the run: "
-            "the learning rate never reaches its value and never decays."
-        )
-        yield Problem("lr_warmup_steps", message, fatal=False)
+    """Warm-up must end, and what starts at a step must start, before the run ends."""
+    consequences = {
+        "lr_warmup_steps": (True, "the learning rate never reaches its value and never decays"),
+        "ema_warmup_steps": (config.ema.use_ema, "the average stays a copy of the weights"),
+        "crepa_warmup_steps": (config.crepa.crepa_enabled, "crepa_lambda is never reached"),
+        "scheduled_sampling_start_step": (config.scheduled_sampling.is_on, "no input is rolled out"),
+        "validate_after_step": (not config.validation.validation_disable, "no previews before the last step"),
+    }
+    steps = config.flat()
+    for key, (is_on, consequence) in consequences.items():
+        if is_on and steps[key] >= total_steps > 0:
+            message = f"{steps[key]} is not below the {total_steps} steps of the run: {consequence}."
+            yield Problem(key, message, fatal=False)
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

@@ -72,6 +72,9 @@ def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[P
         yield Problem(f"{regularised[0]}.is_regularisation_data", message)
     for each in (each for each in datasets if each.config.slider_strength):
         yield from _check_slider(config, each)
+    if config.lora.slider_lora_target and not any(each.config.slider_strength for each in trained):
+        message = "is on, but no trained dataset has a slider_strength: this LoRA is no slider."
+        yield Problem("slider_lora_target", message, fatal=False)
     chosen = config.validation.eval_dataset_id or []
     for name in chosen:
         if name not in ids:

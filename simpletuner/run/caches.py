@@ -50,7 +50,7 @@ from simpletuner.models.loading import check_shapes
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.source import Part
 from simpletuner.plan.build import Plan, make_sampler, plan_length
-from simpletuner.plan.checks import check_block_numbers, check_weights
+from simpletuner.plan.checks import check_block_numbers, check_parts
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
 from simpletuner.reporting.sharing import share_work
@@ -340,8 +340,7 @@ def fetch(plan: Plan, events: EventStream) -> None:
     absent += [encoder.part for encoder in encoders if encoder.local() is None]
     if absent:
         download(absent, events)
-        found = plan.spec.check_checkpoint(plan.flavour, plan.source)
-        found += check_weights(plan.spec, plan.flavour, plan.source)
+        found = check_parts(plan.spec, plan.flavour, plan.source)
         found += check_block_numbers(plan.config, plan.spec, plan.source)  # now that their number is known
         found += [problem for encoder in encoders for problem in encoder.problems()]
         raise_if_fatal(found)

@@ -22,23 +22,21 @@ from torch import Tensor
 
 from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
 from simpletuner.errors import UserError, shorten
-from simpletuner.headers import METADATA, read_header, with_metadata
+from simpletuner.headers import with_metadata
 from simpletuner.models.lora_keys import (
     COMFYUI_MAGNITUDE,
     MAGNITUDE,
-    OFFICIAL_FILE,
+    METADATA_KEY,
     lora_file,
+    lora_settings,
     module_of,
     role_of,
-    without_prefix,
 )
 from simpletuner.training.manifest import LORA_FILE
 
 LoraForm = Literal["diffusers", "comfyui"]
 
 PREFIXES: dict[LoraForm, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
-# diffusers reads the adapter's settings from this entry of the safetensors header.
-METADATA_KEY = "lora_adapter_metadata"
 COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", COMFYUI_MAGNITUDE)
 
 
@@ -152,7 +150,8 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
     path = lora_file(path)
     if not path.is_file():
         raise UserError(f"{key}: {str(path)!r} does not exist.")
-    raw = load_file(path)
+    # fp8 has no arithmetic; float32 holds all its values.
+    raw = {name: each.float() if each.dtype.itemsize == 1 else each for name, each in load_file(path).items()}
     known = set(modules)
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in raw.items():
@@ -162,8 +161,8 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
     pairs = {module: pair for module, pair in pairs.items() if "A" in pair and "B" in pair}
     if not pairs:
         raise UserError(f"{key}: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
-    settings = _settings_of(path)
-    alphas: dict[str, float] = settings.get("alpha_pattern", {})  # of layers whose alpha is not lora_alpha
+    settings = lora_settings(path)
+    alphas: dict[str, float] = settings["alpha_pattern"]  # of layers whose alpha is not lora_alpha
     weights = {}
     for module, pair in pairs.items():
         rank = pair["A"].shape[0]
@@ -175,12 +174,3 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
             if role in pair:
                 weights[module + suffix] = pair[role]
     return weights
-
-
-def _settings_of(path: Path) -> dict[str, Any]:
-    metadata = read_header(path).get(METADATA, {})
-    raw = json.loads(metadata[METADATA_KEY]) if METADATA_KEY in metadata else {}
-    beside = path.with_name("config_lora.json")
-    if not raw and path.name == OFFICIAL_FILE and beside.is_file():
-        raw = json.loads(beside.read_text(encoding="utf-8"))
-    return {without_prefix(key): value for key, value in raw.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ from simpletuner.validation.clip_writer import write_mp4
 from simpletuner.validation.prompts import ValidationPrompt
 from simpletuner.validation.sketch import ColourMap, GrowingPreview, discard_unfinished
 
+logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 REHEARSED_STEPS = 2  # the fewest that every sampler accepts
@@ -130,12 +132,22 @@ class Renderer:
 
     def write(self, frames: list[Image], path: Path) -> None:
         """Write a picture or a clip, atomically; its folder is created if missing."""
+        warn_of_one_colour(frames, path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.frame_rate is not None:
             write_mp4(path, frames, self.frame_rate)
             return
         with open_atomically(path) as file:
             frames[0].convert("RGB").save(file, FORMATS[self.config.validation.validation_image_format][0])
+
+
+def warn_of_one_colour(frames: Sequence[Image], path: Path) -> None:
+    """Log a warning if every frame of a rendered picture or clip is plain; NaN is rendered black."""
+    ranges = (each for frame in frames for each in frame.convert("RGB").getextrema())
+    if all(high - low <= 1 for low, high in ranges):
+        logger.warning(
+            "%s shows one colour only: the weights have diverged, or the VAE is broken or needs vae_dtype fp32.", path
+        )
 
 
 def place_vae(vae: nn.Module, transformer: nn.Module, config: OffloadConfig, device: torch.device) -> None:

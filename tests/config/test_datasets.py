@@ -88,6 +88,13 @@ def test_ids_and_defaults_are_unique_among_the_enabled(tmp_path: Path) -> None:
     assert problems == ["default: two text_embeds entries are the default: text, more."]
 
 
+@pytest.mark.parametrize("link", [{"conditioning_data": "masks"}, {"source_dataset_id": "masks"}])
+def test_a_dataset_that_conditions_itself(tmp_path: Path, link: dict[str, str]) -> None:
+    masks = {"id": "masks", "conditioning_type": "mask", "instance_data_dir": "masks"}
+    _, (problem,) = read(tmp_path, {**masks, **link})
+    assert "masks: conditions itself" in problem
+
+
 @pytest.mark.parametrize("key", ["text_embeds", "conditioning_data", "source_dataset_id"])
 def test_a_reference_that_leads_nowhere(tmp_path: Path, key: str) -> None:
     sources = {"id": "sources", "dataset_type": "conditioning", "conditioning_type": "reference_strict"}

@@ -9,7 +9,7 @@ import pytest
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import Layer, build_group, resolve
-from simpletuner.config.option import Option
+from simpletuner.config.option import LARGEST_NUMBER, Option
 from simpletuner.config.schema import all_options
 from simpletuner.errors import Problem
 
@@ -78,6 +78,31 @@ def test_a_number_out_of_range_is_told_with_the_limit(option: Option) -> None:
         value = limit if bound in ("gt", "lt") else limit + outside[bound]
         _, (problem,) = read(option.name, int(value) if option.type_name == "integer" else value)
         assert problem.message.endswith(f"is out of range; it must be {sign(bound)} {limit:g}. (config.json)")
+
+
+@pytest.mark.parametrize("option", NUMBERS, ids=name)
+def test_a_number_that_no_key_can_mean(option: Option) -> None:
+    bound = min(option.limits.get("le", LARGEST_NUMBER), option.limits.get("lt", LARGEST_NUMBER))
+    found = [each.message for each in read(option.name, 10**12)[1]]
+    if option.name in ("seed", "validation_seed", "sana_motion_score"):  # any number is one
+        assert found == []
+    else:
+        end = f" is out of range; it must be {'<' if 'lt' in option.limits else '≤'} {bound:g}. (config.json)"
+        assert [message.removeprefix("1000000000000").removeprefix(".0") for message in found] == [end]
+
+
+@pytest.mark.parametrize("key", ["validation_num_inference_steps", "num_validation_images", "eval_timesteps"])
+def test_a_typo_that_would_render_for_days(key: str) -> None:
+    assert read(key, 1000) == (1000, [])
+    (problem,) = read(key, 10**9)[1]
+    assert "must be ≤ 1000" in problem.message
+
+
+@pytest.mark.parametrize("key", ["probability", "slider_strength", "timestep_sampling_offset", "start_step"])
+def test_a_weight_of_a_dataset_that_would_overflow(key: str) -> None:
+    problems: list[Problem] = []
+    build_group(DatasetConfig, {"id": "a", key: 10**12}, problems)
+    assert [problem.where for problem in problems] == [key]
 
 
 def within(number: float, limits: dict[str, float]) -> bool:

@@ -37,6 +37,24 @@ def test_layersync_needs_two_blocks_of_the_model(settings: dict[str, Any], words
     assert words in only
 
 
+def test_a_teacher_before_its_student() -> None:
+    (told,) = of_layersync(layersync_teacher_block=1)
+    assert "layersync_teacher_block: 1 comes before layersync_student_block 2" in told
+    crepa = {"crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": 4}
+    errors, (warning,) = problems(**crepa, crepa_teacher_block_index=3)
+    assert (errors, "3 comes before crepa_block_index 4" in warning) == ([], True)
+    assert problems(**crepa, crepa_teacher_block_index=5) == ([], [])
+
+
+def test_a_decay_that_ends_before_it_begins() -> None:
+    crepa = {"crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_teacher_block_index": 3}
+    decays = {**crepa, "crepa_block_index": 1, "crepa_scheduler": "linear", "crepa_warmup_steps": 9}
+    assert [told[:44] for told in problems(**decays, crepa_decay_steps=9)[1]] == [
+        "crepa_decay_steps: 9 is not after crepa_warm"
+    ]
+    assert problems(**decays, crepa_decay_steps=10) == problems(**decays) == ([], [])
+
+
 def test_layersync_that_is_right() -> None:
     assert of_layersync() == of_layersync(blocks=None) == []
     assert of_layersync(routes=(Route(0.5, 1, 3),)) == of_layersync(routes=(Route(0.5, 1, -1),)) == []

@@ -77,15 +77,17 @@ def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
         "/file.png": "Redirection to url 'file:///etc/hostname' is not allowed",
     }
     paths = [*good, "/elsewhere.png", *reasons]
-    entry = table(tmp_path, [(site.address + path, path) for path in paths] + [("ftp://host/x.png", "ftp")])
+    entry = table(
+        tmp_path, [(site.address + path, path) for path in paths] + [("ftp://host/x.png", "ftp"), ("a\0.png", "NUL")]
+    )
     (dataset,), problems = build(context, entry)
     assert not fatal(problems)
     assert {sample.captions[0] for sample in dataset.samples} == {*good, "/elsewhere.png"}
     found = {file.name.removeprefix(site.address): file.detail for file in dataset.rejected}
-    for path, reason in {**reasons, "ftp://host/x.png": "is an address of ftp"}.items():
+    for path, reason in {**reasons, "ftp://host/x.png": "is an address of ftp", "a\0.png": "null byte"}.items():
         assert reason in found[path]
         assert "--retry-failed" in found[path]
-    assert len(found) == 7
+    assert len(found) == 8
     assert site.asked["/short.png"] == site.asked["/busy.png"] == 3
     lines = [json.loads(line) for line in (tmp_path / "cache" / "failed.jsonl").read_text().splitlines()]
     assert {line["key"] for line in lines} == {file.name for file in dataset.rejected}

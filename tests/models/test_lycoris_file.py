@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,15 @@ def test_the_innermost_class_decides(tmp_path: Path) -> None:
         ({"multiplier": None}, "multiplier is missing"),
         ({"multiplier": "strong"}, "multiplier 'strong' is not a number"),
         ({"full_matrix": "yes"}, "full_matrix 'yes' is not true or false"),
-        ({"factor": True}, "factor True is not a number"),
+        ({"factor": True}, "factor True is not a whole number"),
+        ({"factor": 0}, "factor 0 is not a whole number from -1 to 1e+06, but not 0"),
+        ({"factor": 2.5}, "factor 2.5 is not a whole number"),
+        ({"linear_dim": -3}, "linear_dim -3 is not a whole number from 0"),
+        ({"multiplier": math.nan}, "multiplier nan is not a number from -1000 to 1000, but not 0"),
+        ({"multiplier": 1e300}, "multiplier 1e+300 is not a number"),
+        ({"linear_alpha": math.inf}, "linear_alpha inf is not a number"),
+        ({"dropout": 1}, "dropout 1 is not a number from 0 to 0.999"),
+        ({"apply_preset": {"module_algo_map": {"Attention": {"dim": -3}}}}, "dim -3 is not a whole number from 1"),
         ({"full_matrix": False, "linear_dim": None}, "linear_dim or full_matrix is missing"),
         ({"linear_dimm": 4}, "'linear_dimm' is not a key of LyCORIS. Did you mean 'linear_dim'?"),
         ({"train_norm": True}, "a LoRA cannot hold norms"),

@@ -53,6 +53,7 @@ def test_a_plain_config_has_no_problem() -> None:
         ({"optimizer_beta1": 0.9}, "optimizer_beta1"),
         ({"optimizer_config": "betta1=0.5"}, "optimizer_config"),
         ({"report_to": "wand"}, "report_to"),
+        ({"lora_type": "lokr", "lokr_factor": 0}, "lokr_factor"),
         ({"report_to": "none,wandb"}, "report_to"),
     ],
 )
@@ -98,6 +99,45 @@ def test_what_has_no_effect_or_does_harm_is_a_warning(settings: dict[str, Any], 
 def test_schedulers_that_do_not_decay_do_not_mind_the_end() -> None:
     assert problems(lr_scheduler="constant", lr_end=1)[0] == []
     assert problems(lr_scheduler="sine", lr_end=1)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("switch", "key"),
+    [
+        (
+            {"scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probability": 1},
+            "scheduled_sampling_start_step",
+        ),
+        ({"use_ema": True}, "ema_warmup_steps"),
+        ({"crepa_enabled": True}, "crepa_warmup_steps"),
+        ({}, "validate_after_step"),
+    ],
+)
+def test_what_would_start_after_the_end(switch: dict[str, Any], key: str) -> None:
+    for settings, total, expected in (
+        ({**switch, key: 10}, 10, [key]), ({**switch, key: 9}, 10, []), ({key: 10, "validation_disable": True}, 10, [])
+    ):  # fmt: skip
+        config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], [])
+        found = list(check_total(config, total))
+        assert [each.where for each in found if not each.fatal] == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "command", "told"),
+    [
+        (
+            "post_checkpoint_script",
+            "true {global_steps}",
+            "{global_steps} is no placeholder of it and stays as it is. Did",
+        ),
+        ("post_checkpoint_script", "true {remote_checkpoint_path}", "{remote_checkpoint_path} is no placeholder of it"),
+        ("post_checkpoint_script", "true {local_checkpoint_path} {global_step} {tracker_run_name} {}", ""),
+    ],
+)
+def test_placeholders_of_scripts(key: str, command: str, told: str) -> None:
+    errors, warnings = problems(**{key: command})
+    assert errors == []
+    assert [told in each for each in warnings] == ([True] if told else [])
 
 
 @pytest.mark.parametrize(("warmup", "total", "warned"), [(10, 10, True), (11, 10, True), (9, 10, False), (0, 0, False)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from simpletuner.errors import Problem, UserError
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.plan.checks import check_weights
+from simpletuner.plan.checks import check_parts
 from tests.complaints import complaint, complaints, warnings
 from tests.fidelity.family import CPU, make_adapter
 from tests.workspace import DATASETS, Workspace
@@ -50,10 +51,7 @@ def plan_of(folder: Path, family: str) -> str:
     values = {"model_type": "lora", "model_family": family, "pretrained_model_name_or_path": str(folder)}
     config = resolve([Layer("test", list(values.items()))], problems)
     source = ModelSource.from_config(spec, spec.flavours[0], config)
-    found = source.problems()
-    if not found:
-        found = [*spec.check_checkpoint(spec.flavours[0], source), *check_weights(spec, spec.flavours[0], source)]
-    return "\n".join(map(str, found))
+    return "\n".join(map(str, source.problems() or check_parts(spec, spec.flavours[0], source)))
 
 
 def without(words: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
@@ -136,6 +134,32 @@ def test_json_that_is_something_else(
     folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (folder / file).write_text(json.dumps(content))
     assert words in plan_of(folder, family)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        *(("kandinsky5-image", "scaling_factor", each)
+          for each in (0, 1e-30, -1, None, "0.36", [0.36], True, math.nan, math.inf, 1e30)),
+        ("kandinsky5-image", "shift_factor", "a"), ("kandinsky5-image", "shift_factor", math.nan),
+        *(("sanavideo", "latents_std", each) for each in (0, [0.0] * 16, [-1] * 16, ["1"] * 16, {}, "1" * 16)),
+        *(("sanavideo", "latents_mean", each) for each in (5, [None] * 16, [math.nan] * 16, [1e30] * 16)),
+    ],
+)  # fmt: skip
+def test_values_that_would_spoil_all_latents(
+    family: str, key: str, value: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    checkpoint = request.getfixturevalue("t2i_checkpoint" if family == "kandinsky5-image" else "sana_checkpoint")
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    assert plan_of(folder, family) == ""
+    edit_config(folder / "vae", **{key: value})
+    assert f" has {key} {repr(value)[:60]}, not a " in plan_of(folder, family)
+
+
+def test_a_vae_with_weights_that_are_not_finite(model: Path) -> None:
+    edit_weights(model / "vae", lambda weights: {**weights, "decoder.conv_out.bias": torch.full((3,), torch.nan)})
+    with pytest.raises(UserError, match=r"the vae in .* NaN or infinite values in decoder.conv_out.bias"):
+        make_adapter(model).load_latent_encoder(CPU, torch.float32)
 
 
 def test_a_scheduler_whose_values_have_wrong_types(model: Path) -> None:

@@ -7,6 +7,7 @@ import email.policy
 import io
 import json
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -236,6 +237,18 @@ def test_a_receiver_that_is_gone_costs_nothing(tmp_path: Path, caplog: pytest.Lo
     deliver(hook(gone.url), tmp_path, Notice("hello"))
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("simpletuner")]
     assert messages == ["The webhook at 127.0.0.1 could not be reached: ConnectError"]
+
+
+def test_many_receivers_share_the_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[bool] = []
+    original = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda *a, **b: loaded.append(True) or original(*a, **b))
+    hook = Hook("raw", callback_url=f"http://127.0.0.1:{free_port()}/")
+    deliveries = [Delivery(hook, Payloads(), tmp_path) for _ in range(20)]
+    for delivery in deliveries:
+        delivery(Notice("hello", warning=True))
+        delivery.finish(time.monotonic() + PATIENCE)
+    assert len(loaded) <= 1
 
 
 def test_a_silent_receiver_holds_up_neither_steps_nor_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.techniques.slider import Slider
 from simpletuner.training import step
 from tests.closeness import ROTATION, distance
+from tests.complaints import warnings
 from tests.run.test_resume import assert_same_run
 from tests.techniques.test_preservation import gradients, moved
 from tests.training.assembly import make_batch
@@ -134,3 +135,10 @@ def test_bad_input(
     assert workspace.run("plan") == 2
     captured = capsys.readouterr()
     assert expected in " ".join((captured.out + captured.err).split())
+
+
+def test_layers_of_a_slider_without_one(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    told = "slider_lora_target: is on, but no trained dataset has a slider_strength"
+    assert told in warnings(workspace, capsys, "slider_lora_target=true")
+    workspace.write_datasets([{**DATASETS[0], "slider_strength": 1}, DATASETS[1]])
+    assert told not in warnings(workspace, capsys, "slider_lora_target=true")

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
+from simpletuner.models.lora_keys import METADATA_KEY
 from simpletuner.training.lora import LoraAdapter, rounding_error, start_from
-from simpletuner.training.lora_files import METADATA_KEY, read_lora_file, verify_file
+from simpletuner.training.lora_files import read_lora_file, verify_file
 from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter
 from tests.training.assembly import fixed_noise, lora_of, make_assembly, make_batch

@@ -94,8 +94,8 @@ def test_previews_with_further_loras_change_nothing_else(workspace: Workspace) -
 
 def test_mistakes_are_told_before_anything_is_loaded(workspace: Workspace, capsys: Capture) -> None:
     name = "visual_transformer_blocks.0.self_attention.to_query"
-    dora = {f"{name}.lora_A.weight": torch.ones(2, 32), f"{name}.lora_magnitude_vector": torch.ones(32)}
-    save_file(dora, workspace.path("dora.safetensors"))
+    pair = {f"{name}.lora_A.weight": torch.ones(2, 32), f"{name}.lora_B.weight": torch.ones(32, 2)}
+    save_file({**pair, f"{name}.lora_magnitude_vector": torch.ones(32)}, workspace.path("dora.safetensors"))
     workspace.write_config(
         validation_adapter_path="dora.safetensors", validation_adapter_config=["absent", {"label": "empty"}]
     )

@@ -1,4 +1,4 @@
-"""Previews leave nothing behind on a GPU."""
+"""Previews leave nothing behind on a GPU, and those of one colour are noticed."""
 
 from __future__ import annotations
 
@@ -87,3 +87,11 @@ def test_whatever_sampling_draws_the_random_states_come_back(t2i_checkpoint: Pat
         draw()
     assert draw() == expected
     assert assembly.transformer.training
+
+
+@pytest.mark.parametrize(("colours", "warns"), [((0, 0), True), ((7, 8), True), ((7, 9), False)])
+def test_a_clip_of_one_colour_is_told(colours: tuple[int, int], warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    frames = [Image.new("RGB", (2, 1), (7, 7, 7)) for _ in range(3)]
+    frames[-1].putdata([(0, colours[0], 0), (0, colours[1], 0)])
+    runner.warn_of_one_colour(frames, Path("step_3_validation.mp4"))
+    assert ("step_3_validation.mp4 shows one colour only" in caplog.text) == warns

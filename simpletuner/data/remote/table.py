@@ -77,7 +77,7 @@ def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item
 def _version(path: Path) -> str:
     try:
         status = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: NUL in the name
         return ""
     return f"{status.st_size}-{status.st_mtime_ns}"
 
