@@ -160,6 +160,7 @@ class RunReport:
                 self._step = event.step
                 self.write()
             case StateChanged(state="finished"):
+                self._step = event.step
                 self.write("finished")
             case StateChanged() if event.state in ENDED:
                 self.write("stopped", event.message)
