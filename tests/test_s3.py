@@ -14,6 +14,7 @@ from moto.server import ThreadedMotoServer
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.reporting.upload import BucketCopy, Upload
 from simpletuner.s3 import S3Login
+from simpletuner.training.manifest import LORA_FILE
 from tests.workspace import Workspace
 
 
@@ -91,6 +92,35 @@ def test_a_run_is_copied_to_a_bucket(
     assert "Uploaded step 1 to s3://stars/output: s3://stars/output" in capsys.readouterr().out
     names = [path for path in workspace.path("output").rglob("*") if path.is_file()]
     assert not [path for path in names if b"open-sesame" in path.read_bytes()]
+
+
+def test_publish_finds_the_keys_where_the_run_had_them(
+    endpoint: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the config file, as text or from a variable; those of a command line are announced as not recorded."""
+    client = S3Login(endpoint, "us-east-1", "me", "secret").client()
+    client.create_bucket(Bucket="kept")
+    monkeypatch.setenv("STORE_SECRET", "open-sesame-secret")
+    stores = json.dumps(store(endpoint, bucket="kept", secret_key="{env:STORE_SECRET}"))
+    workspace.path("stores.json").write_text(stores)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(workspace.folder))
+    assert workspace.train("max_train_steps=1", "publishing_config=stores.json") == 0
+    assert "publishing_config: its keys are not recorded" in capsys.readouterr().out
+    assert workspace.run("publish", "output") == 2
+    assert "'command line' does not hold them; give them again: --publishing_config=" in capsys.readouterr().out
+    assert workspace.run("publish", "output", "--publishing_config=stores.json") == 0
+    workspace.write_config(publishing_config="stores.json")
+    assert workspace.train("max_train_steps=2") == 0
+    client.delete_object(Bucket="kept", Key=f"output/{LORA_FILE}")
+    capsys.readouterr()
+    assert workspace.run("publish", "output") == 0
+    shown = capsys.readouterr()
+    assert "not recorded" not in shown.out
+    assert "open-sesame" not in shown.out + shown.err
+    assert client.head_object(Bucket="kept", Key=f"output/{LORA_FILE}")["ContentLength"]
 
 
 @pytest.mark.parametrize(

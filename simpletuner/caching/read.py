@@ -167,13 +167,20 @@ class BatchReader:
         return [self._read(self.catalogue.text(each.dataset_id, preserve(one), each.partner)) for each, one in pairs]
 
     def _read(self, entry: AnyEntry) -> dict[str, Tensor]:
-        store, key = CacheStore(entry.folder), entry.key.digest()
-        try:
-            return store.read(key)
-        except (DamagedEntryError, KeyError):
-            store.remove(key)
-            self.restore(entry)
-            return store.read(key)
+        return read_or_restore(entry, self.restore)
+
+
+def read_or_restore(entry: AnyEntry, restore: Callable[[AnyEntry], None]) -> dict[str, Tensor]:
+    """The tensors of an entry; one that is damaged or missing is encoded again.
+
+    It is replaced and not deleted first: another thread or process may just have restored it.
+    """
+    store, key = CacheStore(entry.folder), entry.key.digest()
+    try:
+        return store.read(key)
+    except (DamagedEntryError, KeyError):
+        restore(entry)
+        return store.read(key)
 
 
 def mask_weights(mask: Sample, latents: Tensor) -> Tensor:

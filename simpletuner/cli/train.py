@@ -155,17 +155,26 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World) -> None:
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import StateChanged
     from simpletuner.reporting.upload import prepared_destinations
+    from simpletuner.run.ledger import read_ledger
 
     for warning in plan.warnings:
         events.say(str(warning), warning=True)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
-    if plan.is_finished:
+    ledger = read_ledger(plan.output_dir) if plan.is_finished and world.is_main else None
+    if plan.is_finished and ledger is None:
         events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
         return
     # Whoever cannot upload the result learns it now, not after hours of training.
     project, begun = plan.config.tracking.tracker_project_name, plan.resume.step if plan.resume else 0
-    places = prepared_destinations(plan.config.publish, project, plan.output_dir, events) if world.is_main else ()
+    uploads = world.is_main and (ledger is None or "uploads" in ledger.tasks)
+    places = prepared_destinations(plan.config.publish, project, plan.output_dir, events) if uploads else ()
+    if ledger:
+        from simpletuner.run.train import finish_run
+
+        events.say(f"All {ledger.step} steps are done. An earlier session has not finished: {ledger}.")
+        finish_run(plan, ledger, places, events)
+        return
     summary = "\n".join(start_lines(plan, budget))
     events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
     # torch is imported here, after every check that is quick without it.

@@ -11,6 +11,7 @@ from simpletuner.config.schema import option_names
 from simpletuner.errors import Problem
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
+COMMAND_LINE = "command line"  # the origin of what is given there
 # Arguments that choose the config and are not settings themselves, by the name they are stored under.
 SELECTORS = {
     "env": "env",
@@ -45,7 +46,7 @@ class Arguments:
     def layer(self) -> Layer:
         """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""
         values = [(key, None if value == "null" else value) for key, value in self.settings]
-        return Layer("command line", values, last_wins=True)
+        return Layer(COMMAND_LINE, values, last_wins=True)
 
 
 def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str | None = None) -> Arguments:

@@ -165,6 +165,13 @@ def check_publishing(publish: PublishConfig, project: str, is_explicit: Callable
         yield Problem(key, "has no effect without push_to_hub or publishing_config.", fatal=False)
 
 
+def check_typed(publish: PublishConfig) -> Iterator[Problem]:
+    """Keys of stores that were given on the command line: `simpletuner publish` cannot find them again."""
+    if any(store.secret_key or store.session_token or store.headers for store in publish.stores):
+        message = "its keys are not recorded: simpletuner publish finds those in a config file, not on a command line."
+        yield Problem(KEY, message, fatal=False)
+
+
 def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
     # Imported late: most runs do not need it.
     from huggingface_hub import constants, get_token

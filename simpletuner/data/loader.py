@@ -2,6 +2,9 @@
 
 One background thread reads, so that the loop's next batch is ready. The content of a batch is a pure function of the
 seed and its place in the run, so reading ahead, stopping and resuming cannot change it.
+
+Models are loaded in the loop's thread only (`in_loop`). While a library loads one, it replaces functions of torch and
+the default dtype of the whole process: what another thread creates would end up on `meta` or in another dtype.
 """
 
 from __future__ import annotations
@@ -9,11 +12,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,11 +26,26 @@ from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
 
 ReadBatch = Callable[[PlannedBatch], Batch]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class _Failure:
     error: BaseException
+
+
+@dataclass(frozen=True)
+class _Errand:
+    """A call that the reading thread leaves to the loop's thread."""
+
+    call: Callable[[], Any]
+    result: Future[Any]
+
+    def run(self) -> None:
+        try:
+            self.result.set_result(self.call())
+        except BaseException as error:  # noqa: BLE001 - passed to the reading thread, which raises it
+            self.result.set_exception(error)
 
 
 class BatchLoader:
@@ -119,38 +138,68 @@ class BatchLoader:
         return batch.pin_memory() if self.pin and torch.cuda.is_available() else batch
 
 
+class _ReadingThread(threading.Thread):
+    """Builds batches in order and stays at most `ahead` of them in front of who takes them from `ready`.
+
+    Attributes:
+        stopped: to be set when nobody takes any more.
+    """
+
+    def __init__(self, planned: Iterable[PlannedBatch], make: ReadBatch, ahead: int) -> None:
+        super().__init__(name="batch-reader", daemon=True)
+        self._planned, self._make_batch = planned, make
+        self.ready: queue.Queue[Batch | _Errand | _Failure | None] = queue.Queue(maxsize=ahead)
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        try:
+            for each in self._planned:
+                self._put(self._make_batch(each))
+            self._put(None)
+        except BaseException as error:  # noqa: BLE001 - passed to the loop's thread, which raises it
+            with suppress(CancelledError):
+                self._put(_Failure(error))
+
+    def ask(self, call: Callable[[], Result]) -> Result:
+        """The result of a call that the loop's thread makes when it wants the next batch."""
+        errand = _Errand(call, Future())
+        self._put(errand)
+        while not wait([errand.result], timeout=0.1).done:
+            self._check()
+        result: Result = errand.result.result()
+        return result
+
+    def _put(self, item: Batch | _Errand | _Failure | None) -> None:
+        while True:  # wait in short steps: nobody may ever take from a full queue again
+            self._check()
+            with suppress(queue.Full):
+                return self.ready.put(item, timeout=0.1)
+
+    def _check(self) -> None:
+        if self.stopped.is_set():
+            raise CancelledError
+
+
 def read_ahead(planned: Iterable[PlannedBatch], make: ReadBatch, ahead: int) -> Iterator[Batch]:
     """Batches in order, built by a background thread that stays at most `ahead` batches in front."""
-    ready: queue.Queue[Batch | _Failure | None] = queue.Queue(maxsize=ahead)
-    stopped = threading.Event()
-
-    def put(item: Batch | _Failure | None) -> bool:
-        while not stopped.is_set():  # wait in short steps: nobody may ever take from a full queue again
-            try:
-                ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def work() -> None:
-        try:
-            for each in planned:
-                if stopped.is_set() or not put(make(each)):
-                    return
-            put(None)
-        except BaseException as error:  # noqa: BLE001 - passed to the loop's thread, which raises it
-            put(_Failure(error))
-
-    worker = threading.Thread(target=work, name="batch-reader", daemon=True)
-    worker.start()
+    reader = _ReadingThread(planned, make, ahead)
+    reader.start()
     try:
-        while (item := ready.get()) is not None:
+        while (item := reader.ready.get()) is not None:
             if isinstance(item, _Failure):
                 raise item.error
-            yield item
+            if isinstance(item, _Errand):
+                item.run()
+            else:
+                yield item
     finally:
-        stopped.set()
+        reader.stopped.set()
         with suppress(queue.Empty):
-            ready.get_nowait()  # the worker may be waiting for room
-        worker.join()
+            reader.ready.get_nowait()  # it may be waiting for room
+        reader.join()
+
+
+def in_loop(call: Callable[[], Result]) -> Result:
+    """The result of a call that the loop's thread makes, wherever it is needed."""
+    thread = threading.current_thread()
+    return thread.ask(call) if isinstance(thread, _ReadingThread) else call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from simpletuner.config.arguments import COMMAND_LINE
 from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
@@ -12,7 +13,7 @@ from simpletuner.config.lora import check_kind
 from simpletuner.config.loss import check_masked_loss
 from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate, optimizer_name
 from simpletuner.config.precision import check_products, check_quantisations, text_encoder_dtype, transformer_dtype
-from simpletuner.config.publishing import check_publishing
+from simpletuner.config.publishing import check_publishing, check_typed
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
@@ -178,6 +179,8 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name, config.is_explicit)
+    if config.origins.get("publishing_config") == COMMAND_LINE:
+        yield from check_typed(config.publish)
     yield from config.preservation.check(config.model.model_type)
     yield from check_webhooks(config.webhooks, config.is_explicit)
     yield from check_crepa(config.crepa, config.is_explicit)

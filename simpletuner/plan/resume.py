@@ -14,7 +14,13 @@ from simpletuner.caching.keys import checkpoint_identity, digest
 from simpletuner.config.json_files import read_json
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
-from simpletuner.config.precision import quantisation
+from simpletuner.config.precision import (
+    quantisation,
+    text_encoder_dtype,
+    text_encoder_storage,
+    transformer_dtype,
+    vae_dtype,
+)
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.lora_targets import Targets
@@ -151,6 +157,7 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
     changeable |= {
         "lora_dropout": lora.lora_dropout,
         "quantized_matmul": precision.quantized_matmul,
+        **_dtypes(config, spec),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
     if sampled.is_on:  # its steps are those of the sampler of previews
@@ -158,6 +165,17 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
         changeable[steps] = config.validation.validation_num_inference_steps
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
+
+
+def _dtypes(config: RunConfig, spec: FamilySpec) -> dict[str, str]:
+    """The dtypes in which the models compute, however they were chosen."""
+    precision = config.precision
+    text, stored = text_encoder_dtype(precision), text_encoder_storage(precision, spec.text_encoders)
+    return {
+        "mixed_precision.compute": transformer_dtype(precision),
+        "text_encoder_1_precision": text if stored == "no_change" else f"{stored} in {text}",
+        "vae_dtype": vae_dtype(precision, config.caching),
+    }
 
 
 def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:

@@ -32,9 +32,9 @@ from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import check_lora_file, family_in_header, read_shapes
+from simpletuner.models.lora_keys import check_lora_file, family_in_header, read_shapes, role_of
 from simpletuner.models.lora_targets import linear_modules
-from simpletuner.models.source import ModelSource, Part
+from simpletuner.models.source import ModelSource, Part, tensor_shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.build import Length, Plan, check_model, find_family, find_flavour, preview_sizes
 from simpletuner.plan.checks import check_memory, check_output, check_prompts
@@ -124,10 +124,23 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
     if weights[0].transformer is not None and list(request.strengths) != [1.0]:
         message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
         problems.append(Problem("strength", message))
+    problems.extend(_check_strengths(request.strengths, weights))
     seed = decide_seed(config.run.seed, run)
     plan = _plan_family(_for_samples(config, request), spec, weights, request.prompts, pictures, seed, problems)
     raise_if_fatal(problems)
     return plan, weights
+
+
+def _check_strengths(strengths: Sequence[float], weights: Sequence[Weights]) -> Iterator[Problem]:
+    """A strength other than 1 does to a DoRA what few expect."""
+    names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
+    if set(strengths) != {1.0} and any("magnitude" in (role_of(name) or "") for name in names):
+        message = (
+            "scales the update of a DoRA and not its magnitudes, as in the stock pipeline, which therefore does not"
+        )
+        yield Problem(
+            "--strength", f"{message} give the base model at 0; the base model is rendered here.", fatal=False
+        )
 
 
 def find_weights(request: SampleRequest, problems: list[Problem]) -> tuple[list[Weights], Checkpoint | None]:

@@ -61,13 +61,13 @@ class Result:
         path: relative to the output folder.
         size: in bytes.
         snippet: Python that loads it and samples with it.
-        errors: of a LoRA that was converted from another adapter: relative error of the update and of a prediction.
+        errors: of a LoRA that was converted from another adapter, in words.
     """
 
     path: str
     size: int
     snippet: str
-    errors: tuple[str, ...] = ()
+    errors: str = ""
 
     @property
     def size_text(self) -> str:

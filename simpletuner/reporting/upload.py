@@ -20,7 +20,7 @@ PIPELINE_FOLDER = "pipeline"
 # What users load from a checkpoint or an output folder, besides the LoRA.
 LOADED = ("*_weights.safetensors", "lycoris_config.json", "ema/*", "transformer/*", "transformer_ema/*")
 # Not part of a copy of the output folder: caches that can be made again, and what is for this machine only.
-LEFT_OUT = ("cache", REQUESTS, "run.lock")
+LEFT_OUT = ("cache", REQUESTS, "run.lock", "unfinished.json")
 FORBIDDEN = {
     401: "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it cannot write",
     403: "the token of the hub has no permission to write",

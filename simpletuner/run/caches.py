@@ -25,12 +25,13 @@ from simpletuner.caching.fill import (
     fill_texts,
     write_latents,
 )
-from simpletuner.caching.read import CacheStore
+from simpletuner.caching.read import CacheStore, read_or_restore
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.data.checks import check_amount
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, without_damaged
+from simpletuner.data.loader import in_loop
 from simpletuner.data.quarantine import files_to_move, quarantine
 from simpletuner.data.remote.store import ProgressBar
 from simpletuner.data.sample import Sample
@@ -201,12 +202,8 @@ class CacheFiller:
         return found
 
     def _latents(self, entry: LatentEntry) -> Tensor:
-        if entry.storage == "never":
-            return self.encode(entry).to(self.device)
-        store, key = CacheStore(entry.folder), entry.key.digest()
-        if not store.has(key):
-            self.restore(entry)
-        return store.read(key)["latents"].to(self.device)
+        latents = self.encode(entry) if entry.storage == "never" else read_or_restore(entry, self.restore)["latents"]
+        return latents.to(self.device)
 
     def encode(self, entry: LatentEntry) -> Tensor:
         """Encode latents during training; the VAE stays on the device from the first ones on.
@@ -214,15 +211,22 @@ class CacheFiller:
         Raises:
             UserError: they cannot be encoded.
         """
+        encoder = self._vae or in_loop(self._kept_latent_encoder)
         with self._turn:  # the loop's reading thread and evaluation share the VAE
-            self._vae = self._vae or self._load_latent_encoder()
-            return encode_now(entry, self._vae, self.plan.config.caching)
+            return encode_now(entry, encoder, self.plan.config.caching)
+
+    def _kept_latent_encoder(self) -> LatentEncoder:
+        self._vae = self._vae or self._load_latent_encoder()
+        return self._vae
 
     def restore(self, entry: AnyEntry) -> None:
         """Encode an entry during a run: a damaged one, or one that is encoded when first used."""
         if isinstance(entry, LatentEntry) and entry.storage == "ondemand":
             write_latents(entry, self.encode(entry))
-            return
+        else:
+            in_loop(partial(self._restore_damaged, entry))
+
+    def _restore_damaged(self, entry: AnyEntry) -> None:
         logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
         if isinstance(entry, TextEntry):
             self.encode_texts([entry])

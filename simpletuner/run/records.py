@@ -58,7 +58,7 @@ from simpletuner.reporting.report import (
     write_report,
 )
 from simpletuner.reporting.trackers import build_trackers
-from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, PIPELINE_FOLDER, WEIGHT_ERROR, result_step
+from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, describe_errors, result_step
 from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
@@ -160,6 +160,7 @@ class RunReport:
                 self._step = event.step
                 self.write()
             case StateChanged(state="finished"):
+                self._step = event.step
                 self.write("finished")
             case StateChanged() if event.state in ENDED:
                 self.write("stopped", event.message)
@@ -207,10 +208,9 @@ def find_result(plan: Plan, step: int) -> Result | None:
     path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
-    errors = tuple(notes[key] for key in (WEIGHT_ERROR, FORWARD_ERROR) if key in notes)
     result = str(plan.output_dir if path.is_file() else path)
     snippet = snippet_for(plan, plan.source["transformer"].location, result)
-    return Result(path.name, sum(each.stat().st_size for each in files), snippet, errors)
+    return Result(path.name, sum(each.stat().st_size for each in files), snippet, describe_errors(notes))
 
 
 def snippet_for(plan: Plan, base: str, result: str) -> str:

@@ -124,7 +124,8 @@ class Studio:
                 shots, lambda shot: (shot.weights, shot.recipe["strength"])
             ):
                 transformer = self._load(own)
-                loras = [] if own.lora is None else [(own.lora, strength)]
+                # A DoRA's magnitudes have no strength, so at 0 it would not be the base model.
+                loras = [(own.lora, strength)] if own.lora is not None and strength else []
                 with applied_loras(transformer, loras, dtype, self.device):
                     paths += [self._render(transformer, shot, name(shot), phase) for shot in group]
         return paths

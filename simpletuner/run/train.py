@@ -35,6 +35,7 @@ from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
 from simpletuner.reporting.upload import Destination
 from simpletuner.run.autopsy import Doing, autopsied
 from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches
+from simpletuner.run.ledger import FULL, WITHOUT_UPLOADS, Ledger, strike
 from simpletuner.run.publish import publish_result, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
@@ -120,12 +121,34 @@ def _run(
             stop_on_interrupt(events, lambda: StateChanged("stopping", state.global_step, total_steps, STOPPING)),
         ):
             train(assembly, loader, state, callbacks, events.stop)
+        ledger = Ledger(state.global_step, state.epoch, FULL if destinations else WITHOUT_UPLOADS)
+        if world.is_main:
+            ledger.write(plan.output_dir)
         note = weight_note(plan, state)
         result = publish_result(plan, assembly, ema, note, lambda: reader(loader.sampler.batches(loader.epoch)[0]))
         if world.is_main:
-            uploads.finish(state.global_step, state.epoch)
-        lines = "\n".join(end_lines(plan, result, uploads))
-        events.publish(StateChanged("finished", state.global_step, total_steps, lines))
+            _end(plan, events, uploads, ledger, result)
+
+
+def finish_run(plan: Plan, ledger: Ledger, destinations: Sequence[Destination], events: EventStream) -> None:
+    """Do what a session that was killed after the last step has left to do.
+
+    Args:
+        destinations: where the result is uploaded to; they are prepared.
+    """
+    with announced_end(events, plan.length.total_steps, World()):
+        sweep_strays(plan)
+        keep_records(plan, events, ledger.step, World())
+        _end(plan, events, build_uploads(plan, destinations, events), ledger, f"Results: {plan.output_dir}")
+
+
+def _end(plan: Plan, events: EventStream, uploads: Uploads, ledger: Ledger, result: str) -> None:
+    """Everything after the result is on disk."""
+    if "card" in ledger.tasks:
+        uploads.finish(ledger)
+    lines = "\n".join(end_lines(plan, result, uploads))
+    events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, lines))
+    strike(plan.output_dir, "end")
 
 
 def load(
@@ -163,7 +186,7 @@ def end_lines(plan: Plan, result: str, uploads: Uploads) -> Iterator[str]:
     yield f"Report: {plan.output_dir / REPORT_FILE}"
     yield f'Look at it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."'
     yield "To train longer, start the same command with a larger max_train_steps."
-    if uploads.failed:
+    if uploads.failed and uploads.destinations:
         yield f"Not everything was uploaded; the next command tries again: {repeat_command(plan.output_dir)}"
 
 

@@ -19,7 +19,8 @@ from simpletuner.redaction import redact
 from simpletuner.reporting.card import move_card
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
 from simpletuner.reporting.upload import BucketCopy, Destination, Upload, make_upload
-from simpletuner.training.manifest import find_checkpoints, result_step
+from simpletuner.run.ledger import Ledger, strike
+from simpletuner.training.manifest import Checkpoint, find_checkpoints, result_step
 
 if TYPE_CHECKING:
     from simpletuner.training.state import Assembly, TrainState
@@ -91,15 +92,19 @@ class Uploads:
         if state.global_step < assembly.settings.total_steps:
             self.join()
 
-    def finish(self, step: int, epoch: int) -> None:
+    def finish(self, ledger: Ledger) -> None:
         """Write the card of the result and upload it everywhere; returns when it is there, or has failed.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; what is unfinished is left so.
+            KeyboardInterrupt: Ctrl-C; the next start does the rest.
         """
-        folders = self._checkpoints(step)
-        self._add(lambda: self._send(self.output_dir, step, epoch, folders, self.destinations))
+        # A session that has saved nothing makes up for one that was killed.
+        folders = self._checkpoints(ledger.step) if self._saved else self._pushed(self._regular())
+        places = self.destinations if "uploads" in ledger.tasks else ()
+        self._add(lambda: self._send(self.output_dir, ledger.step, ledger.epoch, folders, places))
         self.join()
+        if not self.failed:
+            strike(self.output_dir, "card", "uploads")
 
     def repeat(self, repository: str | None) -> None:
         """Upload what there is of a run that has ended: its result, else its last checkpoint.
@@ -110,14 +115,14 @@ class Uploads:
         Raises:
             UserError: there is neither.
         """
-        regular = [each for each in find_checkpoints(self.output_dir)[0] if not each.rolling]
+        regular = self._regular()
         step = next(filter(None, (result_step(self.output_dir, kind) for kind in ("lora", "full"))), None)
         if step is None and not regular:
             raise UserError(f"{str(self.output_dir)!r} holds no result and no checkpoint to upload.")
         folder, step = (regular[-1].path, regular[-1].step) if step is None else (self.output_dir, step)
         if repository:
             move_card(self.output_dir, repository)
-        checkpoints = [each.path for each in regular] if self.publish.push_checkpoints_to_hub else []
+        checkpoints = self._pushed(regular)
         self._add(lambda: self._send(folder, step, 0, checkpoints, self.destinations))
         self.join()
 
@@ -127,8 +132,15 @@ class Uploads:
             while self._jobs.unfinished_tasks:  # `Queue.join` would not let Ctrl-C through
                 time.sleep(0.002)
         except KeyboardInterrupt:
-            self.events.say(f"An upload was interrupted; to upload the rest: {repeat_command(self.output_dir)}")
+            if self.destinations:
+                self.events.say(f"An upload was interrupted; to upload the rest: {repeat_command(self.output_dir)}")
             raise
+
+    def _regular(self) -> list[Checkpoint]:
+        return [each for each in find_checkpoints(self.output_dir)[0] if not each.rolling]
+
+    def _pushed(self, checkpoints: Sequence[Checkpoint]) -> list[Path]:
+        return [each.path for each in checkpoints] if self.publish.push_checkpoints_to_hub else []
 
     def _checkpoints(self, step: int) -> list[Path]:
         """The checkpoint of a step, if it is to be uploaded; rolling ones are for resuming only."""
@@ -153,7 +165,8 @@ class Uploads:
             except Interrupted:
                 self.failed.append("A stop was requested before the upload.")
             except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
-                self._fail(f"Publishing failed ({type(error).__name__}: {error}).")
+                what = "Publishing" if self.destinations else "Writing the model card"
+                self._fail(f"{what} failed ({type(error).__name__}: {error}).")
             finally:
                 if folder is not None:
                     self.in_use.remove(folder)

@@ -9,6 +9,7 @@ matrices of the rank. LoHa (Hyeon-Woo et al., arXiv:2108.06098) updates it by al
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -29,11 +30,13 @@ from simpletuner.models.lora_targets import Targets
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
 from simpletuner.training.lora_files import PREFIXES, file_settings, release_file, write_weights
-from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, WEIGHT_ERROR
+from simpletuner.training.manifest import ERRORS, LORA_FILE, describe_errors
 from simpletuner.training.trained import AdapterWeights, Release
 
 # Singular vectors computed beyond the largest rank: the randomised method finds the last ones least exactly.
 SPARE = 16
+LOST = 0.05  # share of an adapter's effect that a conversion may lose without a warning
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class ConvertedAdapter(AdapterWeights, ABC):
         """Name of the file in the adapter's own form."""
         return f"{self.config.lora_type}_weights.safetensors"
 
+    @property
+    def native_use(self) -> str:
+        """What has to be known to use that file."""
+        return ""
+
     @abstractmethod
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """What is added to the weight of each layer, in float32 and the weight's shape."""
@@ -103,19 +111,23 @@ class ConvertedAdapter(AdapterWeights, ABC):
         if ema is not None:
             with ema.applied():
                 self._release(output_dir / "ema", release)
-        lora, forward = self._release(output_dir, release)
+        lora, errors = self._release(output_dir, release)
         size = (output_dir / LORA_FILE).stat().st_size / 1e6
         limit = f" export_rank {self.config.export_rank} limits it; a larger one is closer." if lora.limited else ""
         return (
-            f"Saved {output_dir / self.native_file}, and as a LoRA of rank {max(lora.ranks.values())} "
+            f"Saved {output_dir / self.native_file}{self.native_use}, and as a LoRA of rank {max(lora.ranks.values())} "
             f"{output_dir / LORA_FILE} ({size:.1f} MB), which loads through the stock pipeline. Its relative error is "
-            f"{lora.error:.1e} of the update, {forward:.1e} of a prediction.{limit}"
+            f"{describe_errors(errors)}.{limit}"
         )
 
-    def _release(self, folder: Path, release: Release) -> tuple[ConvertedLora, float]:
-        """Write both files, the LoRA verified; returns it with the relative error of a prediction."""
+    def _release(self, folder: Path, release: Release) -> tuple[ConvertedLora, dict[str, str]]:
+        """Write both files, the LoRA verified; returns it with the notes of its errors."""
         lora = self.convert(release.dtype)
-        forward = self.prediction_error(lora, release.predict)
+        forward, effect = self.prediction_errors(lora, release.predict)
+        if effect > LOST:
+            message = "%s lacks %.0f %% of what the adapter does; a larger export_rank or export_energy keeps more."
+            logger.warning(message, folder / LORA_FILE, 100 * effect)
+        errors = {key: f"{error:.2e}" for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)}
         self.write(folder, release.note)
         prefix = PREFIXES[self.config.lora_format]
         weights = {
@@ -123,11 +135,11 @@ class ConvertedAdapter(AdapterWeights, ABC):
             for name, factors in lora.factors.items()
             for side, each in zip("AB", factors, strict=True)
         }
-        form, errors = self.config.lora_format, {WEIGHT_ERROR: f"{lora.error:.2e}", FORWARD_ERROR: f"{forward:.2e}"}
+        form = self.config.lora_format
         header = {**file_settings(_lora_settings(lora.ranks), form), **release.note, **errors}
         pipeline = release.adapter.load_bare_pipeline()
         release_file(folder, lambda trial: write_weights(trial / LORA_FILE, weights, header), weights, form, pipeline)
-        return lora, forward
+        return lora, errors
 
     @torch.no_grad()
     def convert(self, dtype: torch.dtype) -> ConvertedLora:
@@ -142,13 +154,17 @@ class ConvertedAdapter(AdapterWeights, ABC):
             lost, whole = lost + missing, whole + size
         return ConvertedLora(factors, (lost / whole) ** 0.5 if whole else 0.0, limited)
 
-    def prediction_error(self, lora: ConvertedLora, predict: Callable[[], Tensor]) -> float:
-        """The relative error of a prediction with the LoRA in place of the adapter."""
+    def prediction_errors(self, lora: ConvertedLora, predict: Callable[[], Tensor]) -> tuple[float, float]:
+        """The error of a prediction with the LoRA in place of the adapter: its share of the prediction, and of what the
+        adapter changes in it."""
         with torch.compiler.set_stance("force_eager"):  # compiled code would not see the hooks
             own = predict()
-            with self.disabled(), lora.added(self.transformer):
-                other = predict()
-        return float((other - own).norm() / own.norm())
+            with self.disabled():
+                base = predict()
+                with lora.added(self.transformer):
+                    other = predict()
+        lost, effect = float((other - own).norm()), float((own - base).norm())
+        return lost / float(own.norm()), lost / effect if effect else 0.0
 
 
 @dataclass

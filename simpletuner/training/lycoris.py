@@ -29,6 +29,7 @@ from simpletuner.training.lora_files import write_weights
 from simpletuner.training.meter import weight_shapes
 
 PASSED = ("bypass_mode", "factor", "full_matrix", "decompose_both", "unbalanced_factorization", "use_scalar")
+MULTIPLIER = "simpletuner.multiplier"  # header entry: the file is of no use without it
 CHILD = "lycoris"  # name of the module inside its layer
 
 
@@ -38,6 +39,10 @@ class LycorisAdapter(ConvertedAdapter):
 
     file: LycorisFile
     modules: Mapping[str, Any]
+
+    @property
+    def native_use(self) -> str:
+        return f" (for a multiplier of {self.file.content['multiplier']})"
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         for name, module in self.modules.items():
@@ -49,7 +54,7 @@ class LycorisAdapter(ConvertedAdapter):
             for module in self.modules.values()
             for key, each in module.state_dict().items()
         }
-        write_weights(folder / self.native_file, weights, note)
+        write_weights(folder / self.native_file, weights, {**note, MULTIPLIER: str(self.file.content["multiplier"])})
         write_json(folder / CONFIG_FILE, dict(self.file.content))
 
     @contextmanager

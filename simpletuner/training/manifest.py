@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,14 @@ from simpletuner.models.lora_keys import STEP_NOTE as STEP_NOTE
 PIPELINE_FOLDER = "pipeline"  # result of a full fine-tune, for `from_pretrained`
 NOTE_FILE = "simpletuner.json"  # in that folder: the run and step it belongs to
 STATE_FOLDER = "training_state"  # in a checkpoint: what only a resume needs
-# Notes in a LoRA converted from another adapter: its relative error, of the update and of a prediction.
+# Notes in a LoRA converted from another adapter: its relative errors, and what each is relative to.
 WEIGHT_ERROR, FORWARD_ERROR = "simpletuner.weight_error", "simpletuner.prediction_error"
+EFFECT_ERROR = "simpletuner.effect_error"
+ERRORS = {
+    WEIGHT_ERROR: "of the update",
+    FORWARD_ERROR: "of a prediction",
+    EFFECT_ERROR: "of what the adapter changes in that prediction",
+}
 
 FILE_NAME = "manifest.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(-rolling)?")
@@ -185,6 +191,11 @@ def result_step(output_dir: Path, model_type: str) -> int | None:
         notes = read_json(output_dir / PIPELINE_FOLDER / NOTE_FILE, [])
     step = notes.get(STEP_NOTE, "") if isinstance(notes, dict) else ""
     return int(step) if str(step).isdecimal() else None
+
+
+def describe_errors(notes: Mapping[str, str]) -> str:
+    """The errors of a converted LoRA, in words; empty if it is none."""
+    return ", ".join(f"{notes[key]} {whole}" for key, whole in ERRORS.items() if key in notes)
 
 
 def _size(path: Path) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.sheet import Sheet
@@ -86,6 +86,24 @@ def test_the_base_model_and_a_lora_from_elsewhere(trained: Workspace, t2i_checkp
     )
     assert sampled(trained, "theirs", "datasets/theirs.safetensors", *PROMPT, *model) == preview(trained, 4)
     assert sampled(trained, "none", "datasets/theirs.safetensors", *PROMPT, *model, "--strength", "0") == base
+
+
+def test_a_dora_at_strength_0_is_the_base_model(trained: Workspace, t2i_checkpoint: Path, capsys: Capture) -> None:
+    """Which it is not in the stock pipeline, and a strength never changes its magnitudes: so it is said."""
+    base = trained.path("output/benchmarks/base_model/validation_128x128.png").read_bytes()
+    weights = load_file(trained.path(LORA))
+    for name in [name for name in weights if name.endswith("lora_B.weight")]:
+        weights[name.replace("lora_B.weight", "lora_magnitude_vector")] = torch.full((len(weights[name]),), 3.0)
+    save_file(weights, trained.path("datasets/dora.safetensors"))
+    source = (
+        "datasets/dora.safetensors", *PROMPT, f"pretrained_model_name_or_path={t2i_checkpoint}", "resolution=128",
+        "steps=2", "seed=7", "mixed_precision=no",
+    )  # fmt: skip
+    whole = sampled(trained, "dora-1", *source)
+    assert "magnitudes" not in capsys.readouterr().out
+    assert sampled(trained, "dora-0", *source, "--strength", "0") == base != whole
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--strength: scales the update of a DoRA and not its magnitudes, as in the stock pipeline" in said
 
 
 def test_a_checkpoint_that_does_not_say_what_was_set(trained: Workspace) -> None:

@@ -17,8 +17,10 @@ from huggingface_hub import ModelCard
 
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.headers import METADATA, read_header
-from simpletuner.reporting.events import CheckpointSaved, EventStream, Uploaded
+from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStarted, Uploaded
+from simpletuner.reporting.payloads import EVENTS_FILE, read_events
 from simpletuner.reporting.upload import Upload
+from simpletuner.run.ledger import FULL, Ledger
 from simpletuner.run.uploads import Uploads
 from simpletuner.training.manifest import LORA_FILE, Identity, Manifest, describe_files, prune, write_manifest
 from simpletuner.training.state import TrainState
@@ -246,10 +248,65 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
         assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [], "none that waits is deleted"
     assert place.seen == []
     place.gate.set()
-    uploads.finish(9, 1)
+    uploads.finish(Ledger(9, 1, FULL))
     assert [name for name, _ in place.seen] == ["checkpoint-1", "checkpoint-1", "checkpoint-2", "step 9"]
     assert all(there for _, there in place.seen)
     assert described == [1, 2, 9]
     assert (uploads.failed, uploads.in_use) == ([], [])
     assert [each.step for each in said if isinstance(each, Uploaded)] == [1, 2, 9]
     assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [tmp_path / "checkpoint-1"]
+
+
+def test_the_next_start_finishes_what_a_kill_has_cut_short(
+    hub: FakeHub, workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """What a kill leaves is what is on the disk at that moment, without the lock, whose owner has ended."""
+    moments, publish = list[Workspace](), EventStream.publish
+
+    def copying(self: EventStream, event: Any) -> None:
+        result = workspace.path(f"output/{LORA_FILE}").exists()
+        if result and (isinstance(event, PhaseStarted | Uploaded) or getattr(event, "state", "") == "finished"):
+            copy = workspace.copy(tmp_path / f"killed-{len(moments)}")
+            copy.path("output/run.lock").unlink()
+            copy.path("output/model_card-tmp").mkdir()
+            moments.append(copy)
+        publish(self, event)
+
+    workspace.write_config(push_to_hub=True, hub_model_id="star", push_checkpoints_to_hub=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(EventStream, "publish", copying)
+        assert workspace.train("max_train_steps=2") == 0
+    assert not workspace.path("output/unfinished.json").exists()
+    assert len(moments) == 3
+    whole = dict(hub.repositories.pop("me/star").files)
+    for killed in moments:
+        capsys.readouterr()
+        assert killed.train("max_train_steps=2") == 0
+        shown = capsys.readouterr().out
+        assert "All 2 steps are done. An earlier session has not finished: " in shown
+        assert ("Uploaded" in shown) is (killed is not moments[-1])
+        assert {path.name for path in killed.path("output").iterdir()} == {
+            path.name for path in workspace.path("output").iterdir()
+        }
+        assert "training_complete" in json.dumps(read_events(killed.path("output") / EVENTS_FILE)[-1])
+        assert "finished" in killed.path("output/training_report.html").read_text()
+        assert killed.train("max_train_steps=2") == 0
+        assert "This run is finished: 2 steps are done." in capsys.readouterr().out
+    assert hub.repositories["me/star"].files.keys() == whole.keys()
+
+
+def test_a_run_without_uploads_says_nothing_of_them(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def fail(*given: object) -> None:
+        raise OSError("no card today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("simpletuner.run.watchers.describe_run", fail)
+        assert workspace.train("max_train_steps=1") == 0
+    shown = capsys.readouterr().out
+    assert "warning: Writing the model card failed (OSError: no card today)." in shown
+    assert "upload" not in shown.lower()
+    assert workspace.train("max_train_steps=1") == 0
+    assert "An earlier session has not finished: the model card." in capsys.readouterr().out
+    assert workspace.path("output/model_card/README.md").exists()

@@ -21,9 +21,10 @@ from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.lora_targets import weights_of
 from simpletuner.training.applied import applied_loras
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
-from simpletuner.training.converted import ConvertedAdapter, low_rank
+from simpletuner.training.converted import LOST, ConvertedAdapter, low_rank
 from simpletuner.training.ema import Ema
-from simpletuner.training.manifest import FORWARD_ERROR, LORA_FILE, WEIGHT_ERROR
+from simpletuner.training.lycoris import MULTIPLIER
+from simpletuner.training.manifest import EFFECT_ERROR, FORWARD_ERROR, LORA_FILE, WEIGHT_ERROR
 from simpletuner.training.meter import adapters_of, weight_shapes
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import add_noise, optimizer_step, predict_now, rehearse_micro_step
@@ -112,7 +113,9 @@ def test_updates_are_those_computed_by_hand(t2i_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "steps"), [*((kind, 0) for kind in EVERY), ("lokr", 20), ("lycoris lokr", 20)])
-def test_published_as_a_stock_lora(t2i_checkpoint: Path, tmp_path: Path, kind: str, steps: int) -> None:
+def test_published_as_a_stock_lora(
+    t2i_checkpoint: Path, tmp_path: Path, kind: str, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """What previews show is what the exported file gives in the stock pipeline, up to the error that it states."""
     assembly = make_assembly(t2i_checkpoint, **KINDS[kind]) if steps else trained(t2i_checkpoint, kind)
     batch, averaged = make_batch(t2i_checkpoint, ["a star", "x"]), bool(steps)
@@ -124,7 +127,15 @@ def test_published_as_a_stock_lora(t2i_checkpoint: Path, tmp_path: Path, kind: s
     message = adapter.publish(tmp_path, release, ema)
     notes = read_header(tmp_path / LORA_FILE)[METADATA]
     weights, forward = float(notes[WEIGHT_ERROR]), float(notes[FORWARD_ERROR])
-    assert "of a prediction" in message
+    with adapter.disabled():
+        base = predict(assembly, t2i_checkpoint)
+    assert f"of a prediction, {notes[EFFECT_ERROR]} of what the adapter changes" in message
+    assert ("(for a multiplier of 0.5)" in message) is kind.startswith("lycoris")
+    native = read_header(tmp_path / adapter.native_file)[METADATA]
+    assert native.get(MULTIPLIER) == ("0.5" if kind.startswith("lycoris") else None)
+    effect = float(notes[EFFECT_ERROR])
+    assert effect * float((own - base).norm()) == pytest.approx(forward * float(own.norm()), rel=0.02)
+    assert ("lacks" in caplog.text) is (effect > LOST)
     assert forward <= 1e-2
     assert 0 < weights <= 0.1 + ROTATION, "energy .99 is a tenth of the norm"
     stock = make_adapter(t2i_checkpoint)

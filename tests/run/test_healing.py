@@ -1,0 +1,85 @@
+"""Cache entries that are damaged while a run goes on are encoded again, in the thread that loads all other models."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Dinov2Config, Dinov2Model
+
+from simpletuner.data.loader import in_loop, read_ahead
+from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, EventStream, PhaseStarted, StepDone
+from tests.run.test_encoding_in_training import ENTRIES
+from tests.run.test_resume import RESULT
+from tests.validation.test_eval_loss import EVAL
+from tests.workspace import Workspace
+
+SETTINGS: dict[str, Any] = {
+    "max_train_steps": 2, "checkpoint_step_interval": 1, "eval_steps_interval": 1, "validation_disable": False,
+    "validation_step_interval": 2, "disable_benchmark": True, "eval_timesteps": 2, "lora_type": "lokr",
+    "crepa_enabled": True, "irepa_enabled": True, "crepa_block_index": 0, "crepa_encoder_image_size": 70,
+}  # fmt: skip
+DINO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2, "image_size": 70}
+
+
+@pytest.fixture
+def healthy(tmp_path: Path, t2i_checkpoint: Path) -> Workspace:
+    """A run that reads captions, latents and features, in training, evaluation, previews and verification."""
+    torch.manual_seed(0)
+    Dinov2Model(Dinov2Config(**DINO, patch_size=14)).save_pretrained(tmp_path / "dino")
+    encoder = str(tmp_path / "dino")
+    run = Workspace.create(tmp_path / "run", t2i_checkpoint, pictures=4, crepa_encoder=encoder, **SETTINGS)
+    run.add_pictures(EVAL["instance_data_dir"], 2, seed=9)
+    run.write_datasets(ENTRIES)
+    return run
+
+
+def damage(folder: Path) -> None:
+    for path in folder.rglob("*.zst"):
+        path.write_bytes(path.read_bytes()[:-5])
+
+
+def test_every_entry_is_damaged_at_every_phase(
+    healthy: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = healthy.copy(tmp_path / "broken")
+    assert healthy.train() == 0
+    publish, moments = EventStream.publish, set[str]()
+
+    def damaging(self: EventStream, event: Any) -> None:
+        publish(self, event)
+        if isinstance(event, PhaseStarted | StepDone):  # also where entries are being healed
+            moments.add(event.kind if isinstance(event, PhaseStarted) else "step")
+            damage(broken.folder)
+
+    monkeypatch.setattr(EventStream, "publish", damaging)
+    assert broken.train() == 0
+    assert moments > {CACHING, EVALUATION, PREVIEWS, "step"}
+    assert healthy.metrics() == broken.metrics()
+    assert healthy.path(RESULT).read_bytes() == broken.path(RESULT).read_bytes()
+
+
+def test_what_a_reading_thread_asks_for_is_done_in_the_loops_thread() -> None:
+    """Its errors come out of the loop, and a loop that stops leaves nobody waiting."""
+    threads = []
+
+    def work() -> str:
+        threads.append(threading.current_thread())
+        if len(threads) > 2:
+            raise ValueError("damaged")
+        return "healed"
+
+    planned: Any = range(5)
+    made: Any = read_ahead(planned, lambda each: (each, in_loop(work)), 2)  # type: ignore[arg-type, return-value]
+    assert [next(made), next(made)] == [(0, "healed"), (1, "healed")]
+    with pytest.raises(ValueError, match="damaged"):
+        next(made)
+    assert set(threads) == {threading.main_thread()}
+    waiting: Any = read_ahead(planned, lambda each: each if not each else in_loop(work), 2)  # type: ignore[return-value]
+    next(waiting)
+    waiting.close()
+    assert "batch-reader" not in {thread.name for thread in threading.enumerate()}
+    assert len(threads) == 3
