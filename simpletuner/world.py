@@ -87,6 +87,15 @@ class World:
             self.barrier()
         return value
 
+    def in_turn(self, work: Callable[[], Value]) -> Value:
+        """Do work that takes host memory in one process of each machine after the other."""
+        value: Value | None = None
+        for turn in range(max(self.gather(self.local_size))):
+            if turn == self.local_rank:
+                value = work()
+            self.barrier()
+        return cast(Value, value)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
         return any(self.gather(flag))

@@ -23,6 +23,7 @@ from simpletuner.budget.estimate import (
     passing_bytes,
     sampling_bytes,
     saving_bytes,
+    shared_bytes,
     state_on_host_bytes,
     step_memory,
     streamed_bytes,
@@ -42,7 +43,7 @@ from simpletuner.techniques.spec import TechniqueCost
 
 # Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers.
 HOST_BASE = 1.2e9
-LOADING, PREVIEWS = "loading the transformer", "rendering previews"
+CAPTIONS, LOADING, PREVIEWS = "encoding captions", "loading the transformer", "rendering previews"
 # Activations of one prompt, relative to the text encoders' weights. Where more do not fit, batches become smaller.
 TEXT_ACTIVATIONS = 0.03
 # Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
@@ -178,10 +179,10 @@ def estimate(config: RunConfig, parts: Parts, workload: Workload, device: Device
 
 def find_phases(config: RunConfig, parts: Parts, workload: Workload, setup: TrainingSetup) -> Iterator[PhasePeak]:
     """Peaks of all phases, in order."""
-    launch = config.launch
-    one_reads = launch.is_sharded and launch.fsdp_cpu_ram_efficient_loading
+    processes = config.launch.local_processes
     for phase in _phases_of_one(config, parts, workload, setup):
-        yield phase.times(launch.local_processes, 1 if one_reads and phase.name == LOADING else launch.local_processes)
+        # Text encoders are loaded one after the other, or by one process.
+        yield phase.times(processes, 1 if phase.name == CAPTIONS else processes)
 
 
 def _phases_of_one(config: RunConfig, parts: Parts, workload: Workload, setup: TrainingSetup) -> Iterator[PhasePeak]:
@@ -191,7 +192,7 @@ def _phases_of_one(config: RunConfig, parts: Parts, workload: Workload, setup: T
     if workload.encodes_text:
         kept = text * (1 - parts.text_dropped / parts.text_parameters)
         on_device = kept * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
-        yield PhasePeak("encoding captions", on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
+        yield PhasePeak(CAPTIONS, on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
     if workload.encoded:
         loads = [_at_a_time(load, config.caching) for load in workload.encoded]
         clip = 3.0 * max(load.samples * load.frames * load.width * load.height for load in loads)
@@ -205,8 +206,8 @@ def _phases_of_one(config: RunConfig, parts: Parts, workload: Workload, setup: T
         yield PhasePeak("encoding features", teaching, HOST_BASE)
     on_disk = config.offload.group_offload_to_disk_path is not None
     streamed = 0.0 if on_disk else streamed_bytes(cost, setup)  # the processes of a machine share them
-    loading = passing_bytes(cost, setup)
-    yield PhasePeak(LOADING, frozen_bytes(cost, setup), HOST_BASE + streamed, loading, common=streamed)
+    common, loading = streamed + shared_bytes(cost, setup), passing_bytes(cost, setup)
+    yield PhasePeak(LOADING, frozen_bytes(cost, setup), HOST_BASE + common, loading, common=common)
     there, here = average_memory(cost, setup, "device"), average_memory(cost, setup, "host")
     waiting = HOST_BASE + streamed + here.kept + state_on_host_bytes(cost, setup)
     trained, frozen = trained_bytes(cost, setup), frozen_bytes(cost, setup)

@@ -57,6 +57,7 @@ class TrainingSetup:
         sharded: they share the weights among them (FSDP2), and of trained ones gradients, optimizer state and average;
             adapters are whole in each.
         reshards: a block's gathered weights are given up after its forward pass.
+        from_base: blocks wait on the host until the adapters have been computed from them.
     """
 
     dtype: str
@@ -82,6 +83,7 @@ class TrainingSetup:
     processes: int = 1
     sharded: bool = False
     reshards: bool = True
+    from_base: bool = False
 
     @property
     def trained_shares(self) -> int:
@@ -215,14 +217,18 @@ def streamed_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     return sum(blocks) * max(len(blocks) - setup.residents, 0) / len(blocks)
 
 
+def shared_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
+    """Host memory of a machine for the blocks that FSDP2 will split among its processes."""
+    return sum(cost.block_bytes(setup.dtype, quantised=0.0)) if setup.sharded else 0.0
+
+
 def passing_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
-    """Host memory of a process while it loads the transformer, besides streamed weights: what stays on the device, and
-    the blocks in work, as they are read and as they are packed."""
-    blocks = cost.block_bytes(setup.dtype, quantised=setup.quantised)
-    staying = cost.rest_bytes(setup.dtype) + sum(blocks) - streamed_bytes(cost, setup)
-    if not (setup.quantised or setup.streamed):
-        return staying
-    return staying + 2 * max(cost.block_bytes(setup.dtype, quantised=0.0)) * (setup.group if setup.streamed else 1)
+    """Host memory of a process while it loads the transformer, besides streamed and shared weights: what is outside the
+    blocks, and the blocks in work, as they are read and as they are packed."""
+    passing = 2 * max(cost.block_bytes(setup.dtype, quantised=0.0)) * (setup.group if setup.streamed else 1)
+    if setup.from_base:
+        passing += sum(cost.block_bytes(setup.dtype, quantised=setup.quantised)) - streamed_bytes(cost, setup)
+    return passing + cost.rest_bytes(setup.dtype)
 
 
 def step_memory(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> StepMemory:

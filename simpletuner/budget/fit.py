@@ -174,8 +174,6 @@ def _offload_changes(config: RunConfig) -> Iterator[Change]:
     streams = offload.enable_group_offload
     if _may_be_sharded(config) and config.model.model_type == "full":
         yield Change({"fsdp_enable": True})
-    if config.launch.is_sharded and not config.launch.fsdp_cpu_ram_efficient_loading:
-        yield Change({"fsdp_cpu_ram_efficient_loading": True})
     if config.model.model_type == "lora" and may_move and not streams and not config.launch.fsdp_enable:
         # enable_model_cpu_offload excludes streaming.
         yield Change({**STREAMED, **({"enable_model_cpu_offload": False} if offload.enable_model_cpu_offload else {})})

@@ -95,6 +95,7 @@ class Parts:
             processes=config.launch.num_processes,
             sharded=config.launch.is_sharded,
             reshards=config.launch.fsdp_reshard_after_forward,
+            from_base=is_lora and config.lora.starts_from_base,
         )
 
 

@@ -58,7 +58,7 @@ class LaunchConfig(Group):
         None, "Accepted; it is always the family's blocks.", default_note="the family's blocks", requires=SHARDED
     )
     fsdp_cpu_ram_efficient_loading: Flag = option(
-        False, "One process reads the weights and hands out the shares, instead of each reading all.", requires=SHARDED
+        True, "Accepted; the processes of a machine always share the memory of the weights they read.", requires=SHARDED
     )
 
     @property

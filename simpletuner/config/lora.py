@@ -79,6 +79,12 @@ class LoraConfig(Group):
     init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
 
     @property
+    def starts_from_base(self) -> bool:
+        """Whether the adapter before step 1 is computed from the base weights."""
+        computed = self.use_dora or self.lora_init_type not in ("default", "gaussian")
+        return computed or self.lora_type == "lycoris"  # whose file may say so
+
+    @property
     def kind(self) -> str:
         """The name of the kind of adapter."""
         return {"standard": "LoRA", "lokr": "LoKr", "loha": "LoHa", "lycoris": "LyCORIS"}[self.lora_type]

@@ -64,11 +64,6 @@ def check_sharding(config: RunConfig) -> Iterator[Problem]:
             "ComfyUI's magnitudes are computed from the whole base weights. Use lora_format diffusers.",
         ),
         (
-            config.launch.fsdp_cpu_ram_efficient_loading and config.lora.lora_init_type not in ("default", "gaussian"),
-            f"lora_init_type {config.lora.lora_init_type!r}",
-            "it is computed from the base weights, and with fsdp_cpu_ram_efficient_loading one process has them.",
-        ),
-        (
             config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise,
             f"optimizer {optimizer!r}",
             "it does not update every number by itself, and each process has a share of every weight. Use an AdamW "
@@ -89,6 +84,9 @@ def _notes(config: RunConfig) -> Iterator[Problem]:
     if launch.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP":
         message = f"{launch.fsdp_auto_wrap_policy!r} is treated as TRANSFORMER_BASED_WRAP: results are the same, and"
         yield Problem("fsdp_auto_wrap_policy", f"{message} blocks are gathered one at a time.", fatal=False)
+    if not launch.fsdp_cpu_ram_efficient_loading:
+        message = "false has no effect: the processes of a machine always share the memory of what they read."
+        yield Problem("fsdp_cpu_ram_efficient_loading", message, fatal=False)
     if launch.fsdp_transformer_layer_cls_to_wrap is not None:
         message = "has no effect: the blocks of the family are known and are gathered one at a time."
         yield Problem("fsdp_transformer_layer_cls_to_wrap", message, fatal=False)

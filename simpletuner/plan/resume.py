@@ -182,7 +182,12 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
     """The settings of datasets that a step's result depends on, apart from those in `sample_order`."""
     keys = ("is_regularisation_data", "timestep_sampling_offset")
     own = {f"{each.id}.{key}": getattr(each.config, key) for each in trained for key in keys}
+    own |= {f"{each.id}.captions": _caption_digest(each) for each in trained}
     return own | {f"{each.id}.conditioning_data": each.masks and each.masks.conditioning_type for each in trained}
+
+
+def _caption_digest(dataset: Dataset) -> str:
+    return f"texts with the digest {digest({'captions': [each.captions for each in dataset.samples]})[:12]}"
 
 
 def sample_order(trained: Sequence[Dataset], seed: int, processes: int) -> dict[str, Any]:

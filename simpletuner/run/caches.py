@@ -103,7 +103,7 @@ class CacheFiller:
         if self.remove_damaged():
             self.listing = replace(self.listing)  # what it found in the folders no longer holds
         try:  # one encoder after the other, so that only one is in memory
-            self.encode_texts(self.share.of(self.listing.texts.missing), self.world)
+            self.encode_texts(self._texts_here(), self.world)
             failures = self.encode_latents(self.share.of(self.listing.ahead.missing), self.world)
         except ChangedFileError as error:
             self._forget(error.sample)
@@ -113,6 +113,17 @@ class CacheFiller:
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
         self.encode_features(self.share.of(self.listing.features.missing), self.world)
         self._check_complete()
+
+    def _texts_here(self) -> list[TextEntry]:
+        """The missing texts that this process encodes. Text encoders that stream are in host memory all the time, so
+        one process of each machine has them."""
+        share, world = self.share, self.world
+        if self.plan.config.offload.group_offload_text_encoder and world.size > 1:
+            leaders = [rank for rank, is_one in enumerate(world.gather(world.is_leader)) if is_one]
+            if not world.is_leader:
+                return []
+            share = Share(leaders.index(world.rank), len(leaders))
+        return share.of(self.listing.texts.missing)
 
     def _check_complete(self) -> None:
         """Make sure that nothing is missing any more: of all entries, or of a share that is encoded alone."""
@@ -165,7 +176,9 @@ class CacheFiller:
         size = config.caching.captions_at_once(self.device.type, streamed=config.offload.group_offload_text_encoder)
 
         def work(bar: ProgressBar) -> Mapping[Any, str]:
-            return dict.fromkeys(fill_texts(entries, self._load_text_encoder, size, bar), "")
+            # One after the other: weights that are cast or quantised are in host memory until they are on the device.
+            encoder: Any = world.in_turn(self._load_text_encoder if entries else lambda: None)
+            return dict.fromkeys(fill_texts(entries, lambda: encoder, size, bar), "")
 
         for note in self._encode(len(entries), world, "captions", "captions", "init_text_embed_cache", work):
             logger.warning(note)

@@ -150,16 +150,17 @@ def _load(
     """Load the transformer with what is trained of it, and the images of the blocks that will stream.
 
     Args:
-        sharers: the processes that will share its weights, of which the main one may be the only one that reads them.
+        sharers: the processes that will share its weights.
     """
     trained_dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
-    hollow = config.launch.fsdp_cpu_ram_efficient_loading and not sharers.is_main
-    if config.model.model_type != "lora":
-        return FullModel(adapter.load_transformer(trained_dtype, hollow=hollow), sharers), []
-    adapted = r".+" if config.lora.lora_type == "lycoris" else spec.lora_targets  # which has targets of its own
+    load = partial(load_frozen, config, adapter, device, world, sharers=sharers)
     with large_tensors_apart():
-        transformer, packed = load_frozen(config, adapter, device, world, adapted=adapted, hollow=hollow)
-        return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype, hollow=hollow), packed
+        if config.model.model_type != "lora":
+            transformer, _ = load(adapted=r".+", dtype=trained_dtype)
+            return FullModel(transformer.requires_grad_(True), sharers), []
+        adapted = r".+" if config.lora.lora_type == "lycoris" else spec.lora_targets  # which has targets of its own
+        transformer, packed = load(adapted=adapted, on_host=config.lora.starts_from_base)
+        return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype), packed
 
 
 def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
@@ -214,9 +215,8 @@ def _wrap_modules(
 
 
 def _add_adapter(
-    transformer: nn.Module, config: RunConfig, spec: TrainingSpec, family: FamilySpec, dtype: torch.dtype, *,
-    hollow: bool,
-) -> Trained:  # fmt: skip
+    transformer: nn.Module, config: RunConfig, spec: TrainingSpec, family: FamilySpec, dtype: torch.dtype
+) -> Trained:
     seed = step_seed(spec.seed, 0, 0, 0, "lora")
     if config.lora.lora_type == "lycoris":
         from simpletuner.training.lycoris import add_lycoris  # an extra
@@ -225,7 +225,7 @@ def _add_adapter(
     if config.lora.lora_type != "standard":
         return add_product(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
     lora = add_lora(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
-    if config.lora.init_lora is not None and not hollow:  # then the main process hands these weights out
+    if config.lora.init_lora is not None:
         start_from(lora, Path(config.lora.init_lora).expanduser())
     return lora
 

@@ -1,9 +1,10 @@
-"""Loads a transformer whose weights stay frozen, some blocks at a time.
+"""Loads a transformer some blocks at a time.
 
     read ─► cast ─► quantise ─► pack, if the blocks stream
+                              ─► move to the device
+                              ─► share with the processes of the machine, if FSDP2 will split them
 
-Only the blocks in work are in memory twice. Loading takes little more host memory than the weights as they are packed,
-or than a block where packed weights are on disk.
+So loading takes the host memory of a few blocks, and what is packed or shared is there once on a machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from simpletuner.config.precision import quantisation, transformer_dtype
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.speed import bf16_modulation
 from simpletuner.memory.offload.attach import in_groups, pack_group, streamed_blocks
-from simpletuner.memory.offload.image import WeightImage
+from simpletuner.memory.offload.image import WeightImage, share_by_machine
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.lora_targets import Targets, matching_modules
@@ -32,23 +33,27 @@ def load_frozen(
     device: torch.device,
     world: World = World(),
     *,
+    sharers: World = World(),
     adapted: Targets = "",
-    hollow: bool = False,
+    dtype: torch.dtype | None = None,
+    on_host: bool = False,
 ) -> tuple[nn.Module, list[WeightImage]]:
-    """Load a frozen transformer onto the CPU, in the precision of the settings.
+    """Load a frozen transformer, in the precision of the settings. Collective.
 
     Args:
-        device: what it will compute on.
-        adapted: the modules that will get an adapter.
-        hollow: read no weights.
+        device: what it will compute on. Blocks that stay there are moved to it at once.
+        world: the processes that share the images.
+        sharers: the processes that will split the weights among them; until then each machine has one copy.
+        adapted: the modules that will be trained, or get an adapter.
+        dtype: another one than that of the settings.
+        on_host: leave all blocks on the CPU.
 
     Returns:
         the transformer, and the images of the blocks that will stream, in order; see `attach_offload`.
     """
-    dtype, stored = DTYPES[transformer_dtype(config.precision)], quantisation(config.precision.base_model_precision)
+    dtype = dtype or DTYPES[transformer_dtype(config.precision)]
+    stored = quantisation(config.precision.base_model_precision)
     transformer = adapter.load_transformer(dtype, hollow=True).requires_grad_(False)
-    if hollow:
-        return transformer, []
     layout, images = adapter.block_layout(transformer), []
     in_bf16 = bf16_modulation(config.speed) and _adapts_only(transformer, adapted, adapter.spec.quantised_layers)
     weights = HollowWeights(transformer, adapter.source["transformer"], dtype)
@@ -63,6 +68,11 @@ def load_frozen(
             adapter.store_modulation_in_bf16(module)
         if modules in streamed:
             images.append(pack_group(modules, config.offload, device, world))
+        elif modules in staying and sharers.size > 1:
+            share_by_machine(modules, sharers)
+        elif modules in staying and not on_host:
+            for block in modules:
+                block.to(device)
     return transformer, images
 
 

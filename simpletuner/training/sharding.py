@@ -37,12 +37,10 @@ def shard(
     """Distribute the weights of a transformer over the processes, and move it to the device.
 
     Args:
-        transformer: on the CPU; nothing may be added to it or replaced in it afterwards. With
-            `fsdp_cpu_ram_efficient_loading` the main process alone has weights, and hands them out.
+        transformer: on the CPU; nothing may be added to it or replaced in it afterwards.
         keep_trained: every process keeps all of each trained parameter: they are those of an adapter.
     """
-    hollow, reshard = config.fsdp_cpu_ram_efficient_loading, config.fsdp_reshard_after_forward
-    weights = _take_weights(transformer, world) if hollow else {}
+    reshard = config.fsdp_reshard_after_forward
     kept = {each for each in transformer.parameters() if each.requires_grad and keep_trained}
     mesh = init_device_mesh(device.type, (world.size,))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
@@ -50,36 +48,11 @@ def shard(
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=kept)
     # diffusers writes the name of the class into config.json, and `fully_shard` has changed it.
     type(transformer).__name__ = type(transformer).__name__.removeprefix("FSDP")
-    if hollow:
-        _hand_out(weights, transformer, device, world)
     for parameter in transformer.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(device)
     if not reshard:
         transformer.register_forward_hook(_reshard_after_sampling)
-
-
-def _take_weights(transformer: nn.Module, world: World) -> dict[str, Tensor]:
-    """Take the weights out of the main process's transformer: on all processes, its parameters are on `meta` then."""
-    weights = dict(transformer.state_dict()) if world.is_main else {}
-    # What the main process decided by values that the others did not have, such as `store_modulation_in_bf16`.
-    dtypes = world.broadcast({name: each.dtype for name, each in transformer.named_parameters()})
-    for path, module in list(transformer.named_modules()):
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            empty = parameter.detach().to("meta", dtypes[f"{path}.{name}" if path else name])
-            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
-    return weights
-
-
-@torch.no_grad()
-def _hand_out(weights: dict[str, Tensor], transformer: nn.Module, device: torch.device, world: World) -> None:
-    """Give each process its parts of the main process's weights, one parameter at a time."""
-    transformer._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
-    for name, tensor in transformer.state_dict().items():
-        full = weights.pop(name) if world.is_main else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        full = full.to(device)
-        dist.broadcast(full, src=0)
-        local(tensor).copy_(local(as_sharded(full, tensor)))
 
 
 def _units(transformer: nn.Module, blocks: Sequence[nn.Module], kept: Collection[nn.Parameter]) -> Iterator[nn.Module]:

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from simpletuner.cli.processes import describe, differences
+from simpletuner.cli.train import parse_settings
+from simpletuner.plan.build import make_plan
 from tests.closeness import ROTATION, distance
 from tests.processes import PATIENCE, finish, printed, run_into, start, train
 from tests.run.test_resume import assert_equal, training_state
-from tests.workspace import Workspace
+from tests.workspace import DATASETS, Workspace
 
 LOSS = 1e-6  # relative; what sums in another order may change
 RESULT = "output/pytorch_lora_weights.safetensors"
@@ -139,6 +142,18 @@ def test_processes_that_disagree(tmp_path: Path, t2i_checkpoint: Path, workspace
     assert "Traceback" not in told
     assert printed(other, 1) == ""
     assert not workspace.path("output/checkpoint-3").exists()
+
+
+def test_other_captions_and_settings_of_datasets_are_other_data(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace.folder)
+    first = describe(make_plan(*parse_settings([])))
+    workspace.path("datasets/pictures/p0.txt").write_text("another text")
+    workspace.write_datasets([{**DATASETS[0], "timestep_sampling_offset": 0.5}, DATASETS[1]])
+    told = differences([("one", first), ("two", describe(make_plan(*parse_settings([]))))])
+    assert [each.where for each in told] == ["pictures.captions", "pictures.timestep_sampling_offset"]
+    assert "is 0.0 in the first process, but 0.5 in process 1 on two." in told[1].message
 
 
 def test_a_mistake_is_told_once(workspace: Workspace) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +21,7 @@ from PIL import Image
 
 from simpletuner.budget.ready import ready_plan
 from simpletuner.caching import fill
+from simpletuner.caching.catalogue import Share
 from simpletuner.caching.read import BatchReader, CacheStore
 from simpletuner.cli.processes import shared_events
 from simpletuner.cli.train import parse_settings
@@ -113,8 +116,9 @@ def find_or_download() -> bool:
 
 def everything(process: Process) -> dict[str, Any]:
     decode, damaged = fill.media.decode, Path("datasets/pictures/p3.png").read_bytes()
-    write, draw = CacheStore.write, Renderer.write
+    write, draw, load = CacheStore.write, Renderer.write, CacheFiller._load_text_encoder
     pictures: list[str] = []
+    loading: list[float] = []
 
     def decode_some(source: Any) -> Image.Image:
         if source == damaged:
@@ -125,14 +129,24 @@ def everything(process: Process) -> dict[str, Any]:
         process.written.append(f"{self.folder}/{key}")
         write(self, key, *arguments)
 
+    def note_loading(self: CacheFiller) -> Any:
+        start = time.monotonic()
+        encoder = load(self)
+        loading.extend((start, time.monotonic()))
+        return encoder
+
     def note_picture(self: Renderer, frames: Any, path: Path) -> None:
         pictures.append(path.name)
         draw(self, frames, path)
 
-    with patch.object(fill.media, "decode", decode_some), patch.object(CacheStore, "write", note):
+    with (
+        patch.object(fill.media, "decode", decode_some),
+        patch.object(CacheStore, "write", note),
+        patch.object(CacheFiller, "_load_text_encoder", note_loading),
+    ):
         filler = process.fill()
     assembly, validation, evaluation = build(process, filler)
-    result: dict[str, Any] = {"written": process.written, "phases": process.phases()}
+    result: dict[str, Any] = {"written": process.written, "phases": process.phases(), "loading": loading}
     result["samples"] = [sample.name for sample in filler.plan.datasets[0].samples]
     result["losses"] = evaluation.evaluate(assembly, 1)
     with patch.object(Renderer, "write", note_picture):
@@ -203,6 +217,26 @@ def content(workspace: Workspace, *folders: str) -> dict[str, str]:
     return {str(path.relative_to(workspace.folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+class Machines(World):
+    """Processes on machines of `local_size` each, seen by one of them."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [rank % self.local_size == 0 for rank in range(self.size)]
+
+
+def test_text_encoders_that_stream_are_on_a_machine_once(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workspace.folder)
+    shutil.rmtree("cache")
+    plan, budget = ready_plan(*parse_settings(["group_offload_text_encoder=true"]))
+    assert budget.listing is not None
+    adapter, events = build_adapter(plan), EventStream()
+    worlds = [Machines(rank, 4, rank % 2, 2) for rank in range(4)]
+    fillers = [CacheFiller(plan, adapter, CPU, events, budget.listing, each, Share(each.rank, 4)) for each in worlds]
+    found = [each._texts_here() for each in fillers]
+    assert found[1] == found[3] == []
+    assert sorted(each.source for each in found[0] + found[2]) == sorted(each.source for each in budget.listing.texts)
+
+
 def test_two_processes_share_the_work_of_one(tmp_path: Path, t2i_checkpoint: Path) -> None:
     one, two = (make_workspace(tmp_path / name, t2i_checkpoint) for name in ("one", "two"))
     alone, first, second = run((one, 0, 1), (two, 0, 2), (two, 1, 2))
@@ -212,6 +246,7 @@ def test_two_processes_share_the_work_of_one(tmp_path: Path, t2i_checkpoint: Pat
     assert second["written"]
     assert sorted(first["written"] + second["written"]) == sorted(alone["written"]), "nothing is encoded twice"
     assert len(set(alone["written"])) == len(alone["written"])
+    assert first["loading"][1] <= second["loading"][0], "one text encoder at a time passes through host memory"
     assert content(two, "cache", "output/cache") == content(one, "cache", "output/cache")
     assert first["samples"] == second["samples"] == alone["samples"]
     assert "p3.png" not in alone["samples"]

@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import simpletuner.models.registry  # noqa: F401 - declares the families' options
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch
+from simpletuner.models.adapter import BlockLayout
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
+from simpletuner.training import assemble as assembling
 from simpletuner.training import sharding
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.checkpoints import load_checkpoint, save_checkpoint
@@ -27,10 +30,11 @@ from simpletuner.validation.runner import quiet
 from simpletuner.world import World, connect, settle_meeting
 from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.training.assembly import fixed_noise
+from tests.training.test_frozen import file_behind
 
 TARGETS = ["to_query", "to_key", "to_value"]
 LEG = 2  # steps
-BATCH_FILE, HOLLOW = "batch.pt", "hollow"
+BATCH_FILE = "batch.pt"
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,12 @@ class Case:
 
 CLIPPED = {"grad_clip_method": "norm", "max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
 CASES = {
-    "full": Case({"model_type": "full", "max_grad_norm": 0.01, "fsdp_cpu_ram_efficient_loading": True}, steps=6),
+    "full": Case({"model_type": "full", "max_grad_norm": 0.01}, steps=6),
     "full-accumulated": Case(
         {"model_type": "full", "gradient_checkpointing": True, "fsdp_reshard_after_forward": False, **CLIPPED}
     ),
     "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
-    "lora": Case({"fsdp_cpu_ram_efficient_loading": True, "gradient_checkpointing": True, **CLIPPED}, steps=6),
+    "lora": Case({"gradient_checkpointing": True, **CLIPPED}, steps=6),
     "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
 }
 RELAYED = ("full", "lora")
@@ -84,21 +88,27 @@ class Run:
     world: World
     folder: Path
     losses: list[float] = field(default_factory=list)
+    places: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         settings = {"mixed_precision": "no", "use_ema": True, "lora_rank": 4, **self.case.settings}
         config = make_config(self.checkpoint, **settings, fsdp_enable=True)
         spec = TrainingSpec(lora_targets=TARGETS, seed=3, total_steps=20, learning_rate=1e-3)
-        # All but the first process would read NaN.
-        hollow = self.world.rank > 0 and config.launch.fsdp_cpu_ram_efficient_loading
-        adapter = make_adapter(self.folder / HOLLOW if hollow else self.checkpoint)
-        self.assembly: Any = assemble(config, spec, adapter, self.case.techniques(), make_accelerator(), self.world)
+        adapter = make_adapter(self.checkpoint)
+        with patch.object(assembling, "shard", self.shard):
+            self.assembly: Any = assemble(config, spec, adapter, self.case.techniques(), make_accelerator(), self.world)
         self.ema = Ema(self.assembly.parameters, config.ema, CPU)
         # Encoding takes longer than everything else.
         batch = torch.load(self.folder / BATCH_FILE, weights_only=False)
         mine = slice(*(len(batch.names) * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1)))
         self.loader: Any = Batches(Batch(batch.latents[mine], batch.embeds[mine], batch.names[mine]))
         self.state = TrainState()
+
+    def shard(self, transformer: nn.Module, layout: BlockLayout, *settings: Any, **more: Any) -> None:
+        """Note what memory the weights of the blocks are in before they are split."""
+        weights = ((name, each) for block in layout.blocks for name, each in block.named_parameters())
+        self.places = {str(file_behind(each.data_ptr())) for name, each in weights if "lora_" not in name}
+        sharding.shard(transformer, layout, *settings, **more)
 
     def train(self, steps: int) -> None:
         self.assembly.transformer.train()
@@ -141,7 +151,13 @@ def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[st
     held = sum(sharding.local(each).numel() for each in run.assembly.trained.transformer.parameters())
     run.save(folder / f"{name}-start-{world.size}" / "checkpoint-0", in_shards=True)
     run.train(run.case.steps)
-    return {"losses": run.losses, "predictions": run.predictions(), "weights": run.weights(), "held": held}
+    return {
+        "losses": run.losses,
+        "predictions": run.predictions(),
+        "weights": run.weights(),
+        "held": held,
+        "places": [*run.places],
+    }
 
 
 def relay(name: str, checkpoint: Path, world: World, folder: Path, leg: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,35 @@ def test_a_block_is_packed_before_the_next_is_read(t2i_checkpoint: Path, monkeyp
     monkeypatch.setattr(frozen, "pack_group", pack)
     load_frozen(config, adapter, CPU)
     assert len(images) == len(adapter.block_layout(models[0]).blocks)
+
+
+@pytest.mark.parametrize("precision", ["no_change", "int8-quanto"])
+def test_a_block_is_on_the_device_before_the_next_is_read(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """The device is `meta`, so whatever has values is in host memory."""
+    config, adapter = parts(t2i_checkpoint, base_model_precision=precision)
+    read, on_host, blocks = HollowWeights.fill, list[int](), list[nn.Module]()
+
+    def fill(weights: HollowWeights, modules: Sequence[nn.Module]) -> None:
+        tensors = [each for block in blocks for each in (*block.parameters(), *block.buffers())]
+        on_host.append(sum(not each.is_meta for each in tensors))
+        blocks.extend(modules)
+        read(weights, modules)
+
+    monkeypatch.setattr(HollowWeights, "fill", fill)
+    transformer, _ = load_frozen(config, adapter, torch.device("meta"))
+    assert len(on_host) == len(adapter.block_layout(transformer).blocks) + 1
+    assert not any(on_host)
+
+
+def test_a_full_model_is_that_of_from_pretrained(checkpoints: dict[str, Path]) -> None:
+    assembly = make_assembly(checkpoints["bf16"], model_type="full", mixed_precision="bf16")
+    expected = dict(make_adapter(checkpoints["bf16"]).load_transformer(torch.bfloat16).named_parameters())
+    assert {name: each.dtype for name, each in assembly.parameters.items()} == {
+        name: each.dtype for name, each in expected.items()
+    }
+    assert all(each.requires_grad and torch.equal(each, expected[name]) for name, each in assembly.parameters.items())
 
 
 @pytest.mark.parametrize("to_disk", [False, True])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from simpletuner.world import World
 from tests.closeness import ROTATION, distance
 from tests.processes import PATIENCE
 from tests.training.assembly import make_batch
-from tests.training.sharded_run import BATCH_FILE, CASES, HOLLOW, LEG, RELAYED, Run, main, relay, run_case
+from tests.training.sharded_run import BATCH_FILE, CASES, LEG, RELAYED, Run, main, relay, run_case
 from tests.workspace import FORKS
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
@@ -52,9 +50,6 @@ def start(size: int, *arguments: Any) -> None:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> Together:
     folder = tmp_path_factory.mktemp("sharded")
-    shutil.copytree(t2i_checkpoint / "transformer", folder / HOLLOW / "transformer")
-    for path in (folder / HOLLOW).rglob("*.safetensors"):
-        save_file({name: torch.full_like(each, torch.nan) for name, each in load_file(path).items()}, path)
     torch.save(make_batch(t2i_checkpoint, CAPTIONS), folder / BATCH_FILE)
     one = {name: run_case(name, t2i_checkpoint, World(), folder) for name in CASES}
     several, relayed = {}, {name: list[float]() for name in RELAYED}
@@ -86,6 +81,12 @@ def test_losses_and_predictions_are_those_of_one_process(together: Together, siz
 def test_every_process_holds_its_part_alone(together: Together, size: int) -> None:
     name = CASES_OF[2][0]
     assert together.several[size][name]["held"] < 1.1 * together.one[name]["held"] / size
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_in_memory_once_until_they_are_split(together: Together, name: str) -> None:
+    (place,) = together.several[2][name]["places"]
+    assert "memfd:simpletuner-offload" in place
 
 
 @pytest.mark.parametrize("name", RELAYED)

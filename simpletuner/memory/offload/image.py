@@ -110,6 +110,12 @@ def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor
     return found
 
 
+def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
+    """Move the frozen tensors of modules into memory that all processes of a machine share. Collective."""
+    if world.local_size > 1:
+        WeightImage(modules, lambda image, flat: shared_by_machine(flat, world, None))
+
+
 def _shared_file(folder: Path | None) -> IO[bytes]:
     """An unlinked file, on a disk or in memory, which other processes open through that of this process."""
     if folder is None:

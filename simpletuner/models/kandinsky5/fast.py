@@ -215,8 +215,7 @@ def is_exact(weight: Tensor) -> bool:
     """Whether a weight is frozen, float32, and unchanged by conversion to bf16 and back."""
     if weight.dtype != torch.float32 or weight.requires_grad:
         return False
-    # Without values the process that has them decides; `upcast_linear` computes the same with either dtype.
-    return weight.is_meta or torch.equal(weight.to(torch.bfloat16).float(), weight)
+    return torch.equal(weight.to(torch.bfloat16).float(), weight)
 
 
 def upcast_linear(layer: nn.Linear, x: Tensor) -> Tensor:
