@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
-import secrets
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from simpletuner.errors import Interrupted, UserError
+from simpletuner.redaction import hide
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -32,8 +32,11 @@ NO_ACCOUNTS = (
     "warning: other machines can reach this page. There are no accounts: whoever has this address can read and change "
     "the project's files and start runs.{} Safer: listen on 127.0.0.1 and use `ssh -L {}:localhost:{}`."
 )
-PLAIN = " Without --ssl the network can read along."
-TOKEN = re.compile(r"[\w.~-]{16,}", re.ASCII)
+PLAIN = " Without --ssl, traffic is readable on the network."
+OPEN_TO_ALL = (
+    "warning: --no-auth lets everybody who can reach {} use this page: read and change the project's files, and start "
+    "runs, which can execute programs as you."
+)
 PORT, CALLBACK_PORT = 8001, 8002
 LOOPBACK = "127.0.0.1"
 
@@ -51,7 +54,12 @@ def server(
     root: Annotated[
         list[Path] | None, typer.Option("--root", help="A folder outside the project that the page may read and write.")
     ] = None,
-    token: Annotated[str | None, typer.Option("--token", help="Token to ask for; made up where one is needed.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help="File with the token to ask for; made if it does not exist.")
+    ] = None,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="Let everybody in who can reach the address, other users included.")
+    ] = False,
     ssl: Annotated[bool, typer.Option("--ssl", help="Serve https with --ssl-key and --ssl-cert.")] = False,
     ssl_key: Annotated[Path | None, typer.Option("--ssl-key", help="Private key, a PEM file.")] = None,
     ssl_cert: Annotated[Path | None, typer.Option("--ssl-cert", help="Certificate, a PEM file.")] = None,
@@ -68,7 +76,7 @@ def server(
     from simpletuner.server.project import Project
     from simpletuner.server.serve import listen, make_server
 
-    access, pair = find_access(host, token), certificate(ssl, ssl_key, ssl_cert)
+    access, pair = find_access(host, token_file, no_auth=no_auth), certificate(ssl, ssl_key, ssl_cert)
     project = Project(Path.cwd().resolve(), tuple(map(existing_folder, root or [])))
     if ssl_no_verify:
         os.environ["SIMPLETUNER_SSL_NO_VERIFY"] = "true"  # runs inherit it
@@ -93,7 +101,7 @@ def run_until_interrupted(page: Server, listener: socket.socket) -> None:
         os._exit(Interrupted.exit_code)
 
 
-def open_page(port: int) -> ServePage:
+def open_page(port: int, *, no_auth: bool) -> ServePage:
     """Take a port for the page of a run; `page_of_run` of its output folder and events serves it.
 
     Raises:
@@ -102,7 +110,8 @@ def open_page(port: int) -> ServePage:
     require_packages()
     from simpletuner.server.serve import listen, page_of_run
 
-    return partial(page_of_run, listen(LOOPBACK, port))
+    access = replace(find_access(LOOPBACK, None, no_auth=no_auth), in_run=True)
+    return partial(page_of_run, listen(LOOPBACK, port), access)
 
 
 def require_packages() -> None:
@@ -115,17 +124,21 @@ def require_packages() -> None:
         raise UserError(INSTALL)
 
 
-def find_access(host: str, token: str | None) -> Access:
-    """Who may use a page on this address: whoever has the token, if there is one.
+def find_access(host: str, token_file: Path | None, *, no_auth: bool) -> Access:
+    """Who may use a page on this address: its user, where the system tells, and whoever has the token.
 
     Raises:
-        UserError: the token is too short.
+        UserError: there is no usable token.
     """
-    from simpletuner.server.guard import Access, is_own
+    from simpletuner.server.guard import Access
+    from simpletuner.server.visitor import page_token
 
-    if token is not None and not TOKEN.fullmatch(token):
-        raise UserError("--token must have at least 16 letters, digits or any of . _ ~ -")
-    return Access(host, token or (None if is_own(host) else secrets.token_urlsafe(32)))
+    if no_auth:
+        typer.secho(OPEN_TO_ALL.format(host), fg="red", err=True)
+        return Access(host)
+    token, source = page_token(token_file)
+    hide(token)
+    return Access(host, token, source)
 
 
 def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str, str]:
@@ -159,12 +172,14 @@ def existing_folder(path: Path) -> Path:
 
 
 def announce(access: Access, listener: socket.socket, *, secure: bool) -> None:
-    """Print the address of the page; its token is shown nowhere else."""
+    """Print the address of the page, with its token if it is needed; the token is shown nowhere else."""
     from simpletuner.server.guard import is_everywhere, is_own
+    from simpletuner.server.visitor import can_tell_users
 
     port = listener.getsockname()[1]
     name = "localhost" if is_own(access.host) else socket.gethostname() if is_everywhere(access.host) else access.host
-    query = f"/?token={access.token}" if access.token else ""
+    needs_token = access.token is not None and not (is_own(access.host) and can_tell_users(listener))
+    query = f"/?token={access.token}" if needs_token else ""
     if not is_own(access.host):
         print(NO_ACCOUNTS.format("" if secure else PLAIN, port, port), file=sys.stderr)
     typer.echo(f"{'https' if secure else 'http'}://{f'[{name}]' if ':' in name else name}:{port}{query}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from simpletuner.world import World, launched
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
+    from simpletuner.cli.server import ServePage
     from simpletuner.config.arguments import Arguments
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
@@ -56,6 +58,9 @@ def train(
         int | None,
         typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535),
     ] = None,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", "--no_auth", help="Let other users of this machine use the page, too.")
+    ] = False,
     replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the step that left FOLDER.")] = None,
     bisect: Annotated[bool, typer.Option("--bisect", help="With --replay: find the sample at fault.")] = False,
 ) -> None:
@@ -65,6 +70,8 @@ def train(
     """
     if (bisect and replay is None) or (replay is not None and (dry_run or page or page_port)):
         raise UserError("--bisect needs --replay FOLDER, which goes without --dry-run and --page.")
+    if no_auth and not (page or page_port):
+        raise UserError("--no-auth needs --page: it lets other users of this machine use the page.")
     arguments, problems = parse_settings(context.args)
     if dry_run:
         _show_plan(arguments, problems)
@@ -79,17 +86,19 @@ def train(
         _replay(replay, arguments, problems, bisect)
         return
     place, port = launched(os.environ), (page_port or PORT) if page or page_port else None
+    take_page = partial(open_page, port, no_auth=no_auth) if port else None
     if place is None:
         with uncollected():
             plan, budget = ready_plan(arguments, problems)
         if plan.config.launch.num_processes > 1:
-            start_processes(plan, ["train", *context.args, *([f"--page-port={port}"] if port else [])])
+            paged = [f"--page-port={port}", *(["--no-auth"] if no_auth else [])] if port else []
+            start_processes(plan, ["train", *context.args, *paged])
         else:
-            _train(World(), plan, budget, port)
+            _train(World(), plan, budget, take_page)
         return
     with joined(place) as world:
         plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed), problems))
-        _train(world, plan, budget, port)
+        _train(world, plan, budget, take_page)
 
 
 def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect: bool) -> None:
@@ -105,12 +114,12 @@ def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect:
             raise typer.Exit(1)
 
 
-def _train(world: World, plan: Plan, budget: Budget, port: int | None) -> None:
-    """Train in this process, and serve the page of the run on a port."""
+def _train(world: World, plan: Plan, budget: Budget, take_page: Callable[[], ServePage] | None) -> None:
+    """Train in this process, and serve the page of the run."""
     from simpletuner.budget.show import log_plan
     from simpletuner.reporting.log import setup_logging
 
-    serve_page = open_page(port) if port and world.is_main else None
+    serve_page = take_page() if take_page and world.is_main else None
     prepare_output(plan)
     setup_logging()
     if world.is_main:

@@ -169,6 +169,7 @@ VARIABLES = (
         "1 allows a `maximum_image_size` that looks like the wrong unit.",
         "0",
     ),
+    Variable(("SIMPLETUNER_PAGE_TOKEN",), "The token of the web page, instead of the one in its file."),
     Variable(("SIMPLETUNER_SSL_NO_VERIFY",), "true sends webhooks without checking the receiver's certificate."),
     Variable(("VENV_PATH",), "The Python environment that `train.sh` uses.", "the active one, `.venv`, `venv`",
              "train.sh"),

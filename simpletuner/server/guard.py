@@ -1,8 +1,9 @@
 """Who may use the page, and how much they may send: what every request passes before any route. Free of torch.
 
-The page has no accounts. On this machine's own address only requests that name this machine (`Host`, against DNS
-rebinding) and that do not come from another site (`Origin`, `Sec-Fetch-Site`) are answered; on any other address they
-also need a token. Bodies are JSON, of limited size, and must arrive in limited time.
+The page has no accounts: it is for the user who started it. On this machine's own address the system says whose a
+connection is; where it does not, and on any other address, a request needs a token. It must also name this machine
+(`Host`, against DNS rebinding) and not come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON, of limited
+size, and must arrive in limited time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qs, urlsplit
 
@@ -42,7 +43,11 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-NEEDS_TOKEN = "This page needs its token: open the address that `simpletuner server` printed, or send it as X-API-Key."
+# Where a server tells its application, in the state of a request, how to ask whether its user made the connection.
+OWN_USER = "is_own_user"
+NEEDS_TOKEN = (
+    "This page is for the user who started it. Open /?token=TOKEN with the token in {}; programs send it as X-API-Key."
+)
 # Not a redirect: a browser that came from another site would follow one without the new cookie.
 WELCOME = '<!DOCTYPE html><meta http-equiv="refresh" content="0; url=/"><title>simpletuner</title>'
 
@@ -53,24 +58,31 @@ class Access:
 
     Attributes:
         host: the address that the server listens on.
-        token: what a browser or client must know; None on this machine's own address.
+        token: what everybody must know whose connection is not seen to be the server's own user's; None lets all in.
+        source: the file or variable that holds the token.
         in_run: the page is part of a run.
     """
 
     host: str = "127.0.0.1"
     token: str | None = None
+    source: str = ""
     in_run: bool = False
 
-    def check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
+    def check(
+        self, method: str, path: str, headers: Mapping[str, str], is_own_user: Callable[[], bool] = lambda: False
+    ) -> None:
         """Raise unless a request may be answered.
+
+        Args:
+            is_own_user: whether the user of this process made the connection; on its own address that is enough.
 
         Raises:
             Refusal: 401, 403, 413 or 415.
         """
         if not self.knows(headers.get("host", "")):
             raise Refusal(403, f"This page is not {headers.get('host', '')!r}; open it as localhost or {self.host}.")
-        if self.token is not None and not self.has_token(headers):
-            raise Refusal(401, NEEDS_TOKEN)
+        if not (self.token is None or self.has_token(headers) or (is_own(self.host) and is_own_user())):
+            raise Refusal(401, NEEDS_TOKEN.format(self.source))
         if is_foreign(method, headers):
             raise Refusal(403, "The request comes from another site.")
         if method not in SAFE:
@@ -101,7 +113,7 @@ class Access:
         return any(map(self.is_token, (headers.get("x-api-key", ""), bearer, *cookies(headers))))
 
     def is_token(self, text: str) -> bool:
-        """Whether a text is the token, in a time that tells nothing about it."""
+        """Whether a text is the token, in constant time."""
         return self.token is not None and secrets.compare_digest(text.encode(), self.token.encode())
 
 
@@ -126,7 +138,8 @@ class Guard:
         app: ASGIApp = self.first_visit(scope) or self.app
         if app is self.app:
             try:
-                self.access.check(scope["method"], scope["path"], Headers(scope=scope))
+                asked = [scope["state"][OWN_USER]] if OWN_USER in scope.get("state", {}) else []
+                self.access.check(scope["method"], scope["path"], Headers(scope=scope), *asked)
             except Refusal as refusal:
                 app = refusal.answer()
         await app(scope, limited(receive), send_secured)

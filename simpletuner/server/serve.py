@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +20,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from simpletuner.errors import UserError
 from simpletuner.reporting.events import EventStream
 from simpletuner.server.app import Mode, create_app
-from simpletuner.server.guard import Access, Guard
+from simpletuner.server.guard import OWN_USER, Access, Guard
 from simpletuner.server.project import Project
+from simpletuner.server.visitor import End, can_tell_users, is_own_user
 
 # A client that has not completed the head of a request after this is dropped within the same time again.
 HEAD_SECONDS = 10.0
@@ -83,12 +84,15 @@ class PageServer(Server):
 
 
 class Connection(H11Protocol):
-    """Drops clients that connect and then say nothing, or say it a byte at a time."""
+    """Knows whose a connection is; drops clients that connect and then say nothing, or say it a byte at a time."""
 
     last: object = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client and self.server:
+            ends = self.client, cast(End, self.server)
+            self.app_state = {**self.app_state, OWN_USER: cache(partial(is_own_user, *ends))}
         self.loop.call_later(HEAD_SECONDS, self.drop_if_silent)
 
     def drop_if_silent(self) -> None:
@@ -102,13 +106,15 @@ class Connection(H11Protocol):
 
 
 @contextmanager
-def page_of_run(listener: socket.socket, output_dir: Path, events: EventStream) -> Iterator[None]:
+def page_of_run(listener: socket.socket, access: Access, output_dir: Path, events: EventStream) -> Iterator[None]:
     """Serve the page of a run from a thread of its process while the block lasts."""
     project = Project(Path.cwd().resolve(), (output_dir.resolve(),), run=output_dir.resolve())
-    server = make_server(project, Access(in_run=True), "trainer")
+    server = make_server(project, access, "trainer")
     thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
     thread.start()
-    events.say(f"Page: http://localhost:{listener.getsockname()[1]}")
+    needs_token = access.token is not None and not can_tell_users(listener)
+    hint = f"/?token=TOKEN with the token in {access.source}" if needs_token else ""
+    events.say(f"Page: http://localhost:{listener.getsockname()[1]}{hint}")
     try:
         yield
     finally:

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from simpletuner.server.visitor import VARIABLE
 from tests.processes import PATIENCE
+
+
+@pytest.fixture(scope="session")
+def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(autouse=True)
+def _token_elsewhere(state_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test makes a token in the home folder of whoever runs it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(state_folder))
+    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 @pytest.fixture(scope="module")

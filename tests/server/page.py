@@ -20,10 +20,10 @@ from tests.processes import PATIENCE
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[int, Server]]:
+def serving(folder: Path, access: Access = Access()) -> Iterator[tuple[int, Server]]:
     """The page of a project: its port and its server."""
     listener = listen("127.0.0.1", 0)
-    server = make_server(Project(folder), Access())
+    server = make_server(Project(folder), access)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

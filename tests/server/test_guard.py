@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -73,6 +74,14 @@ ATTACKS = {
     ),
     "token of no ASCII": Attack(401, None, method="GET", headers={"cookie": b"simpletuner-80=\xe4"}, token=TOKEN),
     "wrong token in the address": Attack(401, 200, "/?token=no", "GET", token=TOKEN),
+    "post that claims to be a link": Attack(
+        403,
+        202,
+        "/callback",
+        "POST",
+        {**JSON, "origin": "https://evil.example", "sec-fetch-site": "cross-site", "sec-fetch-dest": "document"},
+        b'{"type": "error"}',
+    ),
     "callback without token": Attack(401, 202, "/callback", "POST", JSON, b'{"type": "error"}', token=TOKEN),
 }
 
@@ -107,6 +116,45 @@ def test_attack_is_refused(attack: Attack, project: Project) -> None:
 def test_only_the_guard_refuses_it(attack: Attack, project: Project) -> None:
     body = stream() if isinstance(attack.body, Iterator) else attack.body
     assert send(create_app(project), Attack(**{**vars(attack), "body": body})).status_code == attack.unguarded
+
+
+def as_user(app: Any, own: bool) -> Any:
+    """The application as its server shows it a connection of its own user, or of another."""
+
+    async def with_state(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "state": {guard.OWN_USER: lambda: own}}, receive, send)
+
+    return with_state
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "status"),
+    [("127.0.0.1", True, 200), ("127.0.0.1", False, 401), ("::1", False, 401), ("0.0.0.0", True, 401)],
+)
+def test_only_its_own_user_needs_no_token(host: str, own: bool, status: int, project: Project) -> None:
+    visitor = client(as_user(Guard(create_app(project), Access(host, TOKEN, "~/page-token")), own))
+    assert visitor.get("/health").status_code == status
+    assert visitor.get("/health", headers={"x-api-key": TOKEN}).status_code == 200
+    if status == 401:
+        assert "~/page-token" in visitor.get("/health").json()["problems"][0]["message"]
+
+
+def test_body_in_pieces_is_summed(project: Project) -> None:
+    """The test client joins the pieces of a body, so here they come one by one."""
+    pieces = [{"type": "http.request", "body": piece, "more_body": True} for piece in stream()]
+    answered = []
+
+    async def receive() -> Any:
+        return pieces.pop(0)
+
+    async def send(message: Any) -> None:
+        answered.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "PUT", "path": CONFIG, "headers": headers, "query_string": b"", "scheme": "http"}
+    asyncio.run(Guard(create_app(project), Access())(scope, receive, send))
+    assert answered[0]["status"] == 413
+    assert pieces, "the rest is not read"
 
 
 @pytest.mark.parametrize(
@@ -210,13 +258,16 @@ def test_folder_given_with_root_is_inside(project: Project, tmp_path: Path) -> N
     assert client(app).get(f"/api/datasets/browse?path={shared.parent}").status_code == 403
 
 
-def test_first_visit_turns_the_token_into_a_cookie(project: Project) -> None:
-    visitor = client(Guard(create_app(project), Access("0.0.0.0", TOKEN)))
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_first_visit_turns_the_token_into_a_cookie(scheme: str, project: Project) -> None:
+    app = Guard(create_app(project), Access("0.0.0.0", TOKEN))
+    visitor = TestClient(app, base_url=f"{scheme}://localhost:8001")
     assert visitor.get("/").status_code == 401
     welcome = visitor.get(f"/?token={TOKEN}")
     given = welcome.headers["set-cookie"].lower()
     assert "httponly" in given
     assert "samesite=strict" in given
+    assert ("secure" in given) is (scheme == "https"), "it is not sent where the network can read it"
     assert TOKEN not in welcome.text
     assert visitor.get("/").status_code == 200
     assert visitor.put(CONFIG, json={"values": {}}).status_code == 200

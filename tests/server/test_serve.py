@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.request import Request as Ask
 from urllib.request import urlopen
@@ -18,10 +19,13 @@ from urllib.request import urlopen
 import pytest
 
 from simpletuner.cli.app import main
+from simpletuner.cli.server import find_access
 from simpletuner.plan.build import Plan
 from simpletuner.server import serve
+from simpletuner.server.guard import Access
 from simpletuner.server.project import Project
 from tests.processes import PATIENCE, free_port
+from tests.server.page import serving
 from tests.workspace import Workspace
 
 ADDRESS = re.compile(r"(https?)://(\S+?):(\d+)(/\?token=([\w-]{43}))?\n")
@@ -100,13 +104,40 @@ def test_busy_port_and_foreign_address_are_one_sentence(capsys: pytest.CaptureFi
     assert "192.0.2.1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_connection_of_another_user_needs_the_token(own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[object] = []
+    monkeypatch.setattr(serve, "is_own_user", lambda *both: ends.append(both) or own)
+    with serving(tmp_path, Access(token="x" * 43)) as (port, _):
+        with closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as client:
+            for _ in range(2):
+                client.request("GET", "/health")
+                with client.getresponse() as answer:
+                    assert answer.status == (200 if own else 401)
+                    answer.read()
+            here = client.sock.getsockname()
+        assert b'"ok"' in fetch(str(port), **{"X-API-Key": "x" * 43})
+    assert ends == [(here, ("127.0.0.1", port))], "asked once a connection, and not at all with the token"
+
+
+def test_everybody_is_let_in_with_a_warning_in_red(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert find_access("127.0.0.1", None, no_auth=True) == Access("127.0.0.1")
+    assert capsys.readouterr().err.startswith("\x1b[31mwarning: --no-auth lets everybody who can reach 127.0.0.1 use")
+    assert main(["train", "--no-auth"]) == 2
+    assert "--no-auth needs --page" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--ssl"], "--ssl needs --ssl-key and --ssl-cert; to make a pair: openssl"),
         (["--ssl-key", "no.pem", "--ssl-cert", "no.pem"], "cannot be used"),
         (["--root", "nowhere"], "--root nowhere is not a folder"),
-        (["--token", "short"], "at least 16"),
+        (["--token", "0123456789abcdef"], "No such option: --token"),
+        (["--token-file", "/dev/null/x"], "cannot be kept"),
         (["--mode", "all"], "unified"),
         (["--env", "nothing"], "There is no config 'nothing'."),
         (["--env", "../nothing"], "'../nothing' is not the name of a config."),
@@ -195,6 +226,9 @@ def test_page_of_a_run_is_up_while_it_lasts(workspace: Workspace, monkeypatch: p
         seen.append(signal.getsignal(signal.SIGINT))
         with pytest.raises(OSError, match="403"):
             fetch(str(port), Host="evil.example")
+        monkeypatch.setattr(serve, "is_own_user", lambda *ends: False)
+        with pytest.raises(OSError, match="401"):
+            fetch(str(port))
 
     monkeypatch.setattr("simpletuner.run.train.run_plan", look)
     monkeypatch.setattr(serve, "END_SECONDS", PATIENCE)
