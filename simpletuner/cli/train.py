@@ -137,16 +137,17 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
 
     if not world.is_main:
         with signals_as_interrupt():
-            yield shared_events(EventStream(), world, plan.length.total_steps)
+            yield shared_events(EventStream(), world, plan.length.total_steps, ExitStack())
         return
-    with lock_output(plan.output_dir), signals_as_interrupt(), shown_events() as events, ExitStack() as stack:
-        payloads = Payloads()
+    with signals_as_interrupt(), ExitStack() as stack:
+        stack.enter_context(lock_output(plan.output_dir))
+        events, payloads = stack.enter_context(shown_events()), Payloads()
         events.subscribe(EventLog(plan.output_dir, payloads))
         if plan.config.webhooks.hooks:
             from simpletuner.reporting.webhooks import delivered
 
             stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
-        yield shared_events(events, world, plan.length.total_steps)
+        yield shared_events(events, world, plan.length.total_steps, stack)
 
 
 def _run(plan: Plan, budget: Budget, events: EventStream, world: World) -> None:
