@@ -191,6 +191,7 @@ class Links:
                     eventful |= not key.data.is_open or bool(key.data.beat and key.data.beat.failure)
                     if not key.data.is_open:
                         self._selector.unregister(key.fileobj)
+                        key.data.connection.close()
                 elif isinstance(key.fileobj, socket.socket):
                     self.add(Link(key.fileobj.accept()[0]))
         for link in self._strangers:

@@ -285,7 +285,8 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
         host, port, key = json.loads(store.get(FIRST))
         watch = Watch(place.rank, place.size, key, limit)
         watch.links.add(Link(_reach(host, port, deadline), Beat(0, place.size, host, key)), 0)
-    missing = watch.begin(deadline - time.monotonic())
+    # Process 0 is the one that says who is missing.
+    missing = watch.begin(deadline - time.monotonic() + (0.0 if place.is_main else GRACE_SECONDS))
     if missing and place.is_main:
         names = f"{'process' if len(missing) == 1 else 'processes'} {shorten([str(each) for each in missing], 8)}"
         watch.fail(
@@ -295,7 +296,7 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
         watch.linger(GRACE_SECONDS)
     if missing:
         watch.close()
-        raise UserError(watch.verdict[0] if watch.verdict else "process 0 does not answer.")
+        raise UserError(watch.verdict[0] if watch.verdict else "MASTER_ADDR: process 0 does not answer.")
     return watch
 
 
@@ -377,6 +378,9 @@ def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[
     places = (place.rank, place.size, place.local_rank, place.local_size)
     environment.update({name: str(value) for name, value in zip(own, places, strict=True)})
     what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
+    port = values["MASTER_PORT"]
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        return [Problem("MASTER_PORT", f"is {port!r}, not a port: 1 to 65535.")]
     return [
         Problem(name, f"is not set. {place.size} processes on several machines need {what[name]}.")
         for name, value in values.items()

@@ -66,8 +66,22 @@ def start_processes(plan: Plan, command: list[str]) -> None:
         if 0 in failed.failures and failed.failures[0].exitcode < 0:  # so it could not say anything
             raise RemoteError(f"Process 0 on {socket.gethostname()} {GONE}.", 1) from None
         raise typer.Exit(next((code for code in codes if code > 0), 1)) from None
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"accelerate launch: {error}") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(why_not_launched(str(error), arguments, plan)) from None
+
+
+def why_not_launched(error: str, arguments: Any, plan: Plan) -> str:
+    """What accelerate or torch says about machines that do not meet, in words of the settings."""
+    where, launch = f"{arguments.main_process_ip}:{arguments.main_process_port}", plan.config.launch
+    if "EADDRINUSE" in error or "another process is utilizing it" in error:
+        return f"{EXTRA}: {where} is in use by another run or program; choose another --main_process_port."
+    if "timed out" in error.lower() or "timeout" in error.lower():
+        return (
+            f"{EXTRA}: within {launch.start_timeout} s, {launch.num_machines} machines have not met at {where}. Start "
+            "the same command on all of them, with the first one's address, an open port, and a machine_rank each; "
+            "start_timeout allows more time."
+        )
+    return f"accelerate launch: {error.partition(chr(10))[0]}"
 
 
 def launch_arguments(plan: Plan, command: list[str]) -> Any:
@@ -85,7 +99,7 @@ def launch_arguments(plan: Plan, command: list[str]) -> Any:
     words = [
         *("--multi_gpu", "--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--monitor_interval", "0.2"),
-        *("--num_cpu_threads_per_process", threads),
+        *("--num_cpu_threads_per_process", threads, "--rdzv_conf", f"timeout={launch.start_timeout}"),
     ]
     try:
         words += shlex.split(extra)
@@ -140,7 +154,6 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
     missing = settle_meeting(place, os.environ)
     if missing:
         raise ConfigError(missing)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch warns of while it connects becomes an error
     terminal = sys.stderr
     if not place.is_leader:
         silence()
@@ -159,7 +172,7 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
 
 def silence() -> None:
     """Only the first process has a terminal; a machine that cannot join speaks before."""
-    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # for good: errors at exit are silent, too
+    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the very end
 
 
 def together(world: ConnectedWorld, error: BaseException) -> BaseException:

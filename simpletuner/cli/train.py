@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.server import PORT, open_page
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.errors import ConfigError, Problem, UserError
 from simpletuner.world import World, launched
 
@@ -75,6 +76,7 @@ def train(
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every attempt to connect
     if replay is not None:
         _replay(replay, arguments, problems, bisect)
         return
@@ -87,9 +89,19 @@ def train(
         else:
             _train(World(), plan, budget, port)
         return
-    with joined(place) as world:
+    with joined(place, start_limit(arguments)) as world:
         plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed), problems))
         _train(world, plan, budget, port)
+
+
+def start_limit(arguments: Arguments) -> float:
+    """`start_timeout` of the configuration; what is wrong with that is reported by all processes together."""
+    from simpletuner.plan.build import read_settings
+
+    try:
+        return read_settings(arguments, [])[0].launch.start_timeout
+    except ConfigError:
+        return LaunchConfig().start_timeout
 
 
 def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect: bool) -> None:
