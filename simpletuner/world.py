@@ -10,7 +10,8 @@ import json
 import os
 import pickle
 import re
-import threading
+import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -18,18 +19,16 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from simpletuner.errors import Problem, UserError
+from simpletuner.errors import Problem, UserError, shorten
+from simpletuner.watch import EXCHANGE_SECONDS, GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
 
 Value = TypeVar("Value")
 
 # Processes wait for each other's saving, encoding and rendering, which may take hours; if one ends, `Watch` notices.
 PATIENCE = timedelta(days=30)
-# The longest that a step may take to exchange tensors, in seconds.
-EXCHANGE_SECONDS = 1800.0
-POLL_SECONDS = 0.5
-ROOM = 4096  # bytes of a value that processes exchange at once
-LOST = "A process has ended without a word: it was killed, or the system ran out of memory."
-FAILURE, STOP, DOING = "failure", "stop", "doing"
+START_SECONDS = 600.0  # in which all processes must have come
+ROOM = 4096  # size of the first, fixed-size message of a gather
+FIRST = "process 0"  # key of its host, its port and the run's key
 
 
 @dataclass(frozen=True)
@@ -131,82 +130,6 @@ class World:
         yield
 
 
-@dataclass
-class Watch:
-    """Notices what concerns all processes, also while this one waits for another: `poll` has a thread of its own.
-
-    Attributes:
-        ended: called with a message and an exit code before this process is ended because another one failed.
-        stop_requested: whether this process was asked to stop; the others are then asked as well.
-        request_stop: asks this process to stop.
-        limit: seconds that an exchange of tensors may take.
-    """
-
-    rank: int
-    size: int
-    store: Any
-    limit: float = EXCHANGE_SECONDS
-    ended: Callable[[str, int], None] = lambda message, code: None
-    stop_requested: Callable[[], bool] = lambda: False
-    request_stop: Callable[[], None] = lambda: None
-    writing: threading.Lock = field(default_factory=threading.Lock)
-    _doing: tuple[str, float] | None = field(default=None, init=False)
-    _over: threading.Event = field(default_factory=threading.Event, init=False)
-
-    def close(self) -> None:
-        self._over.set()
-
-    def fail(self, message: str, code: int) -> tuple[str, int]:
-        """Announce that this process fails; returns the message and the code of the one that failed first."""
-        own = json.dumps([message, code])
-        first, code = json.loads(self.store.compare_set(FAILURE, "", own).decode())
-        return str(first), int(code)
-
-    def failure(self) -> str | None:
-        """Why the first process failed that did."""
-        return str(json.loads(self.store.get(FAILURE))[0]) if self.store.check([FAILURE]) else None
-
-    @contextmanager
-    def exchanging(self, what: str) -> Iterator[None]:
-        self._doing = what, time.monotonic()
-        yield
-        self._doing = None
-
-    def poll(self) -> None:
-        from torch.distributed import DistError
-
-        try:
-            while not self._over.wait(POLL_SECONDS):
-                self._look()
-        except (DistError, RuntimeError):  # the store is gone, and with it the process that held it
-            self._end(LOST, 1)
-
-    def _look(self) -> None:
-        if self.store.check([FAILURE]):
-            self._end(*json.loads(self.store.get(FAILURE).decode()))
-        if self.stop_requested():
-            self.store.set(STOP, "")
-        elif self.store.check([STOP]):
-            self.request_stop()
-        doing = self._doing
-        self.store.set(f"{DOING}{self.rank}", doing[0] if doing else "")
-        if doing is not None and time.monotonic() - doing[1] > self.limit:
-            self._end(*self.fail(f"{doing[0]} has waited {self.limit:g} s for {self._absent()}.", 1))
-
-    def _absent(self) -> str:
-        """The processes that do not take part in this one's exchange."""
-        keys = [f"{DOING}{rank}" for rank in range(self.size)]
-        busy = [str(rank) for rank, key in enumerate(keys) if not (self.store.check([key]) and self.store.get(key))]
-        return f"process {', '.join(busy)}" if busy else "an exchange of tensors between the processes"
-
-    def _end(self, message: str, code: int) -> None:
-        """End this process, whose main thread may be waiting in a library for a process that is gone."""
-        with self.writing:
-            if not self._over.is_set():
-                self.ended(message, code)
-                os._exit(code)
-
-
 @dataclass(frozen=True)
 class ConnectedWorld(World):
     """Processes connected through torch.distributed; see `connect`.
@@ -220,6 +143,7 @@ class ConnectedWorld(World):
     watch: Watch = field(kw_only=True)
 
     def gather(self, value: Value) -> list[Value]:
+        self.watch.mark()
         content = pickle.dumps(value)
         # Nearly all values are small, and one exchange of a fixed size takes a third of the time of torch's two.
         heads = self._exchange(len(content).to_bytes(8, "big") + content[:ROOM], 8 + ROOM)
@@ -241,14 +165,22 @@ class ConnectedWorld(World):
         from torch.distributed import DistError
 
         lost = isinstance(error, DistError) or "gloo" in str(error)  # which raises a plain RuntimeError
-        return self.watch.failure() or (LOST if lost else None)
+        # Whoever loses a process, and whom a launcher ends for it, hears at the next looks which one it was.
+        verdict = self.watch.known(4 * POLL_SECONDS if lost or isinstance(error, KeyboardInterrupt) else 0.0)
+        return verdict and verdict[0]
 
     def counters(self) -> Callable[[str, int], int]:
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
         store = PrefixStore("counters", _get_default_store())
         number = store.add(f"of process {self.rank}", 1)
-        return PrefixStore(str(number), store).add
+        numbers = PrefixStore(str(number), store)
+
+        def add(name: str, count: int) -> int:
+            self.watch.mark()
+            return int(numbers.add(name, count))
+
+        return add
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
@@ -263,7 +195,11 @@ class ConnectedWorld(World):
 
 @contextmanager
 def connect(
-    place: World, meeting_point: str = "env://", *, limit: float = EXCHANGE_SECONDS
+    place: World,
+    meeting_point: str = "env://",
+    *,
+    limit: float = EXCHANGE_SECONDS,
+    start_limit: float = START_SECONDS,
 ) -> Iterator[ConnectedWorld]:
     """A world of several processes while the block lasts. Tensors are exchanged by NCCL on GPUs and by gloo on CPUs.
 
@@ -271,32 +207,123 @@ def connect(
         place: rank and size of this process.
         meeting_point: the same on all of them: `env://` for what a launcher has set, or `file:///path` of a file that
             does not exist yet.
-        limit: seconds that an exchange of tensors may take.
+        limit: seconds that a process may wait for another one that does nothing.
+        start_limit: seconds in which all must have come.
+
+    Raises:
+        UserError: they have not, or cannot reach each other.
     """
     # Imported here so that the commands which never train stay free of torch.
     import torch
     from torch import distributed
-    from torch.distributed.distributed_c10d import _get_default_store
 
+    deadline = time.monotonic() + start_limit
+    store = open_store(place, meeting_point, deadline)
+    watch = join_watch(place, store, limit, deadline)
     on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(place.local_rank)
-    distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", meeting_point, timedelta(seconds=2 * limit), place.size, place.rank
-    )
-    control = distributed.new_group(backend="gloo", timeout=PATIENCE)
-    store: Any = _get_default_store()
-    watch = Watch(place.rank, place.size, store.clone(), limit)  # a connection of its own: the other may be waiting
-    polling = threading.Thread(target=watch.poll, name="watch", daemon=True)
-    polling.start()
+    if on_gpu:  # of which a launcher may have shown each process only its own
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     try:
+        distributed.init_process_group(
+            "nccl" if on_gpu else "gloo", None, timedelta(seconds=2 * limit), place.size, place.rank, store
+        )
+        control = distributed.new_group(backend="gloo", timeout=PATIENCE)
         yield ConnectedWorld(*astuple(place), control=control, watch=watch)
         distributed.barrier(control)
+        distributed.destroy_process_group()
     finally:
         watch.close()
-    polling.join()
-    distributed.barrier(control)  # the store lives in one of them, and the watch of none looks into it any more
-    distributed.destroy_process_group()
+
+
+def open_store(place: World, meeting_point: str, deadline: float) -> Any:
+    """The store in which processes find each other, new at every restart.
+
+    Args:
+        deadline: on the monotonic clock.
+
+    Raises:
+        UserError: its address cannot be reached, or its port is taken.
+    """
+    from torch.distributed import FileStore, PrefixStore, TCPStore
+
+    if meeting_point.startswith("file://"):
+        return FileStore(meeting_point.removeprefix("file://"), place.size)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # torchrun keeps one of its own, and the same one when it restarts the processes.
+    holds, attempt = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", "TORCHELASTIC_RESTART_COUNT"
+    while True:
+        left = timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic())))  # so that Ctrl-C is heard between
+        try:
+            store = TCPStore(address, port, None, holds and place.is_main, left, False, True)
+        except (RuntimeError, ValueError) as error:
+            refuse_meeting(error, place, f"{address}:{port}", is_over=time.monotonic() >= deadline)
+            continue
+        store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
+        return PrefixStore(f"attempt {os.environ.get(attempt, '0')}", store)
+
+
+def refuse_meeting(error: Exception, place: World, where: str, *, is_over: bool) -> None:
+    """Raise unless another attempt to reach the store may succeed.
+
+    Raises:
+        UserError: the port is taken, or the time is over.
+    """
+    host, text = socket.gethostname(), str(error).partition("\n")[0]
+    if "EADDRINUSE" in text:
+        raise UserError(f"MASTER_PORT: {where} on {host} is in use by another run or program. Choose another port.")
+    if is_over:
+        raise UserError(
+            f"MASTER_ADDR: process {place.rank} on {host} cannot reach process 0 at {where}: {text} Is it running, is "
+            "this its address, and is the port open? start_timeout allows more time."
+        )
+
+
+def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch:
+    """The running watch of this process, connected with the others.
+
+    Raises:
+        UserError: not all processes have come, or too many.
+    """
+    if place.is_main:
+        watch = Watch(0, place.size, secrets.token_hex(8), limit)
+        if store.add("first", 1) > 1:
+            other = json.loads(store.get(FIRST))[0]
+            raise UserError(f"RANK: process 0 runs already on {other}, so process {watch.own} is one too many.")
+        store.set(FIRST, json.dumps([watch.own.host, watch.links.listen(), watch.links.key]))
+    else:
+        host, port, key = json.loads(store.get(FIRST))
+        watch = Watch(place.rank, place.size, key, limit)
+        watch.links.add(Link(_reach(host, port, deadline), Beat(0, place.size, host, key)), 0)
+    # Process 0 is the one that says who is missing.
+    missing = watch.begin(deadline - time.monotonic() + (0.0 if place.is_main else GRACE_SECONDS))
+    if missing and place.is_main:
+        names = f"{'process' if len(missing) == 1 else 'processes'} {shorten([str(each) for each in missing], 8)}"
+        watch.fail(
+            f"MASTER_ADDR: {names} of {place.size} did not come to {watch.own.host} in time. Start the same command "
+            "on every machine, with this one's address; start_timeout allows more time.", 2,
+        )  # fmt: skip
+        watch.linger(GRACE_SECONDS)
+    if missing:
+        watch.close()
+        raise UserError(watch.verdict[0] if watch.verdict else "MASTER_ADDR: process 0 does not answer.")
+    return watch
+
+
+def _reach(host: str, port: int, deadline: float) -> socket.socket:
+    """A connection to the watch of process 0, by the address that the user gave or by its name.
+
+    Raises:
+        UserError: there is none.
+    """
+    while True:
+        for address in dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host)):
+            try:
+                return socket.create_connection((address, port), timeout=10)
+            except OSError as error:
+                reason = error
+        if time.monotonic() > deadline:
+            raise UserError(f"MASTER_ADDR: port {port} of {host}, where process 0 waits, cannot be reached: {reason}")
+        time.sleep(1)
 
 
 @dataclass(frozen=True)
@@ -360,6 +387,9 @@ def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[
     places = (place.rank, place.size, place.local_rank, place.local_size)
     environment.update({name: str(value) for name, value in zip(own, places, strict=True)})
     what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
+    port = values["MASTER_PORT"]
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        return [Problem("MASTER_PORT", f"is {port!r}, not a port: 1 to 65535.")]
     return [
         Problem(name, f"is not set. {place.size} processes on several machines need {what[name]}.")
         for name, value in values.items()

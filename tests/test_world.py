@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
+import socket
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-from torch import distributed
 
 from simpletuner.errors import UserError
-from simpletuner.world import POLL_SECONDS, World, connect, first_host, launched, settle_meeting
-from tests.processes import finish, free_port
+from simpletuner.world import World, connect, first_host, launched, settle_meeting
+from tests.processes import finish
 from tests.workspace import FORKS
 
 
@@ -51,39 +50,31 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     assert found == [common | {"slots": [0, 1, 2], "main": True}, common | {"slots": [3, 4, 5], "main": False}]
 
 
-def hang(rank: int, folder: Path) -> None:
+def hang(rank: int, folder: Path, where: str) -> None:
     with connect(World(rank, 2), f"file://{folder}/meeting") as world:
         told = folder / f"{rank}.txt"
         world.watch.ended = lambda message, code: told.write_text(f"{message} {code}")  # type: ignore[assignment]
         world.barrier()
         world.watch.limit = 1.0
         if rank == 1:
+            while where == "a loop":
+                pass
             time.sleep(3600)
-        with world.exchanging("Step 3"):
-            time.sleep(3600)
+        with world.exchanging("Step 3") if where == "a loop" else nullcontext():
+            world.barrier()
 
 
-def test_an_exchange_that_a_process_does_not_take_part_in_ends_the_run(tmp_path: Path) -> None:
-    assert in_two_processes(hang, tmp_path) == [1, 1]
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("a loop", "Step 3 has waited 1 s for process 1 on {host}. 1"),
+        ("sleep", "Process 1 on {host} has done nothing for 1 s in code that is not simpletuner's. 1"),
+    ],
+)
+def test_a_process_that_hangs_ends_the_run(tmp_path: Path, where: str, message: str) -> None:
+    assert in_two_processes(hang, tmp_path, where) == [1, 1]
     told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
-    assert told == ["Step 3 has waited 1 s for process 1. 1"] * 2
-
-
-def come_late(rank: int, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    barrier = distributed.barrier
-
-    def slow(group: object) -> None:
-        barrier(group)
-        time.sleep(3 * rank * POLL_SECONDS)
-
-    with patch.object(distributed, "barrier", slow), connect(World(rank, 2)):
-        pass
-
-
-def test_a_process_that_is_slow_to_end_does_not_take_the_first_for_killed() -> None:
-    """The first one holds the store that the watches of all look into."""
-    assert in_two_processes(come_late, free_port()) == [0, 0]
+    assert told == [message.format(host=socket.gethostname())] * 2
 
 
 def test_one_process_asks_nobody() -> None:

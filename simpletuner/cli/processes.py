@@ -15,9 +15,8 @@ import shlex
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -28,7 +27,9 @@ import typer
 from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, full_text, shorten
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-from simpletuner.world import LOST, ConnectedWorld, World, connect, settle_meeting
+from simpletuner.reporting.requests import signals_as_interrupt
+from simpletuner.watch import GONE
+from simpletuner.world import START_SECONDS, ConnectedWorld, World, connect, settle_meeting
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTRA = "ACCELERATE_EXTRA_ARGS"
-# Seconds that a failed process stays: the first one can say why before a launcher ends it, and a slow one can ask it.
+# How long a failed process lingers, so that process 0 can print the error before a launcher ends all.
 LINGER = 3.0
+LAUNCHER = "SIMPLETUNER_LAUNCHER"  # set for the processes that this program starts: it says how they ended
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -55,16 +57,31 @@ def start_processes(plan: Plan, command: list[str]) -> None:
     arguments = launch_arguments(plan, command)
     # Its own messages repeat what the processes say.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    os.environ[LAUNCHER] = "1"
     try:
         with signals_passed_on():
             launch_command(arguments)
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
-        if 0 in failed.failures and failed.failures[0].exitcode == -signal.SIGKILL:  # so it could not say anything
-            raise RemoteError(LOST, 1) from None
+        if 0 in failed.failures and failed.failures[0].exitcode < 0:  # so it could not say anything
+            raise RemoteError(f"Process 0 on {socket.gethostname()} {GONE}.", 1) from None
         raise typer.Exit(next((code for code in codes if code > 0), 1)) from None
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"accelerate launch: {error}") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(why_not_launched(str(error), arguments, plan)) from None
+
+
+def why_not_launched(error: str, arguments: Any, plan: Plan) -> str:
+    """What accelerate or torch says about machines that do not meet, in words of the settings."""
+    where, launch = f"{arguments.main_process_ip}:{arguments.main_process_port}", plan.config.launch
+    if "EADDRINUSE" in error or "another process is utilizing it" in error:
+        return f"{EXTRA}: {where} is in use by another run or program; choose another --main_process_port."
+    if "timed out" in error.lower() or "timeout" in error.lower():
+        return (
+            f"{EXTRA}: within {launch.start_timeout} s, {launch.num_machines} machines have not met at {where}. Start "
+            "the same command on all of them, with the first one's address, an open port, and a machine_rank each; "
+            "start_timeout allows more time."
+        )
+    return f"accelerate launch: {error.partition(chr(10))[0]}"
 
 
 def launch_arguments(plan: Plan, command: list[str]) -> Any:
@@ -82,7 +99,7 @@ def launch_arguments(plan: Plan, command: list[str]) -> Any:
     words = [
         *("--multi_gpu", "--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--monitor_interval", "0.2"),
-        *("--num_cpu_threads_per_process", threads),
+        *("--num_cpu_threads_per_process", threads, "--rdzv_conf", f"timeout={launch.start_timeout}"),
     ]
     try:
         words += shlex.split(extra)
@@ -127,33 +144,35 @@ def signals_passed_on() -> Iterator[None]:
 
 
 @contextmanager
-def joined(place: World) -> Iterator[World]:
+def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
     """This process's world; what ends one process ends all of them, and the first says why.
 
     Args:
         place: as a launcher has set it.
+        start_limit: seconds in which all processes must have come.
     """
     missing = settle_meeting(place, os.environ)
     if missing:
         raise ConfigError(missing)
-    with quiet_output(place), connect(place) as world:
+    terminal = sys.stderr
+    if not place.is_leader:
+        silence()
+    with signals_as_interrupt(), connect(place, start_limit=start_limit) as world:
         if world.is_main:
             world.watch.ended = complain
+        else:
+            silence()
+        if place.is_leader or (place.rank == 1 and LAUNCHER not in os.environ):
+            world.watch.bereft = partial(print, file=terminal, flush=True)
         try:
             yield world
         except BaseException as error:  # whatever it is, the others must learn of it
             raise together(world, error) from error
 
 
-@contextmanager
-def quiet_output(place: World) -> Iterator[None]:
-    """Only the first process has a terminal."""
-    if place.is_main:
-        yield
-        return
-    nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good: errors at exit are silent, too
-    sys.stdout = sys.stderr = nowhere
-    yield
+def silence() -> None:
+    """Only the first process has a terminal; a machine that cannot join speaks before."""
+    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the very end
 
 
 def together(world: ConnectedWorld, error: BaseException) -> BaseException:
@@ -162,34 +181,38 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
     code = exit_code(error)
     at_once = code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError))
     if at_once and not world.is_main:
-        time.sleep(LINGER)  # all end at once; the first process has more to finish, and its end ends this one
-    world.watch.close()
+        world.watch.known(LINGER)  # all end at once; the first process has more to finish, and its end ends this one
     known, own = world.first_failure(error), full_text(error)
     if not world.is_main:
         if known is None and not isinstance(error, SimpleTunerError):
             logger.error("Process %d failed.", world.rank, exc_info=error)
             own = f"{type(error).__name__}: {own} (the traceback is in debug.log)"
-        own = f"Process {world.rank} on {socket.gethostname()}: {own}"
+        own = f"Process {world.watch.own}: {own}"
     first, first_code = world.watch.fail(known or own, code)
-    # Until the others have noticed: the first process holds their store, and prints what another one announces.
-    time.sleep(LINGER)
+    world.watch.linger(LINGER)
     if not world.is_main:
         return typer.Exit(first_code)
     return error if known is None and first == own else RemoteError(first, first_code)
 
 
-def shared_events(events: EventStream, world: World, total_steps: int) -> EventStream:
-    """The stream of this process: a stop that one process is asked for stops all, and a failure ends the records."""
+def shared_events(events: EventStream, world: World, total_steps: int, held: ExitStack) -> EventStream:
+    """The stream of this process: a stop that one process is asked for stops all, and a failure ends the records.
+
+    Args:
+        held: closed when another process ends this one.
+    """
     if isinstance(world, ConnectedWorld):
         watch, stop = world.watch, events.stop
 
         def ended(message: str, code: int) -> None:
             state: RunState = "interrupted" if code == Interrupted.exit_code else "failed"
             events.publish(StateChanged(state, events.step, total_steps, message))
+            held.close()
             complain(message, code)
 
         watch.stop_requested, watch.request_stop = lambda: stop.requested, partial(setattr, stop, "requested", True)
         watch.ended = ended if world.is_main else watch.ended
+        events.subscribe(lambda event: watch.mark())
     return events
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.server import PORT, open_page
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.errors import ConfigError, Problem, UserError
 from simpletuner.world import World, launched
 
@@ -82,6 +83,7 @@ def train(
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every attempt to connect
     if replay is not None:
         _replay(replay, arguments, problems, bisect)
         return
@@ -96,9 +98,19 @@ def train(
         else:
             _train(World(), plan, budget, take_page)
         return
-    with joined(place) as world:
+    with joined(place, start_limit(arguments)) as world:
         plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed), problems))
         _train(world, plan, budget, take_page)
+
+
+def start_limit(arguments: Arguments) -> float:
+    """`start_timeout` of the configuration; what is wrong with that is reported by all processes together."""
+    from simpletuner.plan.build import read_settings
+
+    try:
+        return read_settings(arguments, [])[0].launch.start_timeout
+    except ConfigError:
+        return LaunchConfig().start_timeout
 
 
 def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect: bool) -> None:
@@ -146,16 +158,17 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
 
     if not world.is_main:
         with signals_as_interrupt():
-            yield shared_events(EventStream(), world, plan.length.total_steps)
+            yield shared_events(EventStream(), world, plan.length.total_steps, ExitStack())
         return
-    with lock_output(plan.output_dir), signals_as_interrupt(), shown_events() as events, ExitStack() as stack:
-        payloads = Payloads()
+    with signals_as_interrupt(), ExitStack() as stack:
+        stack.enter_context(lock_output(plan.output_dir))
+        events, payloads = stack.enter_context(shown_events()), Payloads()
         events.subscribe(EventLog(plan.output_dir, payloads))
         if plan.config.webhooks.hooks:
             from simpletuner.reporting.webhooks import delivered
 
             stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
-        yield shared_events(events, world, plan.length.total_steps)
+        yield shared_events(events, world, plan.length.total_steps, stack)
 
 
 def _run(plan: Plan, budget: Budget, events: EventStream, world: World) -> None:

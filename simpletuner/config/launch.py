@@ -21,6 +21,9 @@ class LaunchConfig(Group):
     num_machines: Integer = option(
         1, "Machines; ACCELERATE_EXTRA_ARGS says which one this is and where the first one is.", ge=1
     )
+    start_timeout: Integer = option(
+        600, "Seconds that processes wait at start until all have come; then those that are missing are named.", ge=1
+    )
     dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = option(
         None,
         "torch.compile backend for the repeated blocks; no is off.",

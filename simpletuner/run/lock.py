@@ -1,20 +1,23 @@
 """A lock that allows one run at a time in an output folder.
 
-The lock is a file that names its owner. A run takes over a lock whose process has ended. Whether a process on another
-machine has ended cannot be known here, so its lock is never taken over.
+The lock is a file that names its owner. A run takes over a lock whose process has ended. For a process on another
+machine, which cannot be asked, the file shows it: its owner counts in it, and whoever wants the folder watches the
+count with a clock of its own. Times of files and clocks of machines are not compared.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +29,9 @@ from simpletuner.reporting.pace import clock
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+REFRESH_SECONDS = 15.0
+# Longer than a file may take to appear on other machines, and than C code usually keeps the owner's threads waiting.
+ABANDONED_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Owner:
         started: when the process started, in ticks since boot; empty if the system does not tell. Together with `boot`
             it distinguishes the process from a later one with the same pid.
         since: when the lock was taken, in seconds since 1970.
+        beat: counts while the process lives, always with the same digits; zero if it cannot write to its lock.
     """
 
     pid: int
@@ -45,6 +52,16 @@ class Owner:
     started: str
     command: str
     since: float
+    beat: str = f"{0:08}"
+
+    @property
+    def content(self) -> bytes:
+        """The lock as a file."""
+        return json.dumps(asdict(self), indent=2).encode() + b"\n"
+
+    def holds(self, path: Path) -> bool:
+        """Whether a lock is this one's, whatever the count."""
+        return replace(read_owner(path, path.read_bytes()), beat=self.beat) == self
 
     @property
     def is_gone(self) -> bool:
@@ -69,17 +86,37 @@ def lock_output(folder: Path) -> Iterator[None]:
         UserError: another run holds it, or may hold it.
     """
     path, owner = folder / LOCK_FILE, this_process()
-    content = json.dumps(asdict(owner), indent=2).encode() + b"\n"
     try:
-        while not create(path, content) and not take_over(path, content):
+        while not create(path, owner.content) and not take_over(path, owner.content):
             pass  # released between the two calls
     except OSError as error:
         raise UserError(f"output_dir: {str(path)!r} cannot be written: {error.strerror}.") from None
+    over = threading.Event()
+    refreshing = threading.Thread(target=refresh, args=(path, owner, over), name="lock", daemon=True)
+    refreshing.start()
     try:
         yield
     finally:
-        if path.is_file() and path.read_bytes() == content:
-            path.unlink()
+        over.set()
+        refreshing.join()
+        with suppress(OSError, UserError):  # deleted, or damaged
+            if owner.holds(path):
+                path.unlink()
+
+
+def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
+    """Count in a lock until `over`; ends the process if another one has taken the lock, since it writes there now."""
+    for beat in itertools.count(1):
+        with suppress(OSError, UserError), path.open("r+b") as file:  # the next time, perhaps
+            hold(file)
+            if not owner.holds(path):
+                found = read_owner(path, file.read())
+                print(f"{path} was taken over by {found}, because this process was silent.", file=sys.stderr)
+                os._exit(1)
+            file.seek(0)
+            file.write(replace(owner, beat=f"{beat:08}").content)
+        if over.wait(REFRESH_SECONDS):
+            return
 
 
 def create(path: Path, content: bytes) -> bool:
@@ -111,20 +148,44 @@ def take_over(path: Path, content: bytes) -> bool:
     """Make this process the owner of a lock whose owner has ended; False if the lock has been removed meanwhile.
 
     Raises:
-        UserError: the owner is alive, or on another machine.
+        UserError: the owner is alive, or on another machine where it cannot show that it is.
     """
-    with suppress(FileNotFoundError), path.open("r+b") as file:
-        hold(file)  # of several processes that find the same dead owner, one may take over
-        owner = read_owner(path, file.read())
-        refuse_if_in_use(path, owner)
-        file.seek(0)
-        file.truncate()
-        file.write(content)
-        file.flush()
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            logger.info("Took over %s: %s has ended without removing it.", path, owner)
-            return True
+    with suppress(FileNotFoundError):
+        seen = path.read_bytes()
+        owner = read_owner(path, seen)
+        if owner.beat != Owner.beat and owner.host != socket.gethostname():
+            refuse_if_it_counts(path, seen)
+        else:
+            refuse_if_in_use(path, owner)
+        with path.open("r+b") as file:
+            hold(file)  # of several processes that find the same dead owner, one may take over
+            if file.read() != seen:
+                return False
+            file.seek(0)
+            file.truncate()
+            file.write(content)
+            file.flush()
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                logger.info("Took over %s: %s has ended without removing it.", path, owner)
+                return True
     return False
+
+
+def refuse_if_it_counts(path: Path, seen: bytes) -> None:
+    """Watch a lock for as long as a living owner on another machine could leave it as it is.
+
+    Raises:
+        UserError: it has changed.
+    """
+    owner = read_owner(path, seen)
+    logger.info("%s belongs to %s. Waiting up to %g s for a sign of life.", path, owner, ABANDONED_SECONDS)
+    deadline = time.monotonic() + ABANDONED_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(min(1.0, ABANDONED_SECONDS / 10))
+        if path.read_bytes() != seen:  # opened each time: network file systems then ask their server
+            raise UserError(
+                f"output_dir: {path.parent} is in use by {owner}. Wait for its end, or choose another output_dir."
+            )
 
 
 def refuse_if_in_use(path: Path, owner: Owner) -> None:

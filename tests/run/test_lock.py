@@ -8,6 +8,8 @@ import re
 import select
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.errors import UserError
+from simpletuner.run import lock
 from simpletuner.run.lock import LOCK_FILE, Owner, create_in_place, hold, lock_output, this_process
 from tests.processes import PATIENCE
 from tests.workspace import Workspace
@@ -141,6 +144,55 @@ def test_another_host_is_said_and_not_judged(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"on elsewhere .* delete .*{LOCK_FILE}"), lock_output(tmp_path):
         pass
     assert (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_lock_of_another_host_is_taken_over_once_it_has_not_changed_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.2)
+    write_lock(tmp_path, replace(this_process(), host="elsewhere", since=9e12, beat=f"{3:08}"))  # a clock ahead
+    with caplog.at_level("INFO"), lock_output(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == this_process().host
+    assert "on elsewhere" in caplog.text
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_lock_in_which_its_owner_counts_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: Callable[[Path], Holder]
+) -> None:
+    monkeypatch.setattr(lock, "REFRESH_SECONDS", 0.05)
+    with lock_output(tmp_path):
+        first = counted(tmp_path)
+        assert counted(tmp_path, after=first) > first, "the owner counts"
+        monkeypatch.setattr(lock.socket, "gethostname", lambda: "elsewhere")
+        with pytest.raises(UserError, match="is in use by process"), lock_output(tmp_path):
+            pass
+        monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def counted(folder: Path, after: str = f"{0:08}") -> str:
+    """The count in a lock once it has passed another one."""
+    while (beat := json.loads((folder / LOCK_FILE).read_text())["beat"]) <= after:
+        time.sleep(0.01)
+    return str(beat)
+
+
+def test_whoever_has_lost_its_lock_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "REFRESH_SECONDS", 0.05)
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        ended.set()
+        raise SystemExit(code)  # of the thread
+
+    monkeypatch.setattr(lock.os, "_exit", end)
+    other = replace(this_process(), host="elsewhere")
+    with lock_output(tmp_path):
+        counted(tmp_path)
+        write_lock(tmp_path, other)
+        assert ended.wait(60)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == "elsewhere", "it is not removed either"
 
 
 def test_a_lock_without_content_is_said_and_not_judged(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -67,7 +67,7 @@ class Process:
         self.written: list[str] = []
         self.act: Callable[[Event], object] = lambda event: None
         events = EventStream(self.seen.append, lambda event: self.act(event))
-        self.events = shared_events(events, world, total_steps=10)
+        self.events = shared_events(events, world, 10, ExitStack())
 
     def fill(self) -> CacheFiller:
         plan, _ = ready_plan(*parse_settings([]))

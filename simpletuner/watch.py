@@ -1,0 +1,400 @@
+"""Notices that a process of the run is gone or hangs, and ends the others; each process has a thread for it.
+
+Process 0 keeps a connection to every other one, over which both sides report twice a second. What process 0 decides
+ends all; who loses process 0 decides alone. The reports need neither torch nor its store, whose calls block while the
+process that holds it is frozen.
+
+| a process                   | is noticed by                                                  | after      |
+|-----------------------------|----------------------------------------------------------------|------------|
+| was killed                  | its kernel, which closes the connection                        | a second   |
+| lost its machine or network | what stays unacknowledged (TCP_USER_TIMEOUT)                   | 30 s       |
+| lost its launcher           | itself: it has another parent                                  | a second   |
+| is frozen (SIGSTOP)         | its silence, though its kernel acknowledges                    | 5 minutes  |
+| hangs in its main thread    | itself: no CPU time, no bytes, no exchange, and no wait for it | the limit  |
+| stays away from an exchange | those that wait in it                                          | the limit  |
+
+C code that keeps the GIL (writing a file of 10 GB, importing from a slow disk) silences the threads of a process for
+minutes, in which its kernel still acknowledges: silence alone is judged late, and in looks instead of seconds, since a
+process that was starved itself has not looked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from simpletuner.errors import shorten
+
+POLL_SECONDS = 0.5
+EXCHANGE_SECONDS = 1800.0  # the longest that a process may wait for another that does nothing
+CUT_OFF_SECONDS = 30.0
+SILENT_SECONDS = 300.0
+GRACE_SECONDS = 20.0  # for a checkpoint that is being written, and for the last words
+BYTES_OF_LIFE = 100 << 20  # less may be a log or a display, which go on without the main thread
+LONGEST_BEAT = 1 << 16  # bytes
+GONE = "exited without reporting an error: it was killed, or it crashed"
+LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
+# Modules in which a main thread waits for other processes.
+WAITING_IN = ("torch.distributed", "torch.autograd")
+Failure = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a process reports.
+
+    Attributes:
+        key: shows that it belongs to this run.
+        doing: the exchange that it takes part in, and for how many seconds.
+        stop: it was asked to stop.
+        ready: all processes are connected.
+        leaving: it will close the connection.
+        failure: a message and an exit code with which all end.
+    """
+
+    rank: int
+    size: int
+    host: str
+    key: str
+    doing: str = ""
+    seconds: float = 0.0
+    stop: bool = False
+    ready: bool = False
+    leaving: bool = False
+    failure: tuple[str, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rank} on {self.host}"
+
+
+class Link:
+    """A connection to the watch of another process.
+
+    Attributes:
+        beat: the latest report.
+        silent: looks since then.
+    """
+
+    def __init__(self, connection: socket.socket, beat: Beat | None = None) -> None:
+        self.connection, self.beat = connection, beat
+        self.silent, self.is_open, self._unread = 0, True, b""
+        connection.settimeout(POLL_SECONDS)
+        if sys.platform == "linux":
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_OFF_SECONDS))
+
+    def read(self) -> None:
+        """Take in what has arrived."""
+        try:
+            arrived = self.connection.recv(LONGEST_BEAT)
+            *lines, self._unread = (self._unread + arrived).split(b"\n")
+            if lines:
+                self.beat, self.silent = Beat(**json.loads(lines[-1])), 0
+        except (OSError, ValueError, TypeError):  # broken, or a stranger
+            arrived = b""
+        self.is_open = self.is_open and bool(arrived) and len(self._unread) < LONGEST_BEAT
+
+    def tell(self, beat: Beat) -> None:
+        """Report; a broken connection shows when it is read."""
+        with suppress(OSError):
+            self.connection.sendall(json.dumps(asdict(beat)).encode() + b"\n")
+
+
+@dataclass
+class Pulse:
+    """Whether the main thread of this process gets on.
+
+    Attributes:
+        marks: counts what it does; see `Watch.mark`.
+    """
+
+    marks: int = 0
+    _seen: tuple[int, ...] = ()
+    _since: float = 0.0
+
+    def idle(self, limit: float) -> float:
+        """Seconds without a sign of life, 0 while it waits for other processes."""
+        seen = (self.marks, *signs_of_life(limit / 100))
+        if seen != self._seen or where_it_is() is None:
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since
+
+
+def signs_of_life(unit: float) -> tuple[int, int]:
+    """CPU time of the main thread, in units of some seconds, and what this process has read and written."""
+    if sys.platform != "linux":
+        return int(time.process_time() / unit), 0
+    clock, moved = time.pthread_getcpuclockid(threading.main_thread().ident or 0), 0
+    with suppress(OSError):  # some containers forbid it
+        moved = sum(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines())
+    return int(time.clock_gettime(clock) / unit), moved // BYTES_OF_LIFE
+
+
+def where_it_is() -> str | None:
+    """The line of this program that the main thread executes; None if it waits there for other processes."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith(WAITING_IN):
+            return None
+        if module.startswith("simpletuner."):
+            return f"{module}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return "code that is not simpletuner's"
+
+
+class Links:
+    """Connections to other processes: to all of them in process 0, to process 0 elsewhere.
+
+    Attributes:
+        key: of the run; whoever does not know it is ignored.
+        found: the connections by rank.
+    """
+
+    def __init__(self, rank: int, size: int, key: str) -> None:
+        self.rank, self.size, self.key = rank, size, key
+        self.found: dict[int, Link] = {}
+        self._strangers: list[Link] = []  # which have not reported yet
+        self._selector = selectors.DefaultSelector()
+
+    def listen(self) -> int:
+        """Let others connect to this process; returns the port."""
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, backlog=self.size, dualstack_ipv6=dual)
+        self._selector.register(listener, selectors.EVENT_READ)
+        return int(listener.getsockname()[1])
+
+    def add(self, link: Link, rank: int | None = None) -> None:
+        """Read from a connection, of which the rank may not be known yet."""
+        self._selector.register(link.connection, selectors.EVENT_READ, link)
+        if rank is None:
+            self._strangers.append(link)
+        else:
+            self.found[rank] = link
+
+    def hear(self, own: Beat) -> None:
+        """Read what others report for a while, or until something has happened."""
+        deadline, eventful = time.monotonic() + POLL_SECONDS, False
+        while ready := self._selector.select(0.0 if eventful else max(0.0, deadline - time.monotonic())):
+            for key, _ in ready:
+                if isinstance(key.data, Link):
+                    key.data.read()
+                    eventful |= not key.data.is_open or bool(key.data.beat and key.data.beat.failure)
+                    if not key.data.is_open:
+                        self._selector.unregister(key.fileobj)
+                        key.data.connection.close()
+                elif isinstance(key.fileobj, socket.socket):
+                    self.add(Link(key.fileobj.accept()[0]))
+        for link in self._strangers:
+            self._admit(link, own)
+        self._strangers = [link for link in self._strangers if link.beat is None and link.is_open]
+
+    def _admit(self, link: Link, own: Beat) -> None:
+        """Take a process that has connected, or tell it why it does not belong here."""
+        beat = link.beat
+        if beat is None or beat.key != self.key:
+            return
+        holder = own if beat.rank == self.rank else beat.rank in self.found and self.found[beat.rank].beat
+        refusal = f"process {holder} runs already, so {beat} is one too many" if holder else ""
+        if beat.size != self.size:
+            refusal = f"process {beat} is one of {beat.size}, {own} is one of {self.size}"
+        if refusal:
+            message = f"MASTER_ADDR: {refusal}. Every process needs its own rank, every run its own MASTER_PORT."
+            link.tell(replace(own, failure=(message, 2)))
+        else:
+            self.found[beat.rank] = link
+
+    def beats(self) -> list[Beat]:
+        """The latest reports of the others."""
+        return [link.beat for link in list(self.found.values()) if link.beat is not None]
+
+    def tell(self, beat: Beat) -> None:
+        """Report to all others."""
+        for link in self.found.values():
+            link.tell(beat)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+
+
+class Watch:
+    """The thread of this process that watches the others.
+
+    Attributes:
+        limit: seconds that a process may wait for another one that does nothing.
+        ended: called with a message and an exit code before this process is ended because of another one.
+        bereft: called with a message when process 0, which speaks for all, is gone.
+        stop_requested: whether this process was asked to stop; the others are then asked as well.
+        request_stop: asks this process to stop.
+        writing: held while this process must not be ended.
+        verdict: why all processes end, and with which exit code.
+    """
+
+    def __init__(self, rank: int, size: int, key: str, limit: float = EXCHANGE_SECONDS) -> None:
+        self.links, self.pulse, self.limit = Links(rank, size, key), Pulse(), limit
+        self.ended: Callable[[str, int], None] = lambda message, code: None
+        self.bereft: Callable[[str], None] = lambda message: None
+        self.stop_requested: Callable[[], bool] = lambda: False
+        self.request_stop: Callable[[], None] = lambda: None
+        self.writing = threading.Lock()
+        self.verdict: Failure | None = None
+        self.own, self._parent = Beat(rank, size, socket.gethostname(), key), os.getppid()
+        self._exchange: tuple[str, float] | None = None
+        self._left_alone = True  # this process ends by itself, as before all are connected
+        self._over, self._decided = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def begin(self, seconds: float) -> list[int]:
+        """Start, and wait some seconds until all processes are connected; returns those that are not."""
+        self._thread.start()
+        deadline = time.monotonic() + seconds
+        while (missing := self._missing()) and self.verdict is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 10)
+        if not missing:
+            self.own, self._left_alone = replace(self.own, ready=True), False
+        return missing
+
+    def close(self) -> None:
+        """Leave the others, which then do not take this process for killed."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def mark(self) -> None:
+        """The main thread gets on."""
+        self.pulse.marks += 1
+
+    @contextmanager
+    def exchanging(self, what: str) -> Iterator[None]:
+        """A context that all processes enter, and in which they wait for each other."""
+        self.mark()
+        self._exchange = what, time.monotonic()
+        yield
+        self._exchange = None
+
+    def known(self, seconds: float) -> Failure | None:
+        """The verdict, for which this waits some seconds. From now on, the main thread ends this process."""
+        with self.writing:
+            self._left_alone = True
+        self._decided.wait(seconds)
+        return self.verdict
+
+    def fail(self, message: str, code: int) -> Failure:
+        """Announce that this process fails; returns the message and the code of the one that failed first."""
+        self.own = replace(self.own, failure=self.own.failure or (message, code))
+        return self.known(GRACE_SECONDS) or (message, code)
+
+    def linger(self, seconds: float) -> None:
+        """Wait some seconds until the others know the verdict, in process 0, or until that is gone, in the others."""
+        deadline = time.monotonic() + seconds
+        while self._is_needed() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 10)
+
+    def _missing(self) -> list[int]:
+        if self.own.rank == 0:
+            return [rank for rank in range(1, self.own.size) if rank not in self.links.found]
+        return [] if any(beat.ready for beat in self.links.beats()) else [0]
+
+    def _is_needed(self) -> bool:
+        return bool(self.links.found) and (self.own.rank > 0 or not all(each.leaving for each in self.links.beats()))
+
+    def _run(self) -> None:
+        looks = 0  # since the verdict
+        while not self._over.is_set():
+            self._look()
+            if self.verdict is not None:
+                looks += 1
+                self._end(*self.verdict, is_late=looks * POLL_SECONDS > 3 * GRACE_SECONDS)
+        self.links.tell(replace(self._report(), leaving=True))
+        self.links.close()
+
+    def _look(self) -> None:
+        self.links.tell(self._report())
+        self.links.hear(self.own)
+        for rank, link in list(self.links.found.items()):
+            self._judge(rank, link)
+        self._judge_itself()
+        if self.own.rank == 0:
+            self._judge_exchange()
+        if self.verdict is not None:
+            self.links.tell(self._report())
+
+    def _report(self) -> Beat:
+        what, since = self._exchange or ("", time.monotonic())
+        failure = self.verdict or self.own.failure
+        return replace(
+            self.own, doing=what, seconds=time.monotonic() - since, stop=self.stop_requested(), failure=failure,
+            leaving=self.verdict is not None,
+        )  # fmt: skip
+
+    def _judge(self, rank: int, link: Link) -> None:
+        link.silent += 1
+        beat, why = link.beat, ""
+        assert beat is not None
+        if beat.failure is not None:
+            self._decide(*beat.failure)
+        if beat.stop:
+            self.request_stop()
+        if not link.is_open:
+            del self.links.found[rank]
+            why = "" if beat.leaving else GONE
+        elif link.silent * POLL_SECONDS > SILENT_SECONDS:
+            why = f"has been silent for {SILENT_SECONDS:g} s: it or its machine is frozen"
+        if why and self.verdict is None:
+            self._decide(f"Process {beat} {why}.", 1)
+            if rank == 0:
+                self.bereft(self.verdict[0])
+
+    def _judge_itself(self) -> None:
+        failure = self.own.failure
+        if os.getppid() != self._parent and LAUNCHED in os.environ:
+            failure = failure or (f"The launcher of process {self.own} was killed.", 1)
+        elif self.pulse.idle(self.limit) > self.limit:
+            failure = failure or (f"Process {self.own} has done nothing for {self.limit:g} s in {where_it_is()}.", 1)
+        self.own = replace(self.own, failure=failure)
+        if self.own.rank == 0 and failure:
+            self._decide(*failure)
+
+    def _judge_exchange(self) -> None:
+        beats = [self._report(), *self.links.beats()]
+        for late in (each for each in beats if each.doing and each.seconds > self.limit):
+            absent = shorten([str(each) for each in beats if not each.doing], 4)
+            whom = f"process {absent}" if absent else "an exchange of tensors between the processes"
+            self._decide(f"{late.doing} has waited {self.limit:g} s for {whom}.", 1)
+
+    def _decide(self, message: str, code: int) -> None:
+        if self.verdict is None:
+            self.verdict = message, code
+            self._decided.set()
+
+    def _end(self, message: str, code: int, *, is_late: bool) -> None:
+        """End this process, whose main thread may be waiting in a library for a process that is gone."""
+        if self._left_alone:
+            if is_late:
+                os._exit(code)
+            return
+        self.writing.acquire(timeout=GRACE_SECONDS)
+        if self._left_alone:  # meanwhile, so the main thread has released the lock
+            self.writing.release()
+            return
+        # Apart: the main thread may hold what this needs.
+        last_words = threading.Thread(target=self.ended, args=(message, code), daemon=True)
+        last_words.start()
+        last_words.join(GRACE_SECONDS)
+        deadline = time.monotonic() + POLL_SECONDS * 6
+        while self._is_needed() and time.monotonic() < deadline:
+            self._look()
+        os._exit(code)

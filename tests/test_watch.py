@@ -1,0 +1,163 @@
+"""Who of several processes is gone or hangs, and whoever does not belong to them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from simpletuner import watch
+from simpletuner.errors import UserError
+from simpletuner.watch import GONE, Beat, Pulse, Watch
+from simpletuner.world import World, join_watch, open_store
+from tests.processes import free_port
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Watch | str]]]:
+    """The running watches of processes that share a store, or why they have none."""
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0.05)
+    running: list[Watch] = []
+
+    def join(*places: World, seconds: float = 60.0) -> list[Watch | str]:
+        store: Any = HashStore()
+        found: list[Watch | str] = [""] * len(places)
+
+        def run(number: int, place: World) -> None:
+            try:
+                made = join_watch(place, store, 60.0, time.monotonic() + seconds)
+                made.known(0.0)  # nothing ends the process of these tests
+                running.append(made)
+                found[number] = made
+            except UserError as error:
+                found[number] = str(error)
+
+        threads = [threading.Thread(target=run, args=each) for each in enumerate(places)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        return found
+
+    yield join
+    for each in running:
+        each.close()
+
+
+def both(found: list[Watch | str]) -> tuple[Watch, Watch]:
+    first, second = found
+    assert isinstance(first, Watch), first
+    assert isinstance(second, Watch), second
+    return first, second
+
+
+Joined = Callable[..., list[Watch | str]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_connection_that_breaks_ends_all(joined: Joined, rank: int) -> None:
+    pair = both(joined(World(0, 2), World(1, 2)))
+    speaker: list[str] = []
+    pair[1 - rank].bereft = speaker.append
+    for link in list(pair[rank].links.found.values()):
+        link.connection.shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that it kills
+    message = f"Process {rank} on {HOST} {GONE}."
+    assert pair[1 - rank].known(60.0) == (message, 1)
+    assert speaker == ([message] if rank == 0 else []), "without process 0 another one speaks"
+
+
+def test_a_process_that_leaves_is_not_taken_for_killed(joined: Joined) -> None:
+    first, second = both(joined(World(0, 2), World(1, 2)))
+    second.close()
+    assert first.known(0.5) is None
+
+
+def test_the_first_failure_ends_all(joined: Joined) -> None:
+    first, second = both(joined(World(0, 2), World(1, 2)))
+    assert second.fail("a mistake", 2) == ("a mistake", 2)
+    assert first.fail("another one", 1) == ("a mistake", 2)
+
+
+def test_a_request_to_stop_reaches_all(joined: Joined) -> None:
+    first, second = both(joined(World(0, 2), World(1, 2)))
+    reached = threading.Event()
+    first.request_stop = reached.set
+    second.stop_requested = lambda: True
+    assert reached.wait(60)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_silence_is_counted_in_looks(joined: Joined, monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+    pair = both(joined(World(0, 2), World(1, 2)))
+    monkeypatch.setattr(watch, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(pair[silent], "_look", lambda: time.sleep(0.05))  # as if it were frozen: connected, and mute
+    assert pair[1 - silent].known(60.0) == (
+        f"Process {silent} on {HOST} has been silent for 0.5 s: it or its machine is frozen.", 1
+    )  # fmt: skip
+
+
+def test_a_main_thread_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, signs, place = [0.0], [(0, 0)], ["here"]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watch, "signs_of_life", lambda unit: signs[0])
+    monkeypatch.setattr(watch, "where_it_is", lambda: place[0])
+    pulse = Pulse()
+
+    def after(seconds: float) -> float:
+        now[0] += seconds
+        return pulse.idle(1800.0)
+
+    assert [after(0.0), after(600.0), after(600.0)] == [0.0, 600.0, 1200.0]
+    signs[0] = (1, 0)
+    assert [after(600.0), after(600.0)] == [0.0, 600.0], "it computes"
+    pulse.marks += 1
+    assert [after(600.0), after(600.0)] == [0.0, 600.0], "it reports"
+    place[0] = None
+    assert [after(600.0), after(600.0)] == [0.0, 0.0], "it waits for others"
+
+
+def test_processes_that_are_too_many_or_missing(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    first, *others = joined(World(0, 3), World(1, 3), World(0, 3), World(1, 3), seconds=2.0)
+    told = [str(each) for each in (first, *others)]
+    assert sum("process 0 runs already on" in each for each in told) == 1, told
+    assert sum("so 1 on" in each and "is one too many" in each for each in told) == 1, told
+    missing = [each for each in told if "process 2 of 3 did not come" in each]
+    assert len(missing) == 2, "those that have come end together"
+
+
+def test_processes_of_runs_of_different_sizes(joined: Joined) -> None:
+    told = [str(each) for each in joined(World(0, 2), World(1, 3), seconds=2.0)]
+    assert f"process 1 on {HOST} is one of 3, 0 on {HOST} is one of 2" in told[1]
+
+
+def test_a_stranger_is_ignored(joined: Joined) -> None:
+    first, second = both(joined(World(0, 2), World(1, 2)))
+    port = second.links.found[0].connection.getpeername()[1]
+    for content in (b"GET / HTTP/1.1\n\n", b"{}\n", json.dumps(vars(Beat(1, 2, "x", "guess"))).encode() + b"\n"):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(content)
+            time.sleep(0.2)
+    assert first.known(0.5) is None
+    assert list(first.links.found) == [1]
+
+
+def test_a_port_in_use_and_an_address_without_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(UserError, match=f"MASTER_ADDR: process 1 on {HOST} cannot reach process 0 at 127.0.0.1:{port}"):
+        open_store(World(1, 2), "env://", time.monotonic())
+    with (
+        socket.create_server(("0.0.0.0", port), reuse_port=False),
+        pytest.raises(UserError, match=f"MASTER_PORT: 127.0.0.1:{port} on {HOST} is in use"),
+    ):
+        open_store(World(0, 2), "env://", time.monotonic())
