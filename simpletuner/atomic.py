@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO
 
 from simpletuner.errors import DiskFullError, WriteError
 from simpletuner.world import World
@@ -26,7 +26,9 @@ TEMPORARY_SUFFIX = ".tmp"
 UNFINISHED_FOLDER_SUFFIX = "-tmp"
 OLD_FOLDER_SUFFIX = f"-old{UNFINISHED_FOLDER_SUFFIX}"
 DISK_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT})
-READ_ONLY_CODES = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+NOT_PERMITTED = frozenset({errno.EACCES, errno.EPERM})
+# Not permitted, read-only, or a failing disk or network.
+UNWRITABLE_CODES = NOT_PERMITTED | {errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN}
 STRAY_FILE = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(TEMPORARY_SUFFIX)}")
 # Writers in native code (safetensors, torch) report the system's error code only as text.
 DISK_FULL_WORDS = ("no space left on device", "disk quota exceeded", "not enough space on the disk")
@@ -136,11 +138,11 @@ def replace_folder(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Turn a full disk or a missing permission inside the block into an error that names the path.
+    """Turn a full or failing disk or a missing permission inside the block into an error that names the path.
 
     Raises:
         DiskFullError: no space left.
-        WriteError: no permission, or a read-only disk.
+        WriteError: no permission, or a disk that is read-only or fails.
     """
     try:
         yield
@@ -150,19 +152,25 @@ def writing_to(path: Path) -> Iterator[None]:
         if is_disk_full(error):
             message = f"{path}: no space left on the disk. Complete files are kept; free some space and start again."
             raise DiskFullError(message) from error
-        if is_read_only(error, path.parent):
-            message = f"{path}: cannot be written ({os.strerror(error.errno or 0)}). Complete files are kept."
-            raise WriteError(message) from error
+        if cause := why_unwritable(error, path.parent):
+            raise WriteError(f"{path}: cannot be written ({cause}). Complete files are kept.") from error
         raise
 
 
-def is_read_only(error: BaseException, folder: Path) -> TypeGuard[OSError]:
-    """Whether an error means that a folder cannot be written to; a source file that cannot be read does not count."""
-    if not isinstance(error, OSError) or error.errno not in READ_ONLY_CODES:
-        return False
-    if error.filename is None:
-        return error.errno == errno.EROFS  # only writing raises this one
-    return Path(error.filename).is_relative_to(folder)
+def why_unwritable(error: BaseException, folder: Path) -> str:
+    """Why a folder cannot be written to, by an error or what it came from; empty if that is about something else.
+
+    A source file that cannot be read does not count.
+    """
+    if isinstance(error, FileNotFoundError) and not folder.is_dir():
+        return "its folder was moved or deleted"
+    if isinstance(error, OSError) and error.errno in UNWRITABLE_CODES:
+        is_ours = error.errno not in NOT_PERMITTED  # the others name no file if writing itself fails
+        if error.filename is not None:
+            is_ours = Path(error.filename).is_relative_to(folder)
+        return os.strerror(error.errno or 0) if is_ours else ""
+    earlier = error.__cause__ or error.__context__
+    return why_unwritable(earlier, folder) if earlier is not None else ""
 
 
 def is_disk_full(error: BaseException) -> bool:

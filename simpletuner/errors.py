@@ -79,6 +79,21 @@ class Interrupted(SimpleTunerError):
     exit_code = 130
 
 
+# Of native code: torch's allocators, CUDA's libraries, and the system's mapping of files and libraries.
+OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "alloc_failed",
+    "bad_alloc", "failed to map segment",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out, on any device."""
+    is_native = isinstance(error, RuntimeError | ImportError | OSError)
+    return isinstance(error, MemoryError) or (
+        is_native and any(sign in str(error).lower() for sign in OUT_OF_MEMORY_TEXTS)
+    )
+
+
 def full_text(error: BaseException) -> str:
     """The message of an error and its notes, such as where the details of a failure are."""
     text, notes = str(error) or type(error).__name__, vars(error).get("__notes__", ())

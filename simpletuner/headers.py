@@ -11,8 +11,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 METADATA = "__metadata__"
 LENGTH_BYTES = 8
 # Real headers take kilobytes to a few megabytes; a larger claim means that the file is not safetensors.
@@ -90,6 +88,8 @@ def _check_entry(name: str, dtype: str, shape: list[int], data_offsets: list[int
 
 def not_finite(header: dict[str, Any], data: memoryview) -> list[str]:
     """The names of weights with a value that is NaN or infinite, in the data that follows a header."""
+    import numpy as np  # not above: commands that read no tensors start without it
+
     guilty = []
     for name, entry in header.items():
         if name != METADATA and entry["dtype"] in EXPONENTS:

@@ -75,6 +75,28 @@ def test_a_full_disk_names_the_path_and_keeps_the_old_file(
     assert names(tmp_path) == ["file"]
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EROFS])
+def test_a_failing_disk_names_the_path_and_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+
+    def fail(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(WriteError, match=re.escape(f"{path}: cannot be written ({os.strerror(code)})")):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    stumbled = RuntimeError("unexpected pos 704 vs 598")  # torch.save, closing an archive that it could not write
+    stumbled.__context__ = OSError(code, os.strerror(code))
+    with pytest.raises(WriteError), writing_to(path):
+        raise stumbled
+    with pytest.raises(OSError, match="source"), writing_to(path):
+        raise OSError(code, os.strerror(code), "/elsewhere/source")
+
+
 def test_a_full_disk_is_recognised_in_the_words_of_native_writers(tmp_path: Path) -> None:
     with pytest.raises(DiskFullError), writing_to(tmp_path):
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")

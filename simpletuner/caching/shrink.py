@@ -14,22 +14,12 @@ from typing import Generic, TypeVar
 
 import torch
 
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Encoded = TypeVar("Encoded")
-
-# Texts of RuntimeErrors about memory: from torch's CPU allocator, MPS and CUDA's libraries.
-OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out, on any device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY_TEXTS)
 
 
 @dataclass

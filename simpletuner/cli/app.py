@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from simpletuner.atomic import DISK_FULL_CODES, READ_ONLY_CODES
+from simpletuner.atomic import DISK_FULL_CODES, UNWRITABLE_CODES
 from simpletuner.cli import cache, caption, examples, help, publish, sample, server, train
-from simpletuner.errors import ConfigError, SimpleTunerError, full_text
+from simpletuner.errors import ConfigError, SimpleTunerError, full_text, is_out_of_memory
 from simpletuner.redaction import redact
 
 USAGE = 2
@@ -81,8 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything ends in one line
-        if isinstance(error, OSError) and error.errno in READ_ONLY_CODES | DISK_FULL_CODES:
-            return _complain(f"error: {error.filename or 'writing'}: {error.strerror}.", USAGE)
+        if isinstance(error, OSError) and error.errno in UNWRITABLE_CODES | DISK_FULL_CODES:
+            return _complain(f"error: {error.filename or 'the disk'}: {error.strerror}.", USAGE)
+        if is_out_of_memory(error):
+            advice = "Free memory, or lift a limit on it (ulimit -v, or the container's)."
+            return _complain(f"error: out of memory: {full_text(error).removesuffix('.')}. {advice}", 1)
         print(redact(traceback.format_exc()), file=sys.stderr, end="")
         return _complain(f"{type(error).__name__}: {full_text(error)}", 1)
     if code == INTERRUPTED:

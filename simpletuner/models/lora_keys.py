@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.errors import Problem, UserError, shorten
@@ -145,8 +144,8 @@ def _fault(path: Path, size: int, mtime_ns: int) -> str:
     except WeightsError as error:
         return str(error)
     with path.open("rb") as file:
-        start = header_end(file.read(LENGTH_BYTES))
-    if guilty := not_finite(header, np.memmap(path, mode="r").data[start:]):
+        start, data = header_end(file.read(LENGTH_BYTES)), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if guilty := not_finite(header, memoryview(data)[start:]):
         return f"holds NaN or infinite values in {shorten(guilty, 3)}"
     return ""
 

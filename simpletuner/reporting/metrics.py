@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.atomic import write_atomically, writing_to
+from simpletuner.errors import WriteError
 
 METRICS_FILE = "training_metrics.jsonl"
 MEDIA_FILE = "validation_media.jsonl"
@@ -85,7 +86,10 @@ class StepLines:
 
         Raises:
             DiskFullError: there was no space; the torn line is dropped at the next start.
+            WriteError: the file has been deleted.
         """
+        if not self.path.exists():  # writing to the open file would lose every line without an error
+            raise WriteError(f"{self.path} is gone: its folder was moved or deleted during the run, which ends here.")
         row = {"step": step, **{key: _finite(value) for key, value in values.items() if key != "step"}}
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with writing_to(self.path):

@@ -20,9 +20,8 @@ import torch
 
 from simpletuner.atomic import build_folder, write_atomically, write_json
 from simpletuner.caching.read import BatchReader
-from simpletuner.caching.shrink import is_out_of_memory
 from simpletuner.data.sampler import PlannedBatch
-from simpletuner.errors import Interrupted, NonFiniteError, UserError, WriteError
+from simpletuner.errors import Interrupted, NonFiniteError, UserError, WriteError, is_out_of_memory
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
 from simpletuner.reporting.environment import describe_environment, package_versions

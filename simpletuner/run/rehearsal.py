@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from simpletuner.budget.budget import Budget, gigabytes
-from simpletuner.caching.shrink import is_out_of_memory
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.training.state import Assembly, random_states, restore_random_states
 from simpletuner.training.step import rehearse_micro_step
 from simpletuner.validation.runner import ValidationRunner

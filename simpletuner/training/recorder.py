@@ -123,8 +123,7 @@ class RequestHandler:
                 self.actions[request](assembly, state)
         if self.ends_with_epoch and report.epochs_done > state.epochs_done:
             self._stop(assembly, state, f"epoch {report.epochs_done} is complete.")
-        free = shutil.disk_usage(self.output_dir).free / 1e9
-        if free < self.least_free:
+        if self.least_free and (free := shutil.disk_usage(self.output_dir).free / 1e9) < self.least_free:
             threshold = f"disk_low_threshold is {self.least_free:g} GB."
             self._stop(assembly, state, f"{str(self.output_dir)!r} has {free:.1f} GB free and {threshold}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from simpletuner.caching.entry import list_keys
 from simpletuner.caching.read import CacheStore
-from simpletuner.caching.shrink import ShrinkingEncoder, is_out_of_memory
-from simpletuner.errors import UserError
+from simpletuner.caching.shrink import ShrinkingEncoder
+from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
@@ -99,6 +100,9 @@ def test_captions_too(
 def test_other_errors_are_not_taken_for_it() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert is_out_of_memory(RuntimeError("unable to mmap 8 bytes from file <a>: Cannot allocate memory (12)"))
+    assert is_out_of_memory(ImportError("libtorch_cpu.so: failed to map segment from shared object"))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(KeyError("out of memory"))
 

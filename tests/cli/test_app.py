@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -142,6 +143,13 @@ def test_usage_errors(capsys: Capture, arguments: list[str]) -> None:
         (NonFiniteError("NaN at step 3"), 1, "NaN at step 3\n"),
         (Interrupted("stopped at step 3"), 130, "stopped at step 3\n"),
         (KeyboardInterrupt(), 130, "Interrupted.\n"),
+        (OSError(errno.EIO, "Input/output error", "a/b"), 2, "error: a/b: Input/output error.\n"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            1,
+            "error: out of memory: libtorch_cpu.so: failed to map segment from shared object. Free memory, or lift a "
+            "limit on it (ulimit -v, or the container's).\n",
+        ),
     ],
 )
 def test_every_way_to_stop_has_its_exit_code(

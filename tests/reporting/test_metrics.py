@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from simpletuner.errors import DiskFullError
+from simpletuner.errors import DiskFullError, WriteError
 from simpletuner.reporting.metrics import MediaFile, MediaRecord, MetricsFile, StepLines, read_media, read_rows
 
 
@@ -129,3 +130,11 @@ def test_media_keep_their_fields_and_the_last_of_a_path_wins(tmp_path: Path) -> 
     assert read_media(path) == [first, later]
     MediaFile(path, resume_step=49).close()
     assert read_media(path) == [first]
+
+
+def test_a_folder_that_is_deleted_ends_the_record(tmp_path: Path) -> None:
+    lines = StepLines(tmp_path / "output" / "m.jsonl")
+    lines.write(1, {"loss": 0.5})
+    shutil.rmtree(tmp_path / "output")
+    with pytest.raises(WriteError, match=r"m\.jsonl is gone: its folder was moved or deleted"):
+        lines.write(2, {"loss": 0.25})
