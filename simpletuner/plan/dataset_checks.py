@@ -126,8 +126,10 @@ def _check_cropping(dataset: Dataset) -> Iterator[Problem]:
     if share > MOST_CROPPED:
         (width, height), resized = sample.geometry.size, sample.geometry.resized
         side = "width" if resized[0] * height > resized[1] * width else "height"
-        message = f"{share:.0%} of the {side} of {sample.name} is cropped: {width}x{height} is the nearest size on the grid"
-        yield Problem(f"{dataset.id}.resolution", f"{message} of this model. A larger one is finer.", fatal=False)
+        message = f"{share:.0%} of the {side} of {sample.name} is cropped: {width}x{height} is the nearest size"
+        yield Problem(
+            f"{dataset.id}.resolution", f"{message} on the model's grid; a larger resolution crops less.", fatal=False
+        )
 
 
 def _cropped(geometry: Geometry) -> float:
