@@ -89,6 +89,8 @@ def check_webhooks(config: WebhookConfig, is_explicit: Callable[[str], bool]) ->
             yield Problem(f"{where}.{key}", f"is required for a {hook.webhook_type} webhook: its address.")
         elif not _host(hook.address):
             yield Problem(f"{where}.{key}", "is no address of the form https://host/path or http://host/path.")
+        elif hook.auth_token and not (hook.auth_token.isascii() and hook.auth_token.isprintable()):
+            yield Problem(f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters.")
         elif not hook.verifies:
             message = f"the certificate of {hook.host} is not checked, so others could read what is sent there."
             yield Problem(where, message, fatal=False)

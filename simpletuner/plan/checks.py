@@ -27,7 +27,7 @@ from simpletuner.models.vision import VisionEncoder
 from simpletuner.plan.environment import why_no_folder, why_not_writable
 from simpletuner.plan.launch import check_launch
 from simpletuner.plan.offload import check_offload
-from simpletuner.reporting.trackers import check_trackers
+from simpletuner.reporting.trackers import check_names, check_trackers
 from simpletuner.validation.prompts import ValidationPrompt
 
 HIGHEST_USUAL_RATE = 0.1
@@ -178,6 +178,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_release(config)
     yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
     yield from check_trackers(config.tracking.report_to)
+    yield from check_names(config.tracking)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name, config.is_explicit)
     if config.origins.get("publishing_config") == COMMAND_LINE:
         yield from check_typed(config.publish)

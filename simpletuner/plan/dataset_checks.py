@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from simpletuner.config.crepa import check_latents
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import FlowConfig
+from simpletuner.data.buckets import Geometry
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
@@ -16,6 +18,7 @@ from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import why_no_folder
 
 SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
+MOST_CROPPED = 0.2  # share of a side that goes without a warning if nobody asked for a crop
 OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_enabled")
 
 
@@ -38,6 +41,7 @@ def check_datasets(
     yield from config.preservation.check_captions(captions)
     for dataset in datasets:
         yield from _check_resolution(config, dataset)
+        yield from _check_cropping(dataset)
         yield from _check_noise_levels(config.flow, dataset)
         yield from check_latents(config.crepa, dataset.config, config.caching.vae_cache_ondemand)
         for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
@@ -112,6 +116,25 @@ def _check_resolution(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
             "(i_know_what_i_am_doing allows it.)"
         )
         yield Problem(f"{dataset.id}.resolution", message, fatal=not config.run.i_know_what_i_am_doing)
+
+
+def _check_cropping(dataset: Dataset) -> Iterator[Problem]:
+    """What is cropped only because of the multiple that sides are rounded to."""
+    if dataset.config.crop or not dataset.samples:
+        return
+    share, sample = max(((_cropped(each.geometry), each) for each in dataset.samples), key=itemgetter(0))
+    if share > MOST_CROPPED:
+        (width, height), resized = sample.geometry.size, sample.geometry.resized
+        side = "width" if resized[0] * height > resized[1] * width else "height"
+        message = f"{share:.0%} of the {side} of {sample.name} is cropped: {width}x{height} is the nearest size"
+        yield Problem(
+            f"{dataset.id}.resolution", f"{message} on the model's grid; a larger resolution crops less.", fatal=False
+        )
+
+
+def _cropped(geometry: Geometry) -> float:
+    """The share of a side."""
+    return 1 - min(kept / whole for kept, whole in zip(geometry.size, geometry.resized, strict=True))
 
 
 def check_cache_folders(entries: Sequence[DatasetConfig]) -> Iterator[Problem]:

@@ -132,15 +132,11 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
 
 
 def _check_strengths(strengths: Sequence[float], weights: Sequence[Weights]) -> Iterator[Problem]:
-    """A strength other than 1 does to a DoRA what few expect."""
+    """Of a DoRA, strengths between 0 and 1 are no mixture of two models."""
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
     if set(strengths) != {1.0} and any("magnitude" in (role_of(name) or "") for name in names):
-        message = (
-            "scales the update of a DoRA and not its magnitudes, as in the stock pipeline, which therefore does not"
-        )
-        yield Problem(
-            "--strength", f"{message} give the base model at 0; the base model is rendered here.", fatal=False
-        )
+        message = "scales the update of a DoRA and not its magnitudes, as in the stock pipeline."
+        yield Problem("--strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.", fatal=False)
 
 
 def find_weights(request: SampleRequest, problems: list[Problem]) -> tuple[list[Weights], Checkpoint | None]:

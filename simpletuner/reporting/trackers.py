@@ -13,7 +13,7 @@ import configparser
 import logging
 import netrc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -109,6 +109,14 @@ def check_trackers(report_to: str) -> list[Problem]:
         reasons = (_missing(name) for name in PACKAGES if name in names)
         problems += [Problem("report_to", reason, fatal=False) for reason in reasons if reason]
     return problems
+
+
+def check_names(config: TrackingConfig) -> Iterator[Problem]:
+    """Names become folders inside `logging_dir`."""
+    for key in ("tracker_project_name", "tracker_run_name"):
+        name = str(getattr(config, key))
+        if name.startswith("/") or ".." in name.split("/"):
+            yield Problem(key, f"{name!r} leads out of logging_dir; it is a name, with no '..' and no '/' in front.")
 
 
 def build_trackers(

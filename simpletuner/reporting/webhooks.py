@@ -112,6 +112,7 @@ class Delivery:
     images: str = "data_uri"
     outbox: Outbox = field(default_factory=Outbox, init=False)
     _warned_at: float | None = field(default=None, init=False)
+    _unreachable: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._tls = tls_context(self.hook.verifies)
@@ -147,7 +148,9 @@ class Delivery:
                 try:
                     self._post(client, payload)
                 except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-                    logger.debug("The webhook at %s could not be reached: %s", self.hook.host, type(error).__name__)
+                    level, self._unreachable = logging.DEBUG if self._unreachable else logging.WARNING, True
+                    reason = type(error).__name__
+                    logger.log(level, "The webhook at %s could not be reached: %s", self.hook.host, reason)
 
     def _post(self, client: httpx.Client, payload: Payload) -> None:
         content = discord_form(self.hook, payload, self.folder) if self.hook.webhook_type == "discord" else None

@@ -229,7 +229,7 @@ def hold(file: BinaryIO) -> None:
 def this_process() -> Owner:
     """This process as the owner of a lock."""
     pid = os.getpid()
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])  # settings may hold secrets
     return Owner(pid, socket.gethostname(), boot_id(), start_of(pid), command, round(time.time(), 3))
 
 

@@ -180,6 +180,18 @@ def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(workspace: Workspace, c
         assert f"{law} has none" in problem
 
 
+def test_a_grid_that_crops_much_is_mentioned(workspace: Workspace, capsys: Capture) -> None:
+    """Such as the 128 pixels of block-sparse attention; a crop that was asked for is none of its business."""
+    assert "is cropped" not in warnings(workspace, capsys)
+    settings = ("aspect_bucket_alignment=64", "i_know_what_i_am_doing=true")
+    message = (
+        "pictures.resolution: 33% of the width of p0.png is cropped: 64x64 is the nearest size on the model's grid"
+    )
+    assert message in warnings(workspace, capsys, *settings)
+    workspace.write_datasets([{**DATASETS[0], "crop": True}, DATASETS[1]])
+    assert "is cropped" not in warnings(workspace, capsys, *settings)
+
+
 def test_dry_run_is_the_same_as_plan(workspace: Workspace, capsys: Capture) -> None:
     shown = plan(workspace, capsys)
     for flag in ("--dry-run", "--dry_run"):

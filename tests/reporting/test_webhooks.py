@@ -234,9 +234,10 @@ def test_a_refusal_is_told_once_a_minute_without_the_address(
 def test_a_receiver_that_is_gone_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gone = Receiver(f"http://127.0.0.1:{free_port()}")
     caplog.set_level(logging.DEBUG, "simpletuner")
-    deliver(hook(gone.url), tmp_path, Notice("hello"))
-    messages = [record.getMessage() for record in caplog.records if record.name.startswith("simpletuner")]
-    assert messages == ["The webhook at 127.0.0.1 could not be reached: ConnectError"]
+    deliver(hook(gone.url), tmp_path, Notice("hello"), Notice("is anybody there?"))
+    records = [record for record in caplog.records if record.name.startswith("simpletuner")]
+    assert {each.getMessage() for each in records} == {"The webhook at 127.0.0.1 could not be reached: ConnectError"}
+    assert [each.levelname for each in records] == ["WARNING", "DEBUG"], "a warning once"
 
 
 def test_many_receivers_share_the_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +289,10 @@ def test_what_gives_way_in_a_full_queue() -> None:
     ("value", "complaint"),
     [
         ({"webhook_type": "raw"}, "webhook_config[0].callback_url: is required for a raw webhook"),
+        *(
+            ({"webhook_type": "raw", "callback_url": "http://h/", "auth_token": token}, "auth_token: cannot be sent")
+            for token in ("schlüssel-schlüssel", "open-sesame\n")
+        ),
         ([{"webhook_type": "discord", "callback_url": "http://a"}], "webhook_config[0].webhook_url: is required"),
         ({"webhook_type": "raw", "callback_url": "ftp://a/b"}, "webhook_config[0].callback_url: is no address"),
         ({"webhook_type": "slack"}, "is not one of: discord, raw."),

@@ -45,7 +45,7 @@ def holder(tmp_path: Path) -> Iterator[Callable[[Path], Holder]]:
     started: list[Holder] = []
 
     def start(folder: Path) -> Holder:
-        command = [sys.executable, "-c", HOLD, str(folder), "train", "env=first"]
+        command = [sys.executable, "-c", HOLD, str(folder), "--auth_token=open-sesame"]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1))
         assert hear(started[-1]) == "ready\n"
         return started[-1]
@@ -79,9 +79,10 @@ def test_a_second_run_is_refused_before_it_writes(
     first = holder(output)
     tell(first)
     assert hear(first) == "held\n"
+    assert "open-sesame" not in (output / LOCK_FILE).read_text(), "everybody may read it"
     assert workspace.train() == 2
     message = capsys.readouterr().err
-    assert f"output is in use by process {first.pid} on {this_process().host} (`-c {output} train env=first`" in message
+    assert f"output is in use by process {first.pid} on {this_process().host} (`-c {output}`" in message
     assert re.search(r"`, started [\d.:]+( s)? ago\)", message)
     assert [path.name for path in output.iterdir()] == [LOCK_FILE]
     assert workspace.train("--dry-run") == 0, "who only reads takes no lock"
