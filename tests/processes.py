@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from simpletuner.cli.app import main
-from tests.workspace import Workspace
+from simpletuner.world import World
+from tests.workspace import FORKS, Workspace
 
 PATIENCE = 900  # seconds for what takes a few on an idle machine
 _ports: list[socket.socket] = []
@@ -52,6 +54,23 @@ def finish(processes: Sequence[BaseProcess]) -> list[int | None]:
 def train(workspace: Workspace, size: int, *settings: str) -> list[int | None]:
     """`simpletuner train <settings>` in some processes; returns their exit codes."""
     return finish(start([workspace] * size, "train", *settings))
+
+
+def run_together(size: int, work: Callable[..., object], *arguments: object) -> None:
+    """`work(its place, *arguments)` in some processes; if one of them fails, the others do not wait for it."""
+    started = [FORKS.Process(target=work, args=(World(rank, size, rank, size), *arguments)) for rank in range(size)]
+    for process in started:
+        process.start()
+    try:
+        while all(process.exitcode in (None, 0) for process in started):
+            running = [process.sentinel for process in started if process.exitcode is None]
+            if not running or not connection.wait(running, PATIENCE):
+                break
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    assert [process.exitcode for process in started] == [0] * size
 
 
 def printed(workspace: Workspace, rank: int = 0) -> str:

@@ -7,7 +7,7 @@ numbers whether it shares a step with others in one batch or in the batches of s
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +50,11 @@ class Place:
     micro_step: int
     slots: range
     group: int
+
+    @property
+    def of_all(self) -> Place:
+        """The same place with the samples of all processes."""
+        return replace(self, slots=range(self.group))
 
     def generators(self, purpose: str) -> list[torch.Generator]:
         """One CPU generator per sample of this process."""

@@ -65,7 +65,11 @@ class Technique:
         return nullcontext()
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Replace the transformer's input or its target; `predict` runs the model without gradients."""
+        """Replace the transformer's input or its target; `predict` runs the model without gradients.
+
+        With several processes, whether there are losses or metrics must be decided alike: for all samples of a
+        micro-step together. With sharded weights, so must the number of forward passes.
+        """
         return noisy
 
     def kept_tokens(self, block: int) -> Tensor | None:
@@ -112,6 +116,7 @@ class Site:
         hidden: hidden states of visual blocks in the forward pass of each micro-step.
         load_latent_encoder: loads the VAE onto the device, in the dtype of the run.
         world: the processes that train together.
+        is_sharded: whether the processes share the weights, so that they must run the same forward passes.
     """
 
     adapter: FamilyAdapter
@@ -124,6 +129,7 @@ class Site:
     hidden: HiddenStates
     load_latent_encoder: Callable[[], LatentEncoder]
     world: World = field(default_factory=World)
+    is_sharded: bool = False
 
     def kept_tokens(self, block: int) -> Tensor | None:
         """The tokens in the hidden states of a visual block, int64 `B K`; None if all are."""

@@ -59,6 +59,7 @@ class ScheduledSampling(Technique):
         self._watch = _Watch()
 
     def attach(self, site: Site) -> None:
+        self._is_sharded = site.is_sharded
         self._grids = {}
         for from_picture in (False, True):
             sampler = site.adapter.load_sampler(self._shift, from_picture=from_picture)
@@ -67,15 +68,20 @@ class ScheduledSampling(Technique):
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Replace the inputs of the samples that this micro-step draws."""
-        if noisy.place is None:
+        place = noisy.place
+        if place is None:
             raise ValueError("scheduled sampling draws random numbers, so the batch needs its place in the run")
         self._sampled = None
-        self._watch.begin(noisy.place.global_step)
-        paths = [[]] if noisy.batch.dataset_id in self._skipped else self._paths(noisy, noisy.place)
-        if not any(paths):
+        self._watch.begin(place.global_step)
+        offsets = [] if noisy.batch.dataset_id in self._skipped else self._offsets(place)
+        if not any(offsets):
             return noisy
+        paths = self._paths(noisy, offsets[place.slots.start : place.slots.stop])
         states = self._sample(noisy, paths, predict)
         clean = self._clean(noisy, paths, predict) if self._config.compares_clean else noisy.target
+        if self._is_sharded:  # so the others' passes need this process, whatever it predicts
+            for _ in range(self._passes(max(offsets)) - self._passes(max(map(len, paths)) - 1)):
+                predict(noisy.of([0]))
         drawn = upload(torch.tensor([bool(path) for path in paths]), states.device)
         usable = (states.isfinite() & clean.isfinite()).flatten(1).all(1) & drawn
         self._sampled = _Sampled(usable, (drawn & ~usable).sum(), clean)
@@ -108,16 +114,24 @@ class ScheduledSampling(Technique):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._watch = _Watch(**state)
 
-    def _paths(self, noisy: NoisyBatch, place: Place) -> list[list[float]]:
-        """The noise levels that each sample passes; empty if it is trained plainly."""
+    def _offsets(self, place: Place) -> list[int]:
+        """The steps drawn for the samples of all processes, so that each process knows what the others do."""
         chance = self._config.probability_at(place.global_step)
-        from_picture = noisy.given_frames > 0
-        paths = []
-        for sigma, generator in zip(noisy.host_sigmas, place.generators("scheduled sampling"), strict=True):
+        offsets = []
+        for generator in place.of_all.generators("scheduled sampling"):
             gate, share = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
-            offset = self._config.offset_at(share) if gate < chance else 0
-            paths.append(path_to(sigma, offset, self._grids[from_picture]) if offset else [])
-        return paths
+            offsets.append(self._config.offset_at(share) if gate < chance else 0)
+        return offsets
+
+    def _paths(self, noisy: NoisyBatch, offsets: Sequence[int]) -> list[list[float]]:
+        """The noise levels that each sample passes; empty if it is trained plainly."""
+        grid = self._grids[noisy.given_frames > 0]
+        drawn = zip(noisy.host_sigmas, offsets, strict=True)
+        return [path_to(sigma, offset, grid) if offset else [] for sigma, offset in drawn]
+
+    def _passes(self, steps: int) -> int:
+        """Forward passes of samples that take so many steps, with that of their plain inputs."""
+        return steps + self._config.compares_clean if steps > 0 else 0
 
     def _sample(self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict) -> Tensor:
         """The states at the ends of the paths, `B C F H W`; samples without a path are unchanged.
@@ -139,7 +153,7 @@ class ScheduledSampling(Technique):
     def _clean(self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict) -> Tensor:
         """Predictions from the plain inputs of samples with a path; of the others the target, which is not used."""
         rows = [row for row, path in enumerate(paths) if path]
-        found = dict(zip(rows, predict(noisy.of(rows)), strict=True))
+        found = dict(zip(rows, predict(noisy.of(rows)), strict=True)) if rows else {}
         return torch.stack([found.get(row, target) for row, target in enumerate(noisy.target)])
 
     def _solver(self, path: Sequence[float]) -> Any:
@@ -218,7 +232,8 @@ class _Watch:
             self._lost += int(lost)
             message = "Step %d: %d sampled inputs were not finite; the plain ones were used (%d so far)."
             logger.warning(message, self._step + 1, lost, self._lost)
-        self._dominated = self._dominated + 1 if rectification > DOMINANT * loss else 0
+        if loss:  # else this process has sampled nothing
+            self._dominated = self._dominated + 1 if rectification > DOMINANT * loss else 0
         if self._dominated == PATIENCE:
             message = "reflexflow_adr has been above %g times the loss of the same samples for %d steps; a smaller "
             message += "scheduled_sampling_reflexflow_beta1 would leave more weight to the loss."

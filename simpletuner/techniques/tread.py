@@ -40,7 +40,7 @@ class Tread(Technique):
         layout, spec = site.layout, site.adapter.spec
         if layout.routing is None:
             raise ValueError(f"{spec.title} has no tokens that could skip blocks")
-        self._layout, self._unit, self._spec = layout, layout.routing.unit, spec
+        self._layout, self._unit, self._spec, self._world = layout, layout.routing.unit, spec, site.world
         blocks = layout.visual_blocks
         self._windows = [_Window(route.among(len(blocks)), blocks, layout.routing) for route in self.routes]
 
@@ -59,9 +59,13 @@ class Tread(Technique):
             raise ValueError("TREAD draws random numbers, so the batch needs its place in the run")
         protected = self._protected(noisy)
         units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._unit
+        # One number in all steps, so that compiled blocks see one shape, unless a sample has more to protect.
+        most = 0 if protected is None else int(protected.sum(1).max())
+        if noisy.batch.loss_mask is not None:  # by which samples differ, those of other processes too
+            most = max(self._world.gather(most))
         for number, window in enumerate(self._windows):
             generators = noisy.place.generators(f"tread {number}")
-            kept = draw_kept(units, window.route.ratio, protected, generators)
+            kept = draw_kept(units, max(count_kept(window.route.ratio, units), most), protected, generators)
             tokens = None if kept.shape[1] == units else whole_units(kept, self._unit)
             window.begin(None if tokens is None else upload(tokens, noisy.sigmas.device))
         return noisy
@@ -125,20 +129,15 @@ class _Window:
         return together
 
 
-def draw_kept(units: int, ratio: float, protected: Tensor | None, generators: Sequence[torch.Generator]) -> Tensor:
-    """Draw the units to keep of each sample: int64 `B K`, ascending, on the CPU.
-
-    K is (1 - ratio) of the units, rounded and at least 1. It is the same in every step, so that compiled blocks see one
-    shape, and grows only if a sample has more protected units than that.
+def draw_kept(units: int, count: int, protected: Tensor | None, generators: Sequence[torch.Generator]) -> Tensor:
+    """Draw the units to keep of each sample: int64 `B count`, ascending, on the CPU.
 
     Args:
-        protected: bool, `B units`, on the CPU, or None.
+        protected: always kept; bool, `B units`, on the CPU, or None.
         generators: one per sample, on the CPU.
     """
-    count = count_kept(ratio, units)
     chances = torch.stack([torch.rand(units, generator=each) for each in generators])
     if protected is not None:
-        count = max(count, int(protected.sum(1).max()))
         chances = chances + protected  # drawn from [0, 1), so protected units come first
     return chances.topk(count, dim=1).indices.sort(dim=1).values
 

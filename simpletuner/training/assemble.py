@@ -102,8 +102,7 @@ def assemble(
     device = accelerator.device
     base_dtype = DTYPES[transformer_dtype(config.precision)]
     sharded = config.launch.fsdp_enable and world.size > 1
-    sharers = world if sharded else World()
-    trained, packed = _load(config, spec, adapter, device, world, sharers)
+    trained, packed = _load(config, spec, adapter, device, world, world if sharded else World())
     transformer, is_lora = trained.transformer, config.model.model_type == "lora"
     layout = adapter.block_layout(transformer)
     fast = _use_fast_blocks(transformer, config, adapter, device)
@@ -111,7 +110,8 @@ def assemble(
     _compile_blocks(transformer, layout, fast, config, device)
     hidden = HiddenStates(layout)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(config.precision, config.caching)])
-    site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, load_vae, world)
+    site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, load_vae, world,
+                sharded)  # fmt: skip
     modules = _attach(techniques, site, spec.seed)
     if sharded:
         shard(transformer, layout, config.launch, device, world, keep_trained=is_lora)

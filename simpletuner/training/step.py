@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.data.loader import BatchLoader
-from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas, slowed_sigmas
 from simpletuner.diffusion.loss import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import Place, seed_device, step_seed
@@ -110,8 +110,13 @@ class _Losses:
     diffusion: list[Tensor] = field(default_factory=list)  # the total without what techniques add to it
     per_sample: list[Tensor] = field(default_factory=list)
     timesteps: list[Tensor] = field(default_factory=list)
-    extra: dict[str, list[Tensor]] = field(default_factory=dict)
+    extra: list[dict[str, Tensor]] = field(default_factory=list)  # by names that not all micro-steps have
     names: list[list[str]] = field(default_factory=list)
+
+    def log(self, extra: Mapping[str, Tensor]) -> None:
+        """Log scalars of the last micro-step, which may be on the CPU."""
+        device = self.per_sample[-1].device
+        self.extra[-1].update({name: upload(value.detach(), device) for name, value in extra.items()})
 
     @property
     def counts(self) -> list[int]:
@@ -120,13 +125,13 @@ class _Losses:
 
     def on_host(self, more: Sequence[Tensor] = ()) -> tuple[HostLosses, Iterator[float]]:
         """The same as numbers, and some more numbers, read from the device at once."""
-        columns = {"total": self.total, "diffusion": self.diffusion, **self.extra}
-        flat = [*map(torch.stack, columns.values()), *self.per_sample, *self.timesteps, *(each[None] for each in more)]
+        scalars = [*self.total, *self.diffusion, *(value for extra in self.extra for value in extra.values())]
+        flat = [torch.stack(scalars), *self.per_sample, *self.timesteps, *(each[None] for each in more)]
         numbers = iter(torch.cat(flat).tolist())
-        read = {name: list(islice(numbers, len(values))) for name, values in columns.items()}
+        total, diffusion = (list(islice(numbers, len(self.total))) for _ in range(2))
+        extra = [dict(zip(each, islice(numbers, len(each)), strict=True)) for each in self.extra]
         samples, timesteps = ([list(islice(numbers, count)) for count in self.counts] for _ in range(2))
-        losses = HostLosses(read.pop("total"), read.pop("diffusion"), samples, timesteps, read, self.names)
-        return losses, numbers
+        return HostLosses(total, diffusion, samples, timesteps, extra, self.names), numbers
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class HostLosses:
     diffusion: list[float]
     per_sample: list[list[float]]
     timesteps: list[list[float]]
-    extra: dict[str, list[float]]
+    extra: list[dict[str, float]]
     names: list[list[str]]
 
     @classmethod
@@ -154,7 +159,10 @@ class HostLosses:
             diffusion=_averaged(part.diffusion for part in parts),
             per_sample=[_joined(micro) for micro in zip(*(part.per_sample for part in parts), strict=True)],
             timesteps=[_joined(micro) for micro in zip(*(part.timesteps for part in parts), strict=True)],
-            extra={name: _averaged(part.extra[name] for part in parts) for name in parts[0].extra},
+            extra=[
+                {name: fmean(values) for name, values in _by_name(micro).items()}
+                for micro in zip(*(part.extra for part in parts), strict=True)
+            ],
             names=[_joined(micro) for micro in zip(*(part.names for part in parts), strict=True)],
         )
 
@@ -165,6 +173,14 @@ def _joined(lists: Iterable[list[Item]]) -> list[Item]:
 
 def _averaged(columns: Iterable[list[float]]) -> list[float]:
     return [fmean(column) for column in zip(*columns, strict=True)]
+
+
+def _by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The values under each name, which need not be in all of these."""
+    found: dict[str, list[float]] = {}
+    for name, value in (pair for extra in extras for pair in extra.items()):
+        found.setdefault(name, []).append(value)
+    return found
 
 
 def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) -> StepReport:
@@ -283,8 +299,8 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
         with exchange_only(assembly, transformer=last and index == len(extras) - 1, modules=False):
             added = run(partial(predict, assembly))
             _backward(assembly, torch.stack(list(added.values())).sum(), losses)
-        for name, loss in added.items():
-            losses.extra.setdefault(name, []).append(loss.detach())
+        losses.log(added)
+        for loss in added.values():
             losses.total[-1] = losses.total[-1] + loss.detach()
 
 
@@ -320,15 +336,17 @@ def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: _Losses) -> Tensor
     losses.per_sample.append(per_sample(loss.detach()))  # logged as train_loss: before techniques weigh it
     losses.timesteps.append(noisy.timesteps)
     losses.names.append(noisy.batch.names)
+    losses.extra.append({})
     for technique in assembly.techniques:
         loss = technique.weigh(noisy, prediction, loss)
     total = per_sample(loss).mean()
     losses.diffusion.append(total.detach())
-    for name, extra in (pair for each in extras for pair in each.items()):
-        losses.extra.setdefault(name, []).append(extra.detach())
-        total = total + extra
-    for name, value in (pair for technique in assembly.techniques for pair in technique.metrics().items()):
-        losses.extra.setdefault(name, []).append(value)
+    for extra in extras:
+        losses.log(extra)
+        for value in extra.values():
+            total = total + value
+    for technique in assembly.techniques:
+        losses.log(technique.metrics())
     losses.total.append(total.detach())
     return total
 
@@ -400,6 +418,6 @@ def _means(losses: HostLosses) -> dict[str, float]:
         "train_loss": torch.tensor(_joined(losses.per_sample)).mean().item(),
         "optimization_loss": (torch.tensor(losses.total) * shares).mean().item(),
     }
-    if losses.extra:
+    if any(losses.extra):
         means["diffusion_loss"] = (torch.tensor(losses.diffusion) * shares).mean().item()
-    return means | {name: torch.tensor(values).mean().item() for name, values in losses.extra.items()}
+    return means | {name: torch.tensor(values).mean().item() for name, values in _by_name(losses.extra).items()}

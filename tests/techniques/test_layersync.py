@@ -38,7 +38,7 @@ def batch(deep: Path) -> Batch:
 def gradients_of(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     losses = step._Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses).backward()
-    assert -WEIGHT <= losses.extra["layersync_loss"][0] < 0
+    assert -WEIGHT <= losses.extra[0]["layersync_loss"] < 0
     return {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
 
 
@@ -56,7 +56,7 @@ def test_the_loss_of_each_family(size: str) -> None:
     losses = step._Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, models.make_batch(size, 2), 0, 0), losses).backward()
     expected = -WEIGHT * cosine_similarity(outputs[0], outputs[1], dim=-1).mean()
-    torch.testing.assert_close(losses.extra["layersync_loss"][0], expected.detach())
+    torch.testing.assert_close(losses.extra[0]["layersync_loss"], expected.detach())
     assert abs(expected.item()) > 1e-3
 
 
@@ -103,11 +103,11 @@ def test_routes_leave_the_same_tokens_of_both(
         whole = seen[block].shape[1] == 64
         both.append(seen[block].gather(1, kept[..., None].expand(-1, -1, 32)) if whole else seen[block])
     expected = -WEIGHT * cosine_similarity(*both, dim=-1).mean()
-    torch.testing.assert_close(losses.extra["layersync_loss"][0], expected.detach())
+    torch.testing.assert_close(losses.extra[0]["layersync_loss"], expected.detach())
 
 
 def test_regularisation_data_is_left_alone(deep: Path, batch: Batch) -> None:
     losses = step._Losses()
     assembly = make_assembly(deep, LayerSync(0, 1, WEIGHT, frozenset([batch.dataset_id])))
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses)
-    assert losses.extra == {}
+    assert losses.extra == [{}]

@@ -141,7 +141,7 @@ def test_its_steps_are_those_of_the_preview(
         sigma = float(grid[passed])
         noisy = adapter.prepare(make_noisy(batch, torch.tensor([sigma]), stock[0] / float(grid[0])))
         noisy = replace(noisy, place=replace(PLACE, slots=range(1)), host_sigmas=(sigma,))
-        technique._paths = lambda noisy, place, sigma=sigma: [path_to(sigma, 4, grid)]  # type: ignore[method-assign]
+        technique._paths = lambda noisy, offsets, sigma=sigma: [path_to(sigma, 4, grid)]  # type: ignore[method-assign]
         found = technique.before_forward(noisy, partial(velocities_of, adapter, transformer)).noisy_latents
         assert distance({"": found}, {"": stock[passed]}) < ROTATION
         assert distance({"": found}, {"": stock[passed - 1]}) > 2 * ROTATION
@@ -173,7 +173,7 @@ def gradients_of(checkpoint: Path, batch: Batch, **settings: Any) -> dict[str, T
     assembly = make_assembly(checkpoint, ScheduledSampling(config_of(max_step_offset=2), STEPS, None), **settings)
     losses = step._Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses).backward()
-    assert losses.extra["reflexflow_adr"][0] > 0.1
+    assert losses.extra[0]["reflexflow_adr"] > 0.1
     return {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
 
 

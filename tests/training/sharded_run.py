@@ -89,10 +89,11 @@ class Run:
     folder: Path
     losses: list[float] = field(default_factory=list)
     places: set[str] = field(default_factory=set)
+    metrics: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        settings = {"mixed_precision": "no", "use_ema": True, "lora_rank": 4, **self.case.settings}
-        config = make_config(self.checkpoint, **settings, fsdp_enable=True)
+        settings = {"mixed_precision": "no", "use_ema": True, "lora_rank": 4, "fsdp_enable": True, **self.case.settings}
+        config = make_config(self.checkpoint, **settings)
         spec = TrainingSpec(lora_targets=TARGETS, seed=3, total_steps=20, learning_rate=1e-3)
         adapter = make_adapter(self.checkpoint)
         with patch.object(assembling, "shard", self.shard):
@@ -116,6 +117,7 @@ class Run:
             report = optimizer_step(self.assembly, self.loader, self.state.global_step)
             self.state.global_step = report.step
             self.ema.update(report.step)
+            self.metrics.append(report.metrics)
             self.losses.append(report.metrics["train_loss"])
 
     def predictions(self) -> list[Tensor]:

@@ -83,6 +83,12 @@ def test_nothing_makes_the_host_wait(
     assert watched.found == []
 
 
+def test_what_techniques_log_on_the_host_is_read_with_the_losses() -> None:
+    losses = step._Losses(per_sample=[torch.zeros(1, device=GPU)], extra=[{}])
+    losses.log({"crepa_weight": torch.tensor(0.5)})
+    assert losses.extra[0]["crepa_weight"].device == GPU
+
+
 def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other way to read a number of the meta device is an error."""
     config = make_config("tiny", mixed_precision="bf16", lora_rank=4)

@@ -11,10 +11,9 @@ import torch
 
 from simpletuner.world import World
 from tests.closeness import ROTATION, distance
-from tests.processes import PATIENCE
+from tests.processes import run_together
 from tests.training.assembly import make_batch
 from tests.training.sharded_run import BATCH_FILE, CASES, LEG, RELAYED, Run, main, relay, run_case
-from tests.workspace import FORKS
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 SIZES = [2, 1, 4, 2]  # of the legs of the relay
@@ -32,21 +31,6 @@ class Together:
     relayed: dict[str, list[float]]
 
 
-def start(size: int, *arguments: Any) -> None:
-    """Run `main` in several processes."""
-    places = [World(rank, size, rank, size) for rank in range(size)]
-    started = [FORKS.Process(target=main, args=(place, *arguments)) for place in places]
-    try:
-        for each in started:
-            each.start()
-        for each in started:
-            each.join(PATIENCE)
-    finally:
-        for each in started:
-            each.kill()
-    assert [each.exitcode for each in started] == [0] * size
-
-
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> Together:
     folder = tmp_path_factory.mktemp("sharded")
@@ -57,7 +41,7 @@ def together(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> 
         if size == 1:
             found = {f"{name}-relay": relay(name, t2i_checkpoint, World(), folder, leg) for name in RELAYED}
         else:
-            start(size, t2i_checkpoint, folder, leg, CASES_OF[leg])
+            run_together(size, main, t2i_checkpoint, folder, leg, CASES_OF[leg])
             found = torch.load(folder / f"results-{leg}-0.pt", weights_only=True)
             several.setdefault(size, found)
         for name in RELAYED:

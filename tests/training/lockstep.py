@@ -1,0 +1,103 @@
+"""Short runs with techniques, in one process or in several, and what each of them exchanges with the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import simpletuner.models.registry  # noqa: F401 - declares the families' options
+from simpletuner.diffusion.batch import Batch
+from simpletuner.techniques.base import Technique
+from simpletuner.techniques.spec import chosen_techniques
+from simpletuner.world import World, connect, settle_meeting
+from tests.fidelity.family import make_config
+from tests.training.sharded_run import Batches, Case, Run
+
+STEPS = 3
+KNOWN = "known"  # the dataset of every other micro-batch
+ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": 1}
+# The keys that switch a technique on, and those that its datasets have for it.
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "crepa": {
+        "crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": 0,
+        "crepa_teacher_block_index": 1, "crepa_similarity_threshold": 0.9,
+    },
+    "layersync": {"layersync_enabled": True, "layersync_student_block": 0, "layersync_teacher_block": 1},
+    "masked loss": {"masked_loss_prior": 0.5, "masked_loss_probability": 0.7},
+    "preservation": {"preservation_weight": 1.0, "preservation_probability": 0.5, "preservation_prompt": "a picture"},
+    "regularisation": {},
+    "scheduled sampling": {
+        "scheduled_sampling_max_step_offset": 3, "scheduled_sampling_probability": 0.4,
+        "validation_num_inference_steps": 8,
+    },
+    "slider": {},
+    "tread": {"tread_config": {"routes": [ROUTE]}},
+}  # fmt: skip
+
+
+class Exchanges(TorchDispatchMode):
+    """Lists the collectives of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Alternating(Batches):
+    """Hands out the batch as one of two datasets in turn."""
+
+    def __next__(self) -> Batch:
+        return replace(super().__next__(), dataset_id=KNOWN if self.position % 2 else "new")
+
+
+def techniques_of(checkpoint: Path, names: Sequence[str], settings: Mapping[str, Any]) -> list[Technique]:
+    """The techniques of a run, as its plan would build them."""
+    config = make_config(checkpoint, **settings)
+    regularised = {KNOWN: 0.5} if "regularisation" in names else {}
+    strengths = {KNOWN: -1.0, "new": 1.0} if "slider" in names else {}
+    masked = float("masked loss" in names)
+    return [spec.build() for spec in chosen_techniques(config, regularised, 20, strengths, masked)]
+
+
+def train(
+    checkpoint: Path, batch: Batch, world: World, folder: Path, names: Sequence[str], **settings: Any
+) -> dict[str, Any]:
+    """Train some steps; returns their metrics, and the collectives and the forward passes of this process."""
+    for name in names:
+        settings = TECHNIQUES[name] | settings
+    settings = {"gradient_accumulation_steps": 2, "use_ema": False, "optimizer": "torch-sgd", **settings}
+    run = Run(checkpoint, Case(settings, lambda: techniques_of(checkpoint, names, settings)), world, folder)
+    mine = slice(*(len(batch.names) * rank // world.size for rank in (world.rank, world.rank + 1)))
+    assert batch.other_embeds is not None
+    assert batch.loss_mask is not None
+    run.loader = Alternating(
+        Batch(
+            batch.latents[mine], batch.embeds[mine], batch.names[mine],
+            loss_mask=batch.loss_mask[mine] if "masked loss" in names else None,
+            other_embeds=batch.other_embeds[mine] if "preservation" in names else None,
+        )
+    )  # fmt: skip
+    with Exchanges() as exchanges:
+        run.train(STEPS)
+    return {"metrics": run.metrics, "exchanges": exchanges.found, "passes": run.assembly.passes}
+
+
+def main(place: World, checkpoint: Path, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    """One of several processes: train cases; their results are a file in the folder."""
+    settle_meeting(place, os.environ)  # for accelerate
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    with connect(place, f"file://{folder}/meeting", limit=180) as world:
+        results = {name: train(checkpoint, batch, world, folder, **case) for name, case in cases.items()}
+    torch.save(results, folder / f"results-{place.rank}.pt")

@@ -1,0 +1,76 @@
+"""Every technique does in two processes what it does in one, and both exchange the same with each other."""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import replace
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner import techniques
+from simpletuner.techniques.base import Technique
+from simpletuner.world import World
+from tests.closeness import ROTATION
+from tests.processes import run_together
+from tests.training.assembly import make_batch
+from tests.training.lockstep import TECHNIQUES, main, techniques_of, train
+
+CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
+KINDS: dict[str, dict[str, Any]] = {"ddp": {"fsdp_enable": False}, "fsdp2": {"fsdp_enable": True}}
+# Some techniques that a run may have together.
+TOGETHER = {
+    "rollout": ["preservation", "regularisation", "scheduled sampling", "slider"],
+    "tokens": ["crepa", "layersync", "masked loss", "tread"],
+}
+CASES = {
+    f"{name}, {kind}": {"names": names, **settings}
+    for name, names in TOGETHER.items()
+    for kind, settings in KINDS.items()
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> list[dict[str, Any]]:
+    """What one process did, and what each of two did."""
+    folder = tmp_path_factory.mktemp("lockstep")
+    batch = make_batch(t2i_checkpoint, CAPTIONS, side=8)
+    white = torch.tensor([2, 4, 4, 6])  # columns; TREAD keeps all tokens that show them
+    mask = (torch.arange(8) < white[:, None]).float().view(4, 1, 1, 1, 8).expand(-1, -1, -1, 8, -1)
+    batch = replace(batch, other_embeds=batch.embeds[::-1], loss_mask=mask)
+    torch.save(batch, folder / "batch.pt")
+    run_together(2, main, t2i_checkpoint, folder, CASES)
+    one = {
+        name: train(t2i_checkpoint, batch, World(), folder, names, fsdp_enable=False)
+        for name, names in TOGETHER.items()
+    }
+    return [one, *(torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in (0, 1))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_processes_do_what_one_does(results: list[dict[str, Any]], name: str, kind: str) -> None:
+    one, *two = (each[key] for each, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True))
+    assert two[0]["metrics"] == two[1]["metrics"]
+    assert two[0]["exchanges"] == two[1]["exchanges"]
+    assert ("c10d::_allgather_base_" in two[0]["exchanges"]) == (kind == "fsdp2"), "of weights"
+    if kind == "fsdp2":
+        assert two[0]["passes"] == two[1]["passes"] == one["passes"]
+    for step, expected in zip(two[0]["metrics"], one["metrics"], strict=True):
+        assert step == pytest.approx(expected, rel=ROTATION)
+
+
+def test_every_technique_is_held_to_it(t2i_checkpoint: Path) -> None:
+    for module in pkgutil.iter_modules(techniques.__path__):
+        import_module(f"{techniques.__name__}.{module.name}")
+    tried = [
+        type(technique)
+        for name in chain(*TOGETHER.values())
+        for technique in techniques_of(t2i_checkpoint, [name], TECHNIQUES[name])
+    ]
+    defined = [each for each in Technique.__subclasses__() if each.__module__.startswith(f"{techniques.__name__}.")]
+    assert sorted(map(str, tried)) == sorted(map(str, defined))
