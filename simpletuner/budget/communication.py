@@ -37,7 +37,8 @@ class Sent:
 
 
 def sent_bytes(cost: TransformerCost, setup: TrainingSetup, added: TechniqueCost, micro_steps: int) -> Sent:
-    """What each process sends: DDP does so once in an optimizer step, FSDP2 in each micro-step.
+    """What each process sends: DDP does so once in an optimizer step, FSDP2 in each micro-step, but for gradients that
+    are kept whole.
 
     Args:
         added: what techniques add to a micro-step.
@@ -51,11 +52,12 @@ def sent_bytes(cost: TransformerCost, setup: TrainingSetup, added: TechniqueCost
     if not setup.sharded:
         return Sent(reduced=2 * share * (gradients + beside))
     backward = 1 + added.passes
+    scatters = 1 if setup.whole_gradients else backward * micro_steps
     times = backward + added.forwards + (backward if setup.reshards else 0.0)
     return Sent(
         reduced=2 * share * (beside if setup.is_full else gradients + beside),
         gathered=share * weights * times * micro_steps,
-        scattered=share * weights * backward * micro_steps if setup.is_full else 0.0,
+        scattered=share * weights * scatters if setup.is_full else 0.0,
     )
 
 

@@ -57,6 +57,7 @@ class TrainingSetup:
         sharded: they share the weights among them (FSDP2), and of trained ones gradients, optimizer state and average;
             adapters are whole in each.
         reshards: a block's gathered weights are given up after its forward pass.
+        whole_gradients: gradients of sharded weights are whole until the last micro-step.
         from_base: blocks wait on the host until the adapters have been computed from them.
     """
 
@@ -84,6 +85,7 @@ class TrainingSetup:
     sharded: bool = False
     reshards: bool = True
     from_base: bool = False
+    whole_gradients: bool = False
 
     @property
     def trained_shares(self) -> int:
@@ -155,7 +157,8 @@ def gradient_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     """Bytes of the gradients of trained weights; of released ones, those that the largest block has at once."""
     if setup.released:
         return max(cost.block_bytes(setup.dtype, quantised=0.0))
-    return trained_numbers(cost, setup) * setup.trained_bytes / setup.trained_shares
+    shares = 1 if setup.whole_gradients else setup.trained_shares
+    return trained_numbers(cost, setup) * setup.trained_bytes / shares
 
 
 @dataclass(frozen=True)

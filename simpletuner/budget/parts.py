@@ -95,6 +95,7 @@ class Parts:
             processes=config.launch.num_processes,
             sharded=config.launch.is_sharded,
             reshards=config.launch.fsdp_reshard_after_forward,
+            whole_gradients=config.launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,
             from_base=is_lora and config.lora.starts_from_base,
         )
 

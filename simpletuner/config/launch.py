@@ -52,6 +52,12 @@ class LaunchConfig(Group):
         "false communicates less and needs the memory of all weights.",
         requires=SHARDED,
     )
+    fsdp_whole_gradients: Flag = option(
+        False,
+        "Full fine-tunes with gradient accumulation: keep whole gradients and exchange them in the last micro-step "
+        "only, which communicates less and needs the memory of all weights.",
+        requires=SHARDED,
+    )
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = option(
         "TRANSFORMER_BASED_WRAP",
         "Weights are gathered block by block; the others are treated as this one.",

@@ -84,6 +84,11 @@ def _notes(config: RunConfig) -> Iterator[Problem]:
     if launch.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP":
         message = f"{launch.fsdp_auto_wrap_policy!r} is treated as TRANSFORMER_BASED_WRAP: results are the same, and"
         yield Problem("fsdp_auto_wrap_policy", f"{message} blocks are gathered one at a time.", fatal=False)
+    if launch.fsdp_whole_gradients:
+        if config.model.model_type == "lora":
+            yield Problem("fsdp_whole_gradients", "has no effect: every process has all of a LoRA.", fatal=False)
+        elif config.schedule.gradient_accumulation_steps == 1:
+            yield Problem("fsdp_whole_gradients", "has no effect: gradient_accumulation_steps is 1.", fatal=False)
     if not launch.fsdp_cpu_ram_efficient_loading:
         message = "false has no effect: the processes of a machine always share the memory of what they read."
         yield Problem("fsdp_cpu_ram_efficient_loading", message, fatal=False)

@@ -57,8 +57,15 @@ def rehearse(
     samples = planned.samples
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
     title = f"the largest micro-step ({len(samples)} x {width}x{height}{frames})"
+    # With FSDP2 whole gradients are perhaps kept, and only the last micro-step frees them.
+    last = assembly.settings.accumulation - 1 if assembly.is_sharded else 0
+
+    def micro_steps() -> None:
+        for place in sorted({0, last}):
+            rehearse_micro_step(assembly, read(planned), micro_step=place)
+
     with unchanged(assembly):
-        yield _measure(assembly, budget, title, "training", lambda: rehearse_micro_step(assembly, read(planned)))
+        yield _measure(assembly, budget, title, "training", micro_steps)
     if validation.subjects:
         yield _measure(assembly, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,8 +53,21 @@ def shard(
     for parameter in transformer.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(device)
+    if config.fsdp_whole_gradients:
+        model: Any = transformer
+        model.no_sync = partial(_without_exchange, model)  # as accelerate finds it in DDP
     if not reshard:
         transformer.register_forward_hook(_reshard_after_sampling)
+
+
+@contextmanager
+def _without_exchange(transformer: FSDPModule) -> Iterator[None]:
+    """A context in which backward passes add up whole gradients in each process."""
+    transformer.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        transformer.set_requires_gradient_sync(True)
 
 
 def _units(transformer: nn.Module, blocks: Sequence[nn.Module], kept: Collection[nn.Parameter]) -> Iterator[nn.Module]:

@@ -57,6 +57,8 @@ def test_bytes_computed_by_hand(setup: TrainingSetup, expected: Sent) -> None:
     assert sent_bytes(COST, setup, TechniqueCost(), 1) == expected
     twice = replace(expected, gathered=2 * expected.gathered, scattered=2 * expected.scattered)
     assert sent_bytes(COST, setup, TechniqueCost(), 2) == twice, "DDP sends once in an optimizer step"
+    whole = replace(setup, whole_gradients=True)
+    assert sent_bytes(COST, whole, TechniqueCost(), 2) == replace(twice, scattered=expected.scattered)
 
 
 def test_techniques_add_gradients_and_passes() -> None:
@@ -97,7 +99,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.bytes[func._opname] += max(each.nbytes for each in args if isinstance(each, Tensor))
+            self.bytes[func._opname] += max((each.nbytes for each in args if isinstance(each, Tensor)), default=0)
         return func(*args, **(kwargs or {}))
 
 
@@ -117,6 +119,7 @@ def test_fsdp_sends_what_is_counted(mesh: Any, reshards: bool) -> None:
 def test_memory_of_a_share() -> None:
     sharded = replace(FULL, sharded=True)
     assert trained_bytes(COST, sharded) == trained_bytes(COST, FULL) / PROCESSES
+    assert trained_bytes(COST, replace(sharded, whole_gradients=True)) == trained_bytes(COST, sharded) + 320 * 3 / 4
     assert frozen_bytes(COST, FULL) == 0
     assert frozen_bytes(COST, sharded) == 2 * (64 + 2 * 128), "weights and gradients outside the blocks and of two"
     of_lora = replace(LORA, sharded=True)

@@ -28,6 +28,7 @@ from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step, predict_now
 from simpletuner.validation.runner import quiet
 from simpletuner.world import World, connect, settle_meeting
+from tests.budget.test_communication import Counted
 from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.training.assembly import fixed_noise
 from tests.training.test_frozen import file_behind
@@ -52,6 +53,7 @@ CASES = {
     "full-accumulated": Case(
         {"model_type": "full", "gradient_checkpointing": True, "fsdp_reshard_after_forward": False, **CLIPPED}
     ),
+    "full-whole": Case({"model_type": "full", "fsdp_whole_gradients": True, **CLIPPED}),
     "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
     "lora": Case({"gradient_checkpointing": True, **CLIPPED}, steps=6),
     "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
@@ -90,6 +92,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     places: set[str] = field(default_factory=set)
     metrics: list[dict[str, float]] = field(default_factory=list)
+    scattered: int = 0
 
     def __post_init__(self) -> None:
         settings = {"mixed_precision": "no", "use_ema": True, "lora_rank": 4, "fsdp_enable": True, **self.case.settings}
@@ -114,7 +117,9 @@ class Run:
     def train(self, steps: int) -> None:
         self.assembly.transformer.train()
         for _ in range(steps):
-            report = optimizer_step(self.assembly, self.loader, self.state.global_step)
+            with Counted() as sent:
+                report = optimizer_step(self.assembly, self.loader, self.state.global_step)
+            self.scattered += sent.bytes["_reduce_scatter_base_"]
             self.state.global_step = report.step
             self.ema.update(report.step)
             self.metrics.append(report.metrics)
@@ -159,6 +164,7 @@ def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[st
         "weights": run.weights(),
         "held": held,
         "places": [*run.places],
+        "scattered": run.scattered,
     }
 
 

@@ -73,6 +73,11 @@ def test_blocks_are_in_memory_once_until_they_are_split(together: Together, name
     assert "memfd:simpletuner-offload" in place
 
 
+def test_whole_gradients_are_exchanged_once_in_a_step(together: Together) -> None:
+    found = together.several[2]
+    assert found["full-accumulated"]["scattered"] == 2 * found["full-whole"]["scattered"] > 0
+
+
 @pytest.mark.parametrize("name", RELAYED)
 def test_a_run_continues_with_another_number_of_processes(together: Together, name: str, t2i_checkpoint: Path) -> None:
     alone = Run(t2i_checkpoint, CASES[name], World(), together.folder)
