@@ -124,7 +124,7 @@ def _train(world: World, plan: Plan, budget: Budget, port: int | None) -> None:
 
     serve_page = open_page(port) if port and world.is_main else None
     prepare_output(plan)
-    setup_logging()
+    setup_logging(process=f"[{world.rank}] " if world.size > 1 else "")
     if world.is_main:
         log_plan(plan, budget)
     with (
