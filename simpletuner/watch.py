@@ -41,6 +41,7 @@ SILENT_SECONDS = 300.0
 GRACE_SECONDS = 20.0  # for a checkpoint that is being written, and for the last words
 BYTES_OF_LIFE = 100 << 20  # less may be a log or a display, which go on without the main thread
 LONGEST_BEAT = 1 << 16  # bytes
+CUT_OFF = "cannot be reached any more: its machine or the network is down"
 GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 # Modules in which a main thread waits for other processes.
@@ -82,11 +83,12 @@ class Link:
     Attributes:
         beat: the latest report.
         silent: looks since then.
+        end: what it means if the connection is no longer open.
     """
 
     def __init__(self, connection: socket.socket, beat: Beat | None = None) -> None:
         self.connection, self.beat = connection, beat
-        self.silent, self.is_open, self._unread = 0, True, b""
+        self.silent, self.is_open, self.end, self._unread = 0, True, GONE, b""
         connection.settimeout(POLL_SECONDS)
         if sys.platform == "linux":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_OFF_SECONDS))
@@ -98,8 +100,10 @@ class Link:
             *lines, self._unread = (self._unread + arrived).split(b"\n")
             if lines:
                 self.beat, self.silent = Beat(**json.loads(lines[-1])), 0
-        except (OSError, ValueError, TypeError):  # broken, or a stranger
+        except (ConnectionError, ValueError, TypeError):  # closed by a kernel, or a stranger
             arrived = b""
+        except OSError:  # nothing acknowledged
+            arrived, self.end = b"", CUT_OFF
         self.is_open = self.is_open and bool(arrived) and len(self._unread) < LONGEST_BEAT
 
     def tell(self, beat: Beat) -> None:
@@ -352,7 +356,7 @@ class Watch:
             self.request_stop()
         if not link.is_open:
             del self.links.found[rank]
-            why = "" if beat.leaving else GONE
+            why = "" if beat.leaving else link.end
         elif link.silent * POLL_SECONDS > SILENT_SECONDS:
             why = f"has been silent for {SILENT_SECONDS:g} s: it or its machine is frozen"
         if why and self.verdict is None:
