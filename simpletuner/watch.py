@@ -41,6 +41,7 @@ SILENT_SECONDS = 300.0
 GRACE_SECONDS = 20.0  # for a checkpoint that is being written, and for the last words
 BYTES_OF_LIFE = 100 << 20  # less may be a log or a display, which go on without the main thread
 LONGEST_BEAT = 1 << 16  # bytes
+CUT_OFF = "cannot be reached any more: its machine or the network is down"
 GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 # Modules in which a main thread waits for other processes.
@@ -82,11 +83,12 @@ class Link:
     Attributes:
         beat: the latest report.
         silent: looks since then.
+        end: what it means if the connection is no longer open.
     """
 
     def __init__(self, connection: socket.socket, beat: Beat | None = None) -> None:
         self.connection, self.beat = connection, beat
-        self.silent, self.is_open, self._unread = 0, True, b""
+        self.silent, self.is_open, self.end, self._unread = 0, True, GONE, b""
         connection.settimeout(POLL_SECONDS)
         if sys.platform == "linux":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_OFF_SECONDS))
@@ -98,8 +100,10 @@ class Link:
             *lines, self._unread = (self._unread + arrived).split(b"\n")
             if lines:
                 self.beat, self.silent = Beat(**json.loads(lines[-1])), 0
-        except (OSError, ValueError, TypeError):  # broken, or a stranger
+        except (ConnectionError, ValueError, TypeError):  # closed by a kernel, or a stranger
             arrived = b""
+        except OSError:  # nothing acknowledged
+            arrived, self.end = b"", CUT_OFF
         self.is_open = self.is_open and bool(arrived) and len(self._unread) < LONGEST_BEAT
 
     def tell(self, beat: Beat) -> None:
@@ -251,10 +255,12 @@ class Watch:
         self.request_stop: Callable[[], None] = lambda: None
         self.writing = threading.Lock()
         self.verdict: Failure | None = None
+        self._failure: Failure | None = None  # of this process
         self.own, self._parent = Beat(rank, size, socket.gethostname(), key), os.getppid()
         self._exchange: tuple[str, float] | None = None
-        self._left_alone = True  # this process ends by itself, as before all are connected
         self._over, self._decided = threading.Event(), threading.Event()
+        self._left_alone = threading.Event()  # this process ends by itself, as before all are connected
+        self._left_alone.set()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def begin(self, seconds: float) -> list[int]:
@@ -264,7 +270,8 @@ class Watch:
         while (missing := self._missing()) and self.verdict is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
         if not missing:
-            self.own, self._left_alone = replace(self.own, ready=True), False
+            self.own = replace(self.own, ready=True)
+            self._left_alone.clear()
         return missing
 
     def close(self) -> None:
@@ -288,13 +295,13 @@ class Watch:
     def known(self, seconds: float) -> Failure | None:
         """The verdict, for which this waits some seconds. From now on, the main thread ends this process."""
         with self.writing:
-            self._left_alone = True
+            self._left_alone.set()
         self._decided.wait(seconds)
         return self.verdict
 
     def fail(self, message: str, code: int) -> Failure:
         """Announce that this process fails; returns the message and the code of the one that failed first."""
-        self.own = replace(self.own, failure=self.own.failure or (message, code))
+        self._failure = self._failure or (message, code)
         return self.known(GRACE_SECONDS) or (message, code)
 
     def linger(self, seconds: float) -> None:
@@ -334,10 +341,9 @@ class Watch:
 
     def _report(self) -> Beat:
         what, since = self._exchange or ("", time.monotonic())
-        failure = self.verdict or self.own.failure
         return replace(
-            self.own, doing=what, seconds=time.monotonic() - since, stop=self.stop_requested(), failure=failure,
-            leaving=self.verdict is not None,
+            self.own, doing=what, seconds=time.monotonic() - since, stop=self.stop_requested(),
+            failure=self.verdict or self._failure, leaving=self.verdict is not None,
         )  # fmt: skip
 
     def _judge(self, rank: int, link: Link) -> None:
@@ -350,23 +356,23 @@ class Watch:
             self.request_stop()
         if not link.is_open:
             del self.links.found[rank]
-            why = "" if beat.leaving else GONE
+            why = "" if beat.leaving else link.end
         elif link.silent * POLL_SECONDS > SILENT_SECONDS:
             why = f"has been silent for {SILENT_SECONDS:g} s: it or its machine is frozen"
         if why and self.verdict is None:
-            self._decide(f"Process {beat} {why}.", 1)
+            message = f"Process {beat} {why}."
+            self._decide(message, 1)
             if rank == 0:
-                self.bereft(self.verdict[0])
+                self.bereft(message)
 
     def _judge_itself(self) -> None:
-        failure = self.own.failure
         if os.getppid() != self._parent and LAUNCHED in os.environ:
-            failure = failure or (f"The launcher of process {self.own} was killed.", 1)
+            self._failure = self._failure or (f"The launcher of process {self.own} was killed.", 1)
         elif self.pulse.idle(self.limit) > self.limit:
-            failure = failure or (f"Process {self.own} has done nothing for {self.limit:g} s in {where_it_is()}.", 1)
-        self.own = replace(self.own, failure=failure)
-        if self.own.rank == 0 and failure:
-            self._decide(*failure)
+            idle = f"Process {self.own} has done nothing for {self.limit:g} s in {where_it_is()}."
+            self._failure = self._failure or (idle, 1)
+        if self.own.rank == 0 and self._failure:
+            self._decide(*self._failure)
 
     def _judge_exchange(self) -> None:
         beats = [self._report(), *self.links.beats()]
@@ -382,12 +388,12 @@ class Watch:
 
     def _end(self, message: str, code: int, *, is_late: bool) -> None:
         """End this process, whose main thread may be waiting in a library for a process that is gone."""
-        if self._left_alone:
+        if self._left_alone.is_set():
             if is_late:
                 os._exit(code)
             return
         self.writing.acquire(timeout=GRACE_SECONDS)
-        if self._left_alone:  # meanwhile, so the main thread has released the lock
+        if self._left_alone.is_set():  # meanwhile, so the main thread has released the lock
             self.writing.release()
             return
         # Apart: the main thread may hold what this needs.

@@ -28,6 +28,8 @@ Value = TypeVar("Value")
 PATIENCE = timedelta(days=30)
 START_SECONDS = 600.0  # in which all processes must have come
 ROOM = 4096  # size of the first, fixed-size message of a gather
+# torchrun keeps the store, and the same one when it starts all processes again.
+KEPT_BY_LAUNCHER, ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
 FIRST = "process 0"  # key of its host, its port and the run's key
 
 
@@ -214,25 +216,32 @@ def connect(
         UserError: they have not, or cannot reach each other.
     """
     # Imported here so that the commands which never train stay free of torch.
-    import torch
     from torch import distributed
 
     deadline = time.monotonic() + start_limit
     store = open_store(place, meeting_point, deadline)
     watch = join_watch(place, store, limit, deadline)
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:  # of which a launcher may have shown each process only its own
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     try:
-        distributed.init_process_group(
-            "nccl" if on_gpu else "gloo", None, timedelta(seconds=2 * limit), place.size, place.rank, store
-        )
+        backend, patience = take_device(place), timedelta(seconds=2 * limit)
+        distributed.init_process_group(backend, None, patience, place.size, place.rank, store)
         control = distributed.new_group(backend="gloo", timeout=PATIENCE)
         yield ConnectedWorld(*astuple(place), control=control, watch=watch)
         distributed.barrier(control)
         distributed.destroy_process_group()
     finally:
         watch.close()
+
+
+def take_device(place: World) -> str:
+    """Make the GPU of this process the current one, if there are GPUs; returns what tensors are exchanged by."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "gloo"
+    device = place.local_rank % torch.cuda.device_count()  # a launcher may show each process only its own
+    torch.cuda.set_device(device)
+    os.environ["LOCAL_RANK"] = str(device)  # by which accelerate names the device to DDP
+    return "nccl"
 
 
 def open_store(place: World, meeting_point: str, deadline: float) -> Any:
@@ -244,22 +253,21 @@ def open_store(place: World, meeting_point: str, deadline: float) -> Any:
     Raises:
         UserError: its address cannot be reached, or its port is taken.
     """
-    from torch.distributed import FileStore, PrefixStore, TCPStore
+    from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined] # public, not typed so
 
     if meeting_point.startswith("file://"):
         return FileStore(meeting_point.removeprefix("file://"), place.size)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun keeps one of its own, and the same one when it restarts the processes.
-    holds, attempt = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", "TORCHELASTIC_RESTART_COUNT"
+    holds = place.is_main and os.environ.get(KEPT_BY_LAUNCHER) != "True"
     while True:
         left = timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic())))  # so that Ctrl-C is heard between
         try:
-            store = TCPStore(address, port, None, holds and place.is_main, left, False, True)
+            store = TCPStore(address, port, None, holds, left, False, True)
         except (RuntimeError, ValueError) as error:
             refuse_meeting(error, place, f"{address}:{port}", is_over=time.monotonic() >= deadline)
             continue
         store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
-        return PrefixStore(f"attempt {os.environ.get(attempt, '0')}", store)
+        return PrefixStore(f"attempt {os.environ.get(ATTEMPT, '0')}", store)
 
 
 def refuse_meeting(error: Exception, place: World, where: str, *, is_over: bool) -> None:
@@ -291,6 +299,10 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
             raise UserError(f"RANK: process 0 runs already on {other}, so process {watch.own} is one too many.")
         store.set(FIRST, json.dumps([watch.own.host, watch.links.listen(), watch.links.key]))
     else:
+        while not store.check([FIRST]):  # in Python, where Ctrl-C is heard
+            if time.monotonic() > deadline:
+                raise UserError("MASTER_ADDR: process 0 did not come in time; start_timeout allows more.")
+            time.sleep(POLL_SECONDS / 10)
         host, port, key = json.loads(store.get(FIRST))
         watch = Watch(place.rank, place.size, key, limit)
         watch.links.add(Link(_reach(host, port, deadline), Beat(0, place.size, host, key)), 0)

@@ -87,9 +87,15 @@ def run_as(rank: int, size: int, port: int, arguments: list[str]) -> None:
     run_into(f"rank{rank}.txt", arguments)
 
 
-def run_into(file: str, arguments: list[str]) -> None:
-    """`simpletuner <arguments>` as all that this process does; it and its children print into a file."""
+def run_into(file: str, arguments: list[str], *, leave: bool = True) -> None:
+    """`simpletuner <arguments>` as all that this process does; it and its children print into a file.
+
+    Args:
+        leave: end this process with the exit code; otherwise only if that is not 0.
+    """
     output = Path(file).open("w")  # noqa: SIM115 - until the process ends
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
-    sys.exit(main(arguments))
+    code = main(arguments)
+    if leave or code:
+        sys.exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from simpletuner.errors import UserError
-from simpletuner.world import World, connect, first_host, launched, settle_meeting
+from simpletuner.world import World, connect, first_host, launched, settle_meeting, take_device
 from tests.processes import finish
 from tests.workspace import FORKS
 
@@ -84,6 +86,17 @@ def test_one_process_asks_nobody() -> None:
     world.barrier()
     with pytest.raises(RuntimeError, match="not connected"):
         World(1, 2).barrier()
+
+
+@pytest.mark.parametrize(("visible", "device"), [(1, 0), (8, 3)])
+def test_the_gpu_of_a_process_that_may_see_no_other(monkeypatch: pytest.MonkeyPatch, visible: int, device: int) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert take_device(World(3, 8, 3, 8)) == "nccl"
+    assert (chosen, os.environ["LOCAL_RANK"]) == ([device], str(device))
 
 
 SLURM = {

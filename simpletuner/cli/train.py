@@ -133,7 +133,7 @@ def _train(world: World, plan: Plan, budget: Budget, take_page: Callable[[], Ser
 
     serve_page = take_page() if take_page and world.is_main else None
     prepare_output(plan)
-    setup_logging()
+    setup_logging(process=f"[{world.rank}] " if world.size > 1 else "")
     if world.is_main:
         log_plan(plan, budget)
     with (

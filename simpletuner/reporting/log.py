@@ -31,11 +31,14 @@ def log_level() -> int:
     return level
 
 
-def setup_logging(debug_file: Path | None = Path("debug.log")) -> None:
+def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = "") -> None:
     """Send records to the console (`log_level` and above) and to the debug file (DEBUG and above, appended).
 
     From other packages only warnings reach the console; the file also gets their INFO records. A second call replaces
     the handlers of the first.
+
+    Args:
+        process: which of several writes to the debug file.
 
     Raises:
         UserError: the level is unknown.
@@ -50,7 +53,7 @@ def setup_logging(debug_file: Path | None = Path("debug.log")) -> None:
     file_error = None
     if debug_file is not None:
         try:
-            handlers.append(_debug_handler(debug_file))
+            handlers.append(_debug_handler(debug_file, process))
         except OSError as error:
             file_error = error.strerror
     _install(handlers)
@@ -108,10 +111,10 @@ def belongs_on_console(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING and record.name != "py.warnings"
 
 
-def _debug_handler(path: Path) -> logging.Handler:
+def _debug_handler(path: Path, process: str) -> logging.Handler:
     handler = DebugFile(path, mode="a", encoding="utf-8", errors="backslashreplace")
     handler.setLevel(logging.DEBUG)
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)-8s %(name)s: %(message)s"))
+    handler.setFormatter(RedactingFormatter(f"%(asctime)s {process}%(levelname)-8s %(name)s: %(message)s"))
     return handler
 
 

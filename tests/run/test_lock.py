@@ -179,6 +179,7 @@ def counted(folder: Path, after: str = f"{0:08}") -> str:
     return str(beat)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_whoever_has_lost_its_lock_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "REFRESH_SECONDS", 0.05)
     ended = threading.Event()

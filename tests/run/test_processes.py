@@ -7,18 +7,21 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simpletuner.cli.processes import describe, differences
 from simpletuner.cli.train import parse_settings
 from simpletuner.plan.build import make_plan
 from tests.closeness import ROTATION, distance
-from tests.processes import PATIENCE, finish, printed, run_into, start, train
+from tests.processes import PATIENCE, finish, free_port, printed, run_into, start, train
 from tests.run.test_resume import assert_equal, training_state
 from tests.workspace import DATASETS, Workspace
 
@@ -173,14 +176,16 @@ def test_a_process_of_which_only_one_cannot_train(tmp_path: Path, t2i_checkpoint
     assert "multidatabackend.json" in printed(workspace)
 
 
-def wait_for_step(workspace: Workspace, count: int, output: Path) -> None:
+def wait_for(condition: Callable[[], bool], output: Path) -> None:
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        record = workspace.path("output/training_metrics.jsonl")
-        if record.exists() and len(record.read_text().splitlines()) >= count:
-            return
+    while not condition():
+        assert time.monotonic() < deadline, output.read_text()
         time.sleep(0.02)
-    raise AssertionError(output.read_text())
+
+
+def wait_for_step(workspace: Workspace, count: int, output: Path) -> None:
+    record = workspace.path("output/training_metrics.jsonl")
+    wait_for(lambda: record.exists() and len(record.read_text().splitlines()) >= count, output)
 
 
 def test_a_process_that_is_killed_ends_all(workspace: Workspace) -> None:
@@ -188,11 +193,57 @@ def test_a_process_that_is_killed_ends_all(workspace: Workspace) -> None:
     wait_for_step(workspace, 2, workspace.path("rank0.txt"))
     processes[1].kill()
     assert finish(processes) == [1, -signal.SIGKILL]
-    assert f"Process 1 on {socket.gethostname()} exited without reporting an error" in printed(workspace)
+    message = f"Process 1 on {socket.gethostname()} exited without reporting an error"
+    assert message in printed(workspace)
     assert "Traceback" not in printed(workspace)
     last = json.loads(workspace.path("output/events.jsonl").read_text().splitlines()[-1])
-    assert "killed" in last["message"]
+    assert message in last["message"]
     assert not workspace.path("output/run.lock").exists()
+    told = workspace.path("debug.log").read_text()
+    assert " [0] DEBUG " in told
+    assert " [1] WARNING " in told
+
+
+def test_without_the_first_process_another_one_speaks(workspace: Workspace) -> None:
+    processes = start([workspace] * 2, "train")
+    wait_for(lambda: workspace.path("output/run.lock").exists(), workspace.path("rank0.txt"))  # before any exchange
+    processes[0].kill()
+    assert finish(processes) == [-signal.SIGKILL, 1]
+    assert printed(workspace, 1).startswith(f"Process 0 on {socket.gethostname()} exited without reporting an error")
+    assert train(workspace, 2) == [0, 0], "and the run starts again"
+
+
+def restart(port: int, arguments: list[str]) -> None:
+    """What torchrun does with --max-restarts 1, on processes that are forked instead of started."""
+    launch = LaunchConfig(
+        1, 1, 2, rdzv_endpoint=f"127.0.0.1:{port}", rdzv_backend="static", rdzv_configs={"rank": 0, "timeout": 60},
+        max_restarts=1, monitor_interval=0.1, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(launch, restarted)(arguments)
+
+
+def restarted(arguments: list[str]) -> None:
+    """One of the processes; the second one dies after a checkpoint of the first attempt."""
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        threading.Thread(target=die_after, args=(Path("output/checkpoint-2"),), daemon=True).start()
+    run_into(f"rank{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}.txt", arguments, leave=False)
+
+
+def die_after(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_that_torchrun_restarts_continue(workspace: Workspace) -> None:
+    settings = ["train", "max_train_steps=6", "checkpoint_step_interval=1", "checkpoints_total_limit=9"]
+    assert finish([workspace.fork(restart, free_port(), settings)]) == [0]
+    first, second = (workspace.path(f"rank0-{attempt}.txt").read_text() for attempt in range(2))
+    assert f"Process 1 on {socket.gethostname()} exited without reporting an error" in first
+    assert "Continuing from checkpoint-" in second
+    result = load_file(workspace.path(RESULT))
+    assert train(workspace, 2, *settings[1:], "output_dir=straight") == [0, 0]
+    assert_equal(load_file(workspace.path(RESULT.replace("output", "straight"))), result)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
