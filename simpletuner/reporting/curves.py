@@ -1,17 +1,15 @@
-"""Charts from the rows of the run record, thinned out so that a page stays small."""
+"""Charts of the run record, thinned out so that a page stays small."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 from simpletuner.reporting.events import EVALUATED
+from simpletuner.reporting.metrics import BARS, TIMESTEPS, Columns, Point
 from simpletuner.reporting.pace import RunningMean
-
-Point = tuple[int, float]
 
 POINTS = 1000  # more than a chart has pixels
 # A curve is smoothed over this share of its length, within these bounds in steps.
@@ -23,8 +21,6 @@ BOOKKEEPING = frozenset({"step", "time", "epoch"})
 WAITS = {"data_seconds": "for data", "weights_seconds": "for weights"}
 # The same waits as shares of a step; charts of them would repeat the curves.
 SHARES = ("compute_share", "data_share", "weights_share")
-TIMESTEPS = 1000  # the largest timestep: pure noise
-BARS = 20
 
 
 @dataclass(frozen=True)
@@ -71,14 +67,14 @@ class Chart:
         }
 
 
-def charts_of(rows: Sequence[Mapping[str, Any]], *, with_mfu: bool = True) -> list[Chart]:
+def charts_of(metrics: Columns, *, with_mfu: bool = True) -> list[Chart]:
     """A chart of every recorded metric, the most important first.
 
     Args:
         with_mfu: include model FLOP utilisation, which means little on a CPU.
     """
-    charts = [chart for chart in (_loss_chart(rows), _learning_rate_chart(rows)) if chart]
-    taken = {"train_loss", "learning_rate", "mfu", *WAITS, *SHARES, *evaluation_names(rows)}
+    charts = [chart for chart in (_loss_chart(metrics), _learning_rate_chart(metrics)) if chart]
+    taken = {"train_loss", "learning_rate", "mfu", *WAITS, *SHARES, *evaluation_names(metrics)}
     for key, title, note in (
         ("grad_norm", "Gradient norm", "before clipping"),
         ("grad_absmax", "Largest gradient", "before clipping"),
@@ -86,32 +82,24 @@ def charts_of(rows: Sequence[Mapping[str, Any]], *, with_mfu: bool = True) -> li
         ("peak_memory_gb", "Peak memory", "GB, the highest so far"),
     ):
         taken.add(key)
-        if points := points_of(rows, key):
+        if points := metrics.points(key):
             charts.append(Chart(title, [smoothed(title.lower(), points)], note, log=key != "peak_memory_gb"))
-    charts += [chart for chart in (_timestep_chart(rows), _waiting_chart(rows)) if chart]
-    if with_mfu and (points := points_of(rows, "mfu")):
+    charts += [chart for chart in (_timestep_chart(metrics), _waiting_chart(metrics)) if chart]
+    if with_mfu and (points := metrics.points("mfu")):
         note = "model FLOP utilisation: the model's arithmetic as a share of the measured matmul rate"
         charts.append(Chart("MFU", [smoothed("mfu", points)], note, minor=True))
-    for key in _keys(rows):
-        points = [] if key in taken else points_of(rows, key)
+    for key in metrics.names:
+        points = [] if key in taken | BOOKKEEPING else metrics.points(key)
         if len(points) > 1:
             charts.append(Chart(key, [smoothed(key, points)], log=all(value > 0 for _, value in points), minor=True))
     return charts
 
 
-def hours_of(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
+def hours_of(metrics: Columns) -> list[Point]:
     """(step, hours spent in steps so far), for charts over time; time between sessions does not count."""
-    spent = accumulate(seconds / 3600 for _, seconds in points_of(rows, "seconds"))
-    return thin([(step, hours) for (step, _), hours in zip(points_of(rows, "seconds"), spent, strict=True)])
-
-
-def points_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
-    """(step, value) of every row whose metric is a number; true and false are not."""
-    return [
-        (row["step"], float(row[key]))
-        for row in rows
-        if isinstance(row.get(key), int | float) and not isinstance(row[key], bool)
-    ]
+    points = metrics.points("seconds")
+    spent = accumulate(seconds / 3600 for _, seconds in points)
+    return thin([(step, hours) for (step, _), hours in zip(points, spent, strict=True)])
 
 
 def smoothed(name: str, points: Sequence[Point]) -> Series:
@@ -157,45 +145,39 @@ def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
     return kept
 
 
-def _loss_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
-    points = points_of(rows, "train_loss")
+def _loss_chart(metrics: Columns) -> Chart | None:
+    points = metrics.points("train_loss")
     if not points:
         return None
-    evaluations = [Series(key.removeprefix("loss/"), thin(points_of(rows, key))) for key in evaluation_names(rows)]
+    evaluations = [Series(key.removeprefix("loss/"), thin(metrics.points(key))) for key in evaluation_names(metrics)]
     loss = smoothed("loss", points)
     note = f"faint: each step; line: smoothed over about {smoothing_span(len(points))} steps" if loss.smooth else ""
     return Chart("Loss", [loss, *evaluations], note, log=True)
 
 
-def _learning_rate_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
-    points = points_of(rows, "learning_rate")
+def _learning_rate_chart(metrics: Columns) -> Chart | None:
+    points = metrics.points("learning_rate")
     return Chart("Learning rate", [Series("learning rate", thin(points))]) if points else None
 
 
-def _waiting_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
-    found = {name: points for key, name in WAITS.items() if (points := points_of(rows, key))}
+def _waiting_chart(metrics: Columns) -> Chart | None:
+    found = {name: points for key, name in WAITS.items() if (points := metrics.points(key))}
     series = [smoothed(name, points) for name, points in found.items()]
     return Chart("Seconds of waiting", series, "part of each step", log=True, minor=True) if series else None
 
 
-def _timestep_chart(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
+def _timestep_chart(metrics: Columns) -> Chart | None:
     """How often each noise level was trained."""
-    width = TIMESTEPS // BARS
-    drawn = Counter(min(BARS - 1, int(each) // width) for row in rows for each in row.get("timesteps") or ())
-    if not drawn:
+    if not metrics.timesteps:
         return None
-    bars = [(bar * width + width // 2, float(drawn[bar])) for bar in range(BARS)]
+    width = TIMESTEPS // BARS
+    bars = [(bar * width + width // 2, float(metrics.timesteps[bar])) for bar in range(BARS)]
     return Chart("Timesteps", [Series("samples", bars)], "samples by noise level; 1000 is pure noise", bars=True)
 
 
-def evaluation_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def evaluation_names(metrics: Columns) -> list[str]:
     """The names of the evaluation losses in a record."""
-    return [key for key in _keys(rows) if key.startswith(EVALUATED)]
-
-
-def _keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of all metrics, in the order in which they first appear."""
-    return [key for key in dict.fromkeys(key for row in rows for key in row) if key not in BOOKKEEPING]
+    return [key for key in metrics.names if key.startswith(EVALUATED)]
 
 
 def _compact(points: Sequence[Point]) -> list[list[float]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from simpletuner.reporting.curves import charts_of, hours_of
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.metrics import Columns, MediaRecord
 from simpletuner.reporting.previews import PreviewGrid, build_grid
 
 FOLDER = Path(__file__).parent
@@ -36,9 +36,7 @@ def render(template: str, **values: object) -> str:
     return _environment().get_template(template).render(values, policy=POLICY, now=datetime.now().astimezone())
 
 
-def gallery(
-    metrics: Sequence[Mapping[str, Any]], previews: Sequence[MediaRecord], folder: Path, *, with_mfu: bool
-) -> dict[str, Any]:
+def gallery(metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, with_mfu: bool) -> dict[str, Any]:
     """What templates need for the curves of some metrics and a grid of previews, whose paths are below `folder`."""
     grid, charts = build_grid(previews, folder), charts_of(metrics, with_mfu=with_mfu)
     return {

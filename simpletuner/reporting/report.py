@@ -16,9 +16,8 @@ from simpletuner.atomic import write_atomically
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import all_options
 from simpletuner.redaction import redact_settings
-from simpletuner.reporting.curves import points_of
 from simpletuner.reporting.html import gallery, render
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.metrics import Columns, MediaRecord
 from simpletuner.reporting.pace import clock, pace_text, shares, shares_text
 from simpletuner.reporting.previews import TrainingSample
 
@@ -83,7 +82,7 @@ class ReportData:
         subtitle: what is trained, in a few words (`LoRA on kandinsky5-image t2i-lite-sft`).
         step, total_steps: the last finished step, and the planned number of steps.
         output_dir: paths of previews are relative to it.
-        metrics: rows of `training_metrics.jsonl`.
+        metrics: of `training_metrics.jsonl`.
         previews: entries of `validation_media.jsonl`.
         datasets: id, number of files, number of those in use, and the sizes that they are trained at.
         ledger: at most `LEDGER_ROWS` files.
@@ -99,7 +98,7 @@ class ReportData:
     total_steps: int
     output_dir: Path
     subtitle: str = ""
-    metrics: Sequence[Mapping[str, Any]] = ()
+    metrics: Columns = field(default_factory=Columns)
     previews: Sequence[MediaRecord] = ()
     settings: Sequence[SettingRow] = ()
     datasets: Sequence[tuple[str, int, int, Sequence[str]]] = ()
@@ -146,19 +145,19 @@ def render_page(data: ReportData) -> str:
 def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     """The key figures of a run, as (name, text)."""
     yield "Step", f"{data.step:,} of {data.total_steps:,}"
-    losses = [value for _, value in points_of(data.metrics, "train_loss")]
+    losses = [value for _, value in data.metrics.points("train_loss")]
     if losses:
         tenth = max(1, len(losses) // 10)
         first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
         yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
-    seconds = [value for _, value in points_of(data.metrics, "seconds")]
+    seconds = [value for _, value in data.metrics.points("seconds")]
     if seconds:
         yield "Pace", pace_text(sum(seconds) / len(seconds))
         yield "Time in steps", clock(sum(seconds))
         yield "Time spent on", shares_text(_shares(data.metrics))
-    if memory := points_of(data.metrics, "peak_memory_gb"):
+    if memory := data.metrics.points("peak_memory_gb"):
         yield "Peak memory", f"{max(value for _, value in memory):.1f} GB"
-    utilisation = [value for _, value in points_of(data.metrics, "mfu")]
+    utilisation = [value for _, value in data.metrics.points("mfu")]
     if utilisation and has_accelerator(data):
         yield "Median MFU", f"{median(utilisation) * 100:.0f} % of the measured matmul rate"
     if data.datasets:
@@ -172,9 +171,9 @@ def has_accelerator(data: ReportData) -> bool:
     return data.environment.get("device", "unknown") not in ("cpu", "unknown")
 
 
-def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _shares(metrics: Columns) -> dict[str, float]:
     """How all steps of the record together spent their time."""
-    seconds, waited, streamed = (points_of(rows, key) for key in ("seconds", "data_seconds", "weights_seconds"))
+    seconds, waited, streamed = (metrics.points(key) for key in ("seconds", "data_seconds", "weights_seconds"))
     sums = [sum(value for _, value in points) for points in (seconds, waited, streamed)]
     return shares(sums[0], sums[1], sums[2] if streamed else None)
 

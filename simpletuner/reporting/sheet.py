@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from simpletuner.atomic import open_atomically, write_atomically
-from simpletuner.reporting.curves import Point, evaluation_names, points_of
+from simpletuner.reporting.curves import evaluation_names
 from simpletuner.reporting.html import gallery, render
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.metrics import Columns, MediaRecord, Point
 from simpletuner.reporting.previews import grid_order
 
 PAGE, PICTURE = "sheet.html", "sheet.png"
@@ -29,13 +28,13 @@ class Sheet:
         title: the run.
         folder: paths of the records are relative to it.
         records: the cells: a row per `short_name`, a column per step.
-        metrics: rows of the run's `training_metrics.jsonl`.
+        metrics: of the run's `training_metrics.jsonl`.
     """
 
     title: str
     folder: Path
     records: Sequence[MediaRecord]
-    metrics: Sequence[Mapping[str, Any]]
+    metrics: Columns
 
     @property
     def steps(self) -> list[int]:
@@ -64,8 +63,7 @@ class Sheet:
     def write(self) -> None:
         """Write `sheet.html`, which holds the pictures, and `sheet.png`."""
         kept = {"step", "train_loss", *evaluation_names(self.metrics)}
-        losses = [{key: row[key] for key in kept & row.keys()} for row in self.metrics]
-        shown = gallery(losses, self.records, self.folder, with_mfu=False)
+        shown = gallery(self.metrics.only(kept), self.records, self.folder, with_mfu=False)
         page = render("sheet.html.jinja", sheet=self, refresh=None, **shown)
         write_atomically(self.folder / PAGE, page, durable=False)
         with open_atomically(self.folder / PICTURE, durable=False) as file:
@@ -104,10 +102,10 @@ def still(path: Path) -> Image.Image:
         return frames[len(frames) // 2].to_image()
 
 
-def evaluation_points(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
+def evaluation_points(metrics: Columns) -> list[Point]:
     """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
-    names = [name for name in sorted(evaluation_names(rows)) if not name.endswith("/pooled")]
+    names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
     plain = [name for name in names if not name.endswith("/ema")] or names
-    curves = [dict(points_of(rows, name)) for name in plain]
+    curves = [dict(metrics.points(name)) for name in plain]
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
     return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]

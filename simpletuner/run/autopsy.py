@@ -10,6 +10,7 @@ traceback.txt
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ from simpletuner.plan.build import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
 from simpletuner.reporting.environment import describe_environment, package_versions
 from simpletuner.reporting.events import Event, PhaseEnded, PhaseStarted, StepDone
-from simpletuner.reporting.metrics import METRICS_FILE, read_steps
+from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.run.rehearsal import unchanged
 from simpletuner.run.watchers import Session
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite, watched_outputs
@@ -111,7 +112,7 @@ def _leave(session: Session, assembly: Assembly, state: TrainState, doing: Doing
         batches = session.loader.planned(before, assembly.settings.accumulation)
     during = f"step {step}" if batches else doing.phase
     cause, advice = cause_of(error, during, assembly, session.reader, batches, done)
-    start, rows = checkpoint_before(plan, done), read_steps(plan.output_dir / METRICS_FILE)[-LAST_STEPS:]
+    start, rows = checkpoint_before(plan, done), [*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)]
     memory = {
         "planned": [asdict(each) for each in session.budget.phases],
         "peaks": {**doing.peaks, "at the failure": peak_memory()},

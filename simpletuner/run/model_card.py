@@ -8,7 +8,7 @@ from simpletuner.config.optimizers import learning_rate, optimizer_name
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.card import public_settings, write_card
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, read_media, read_steps
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, Columns, read_media, read_rows
 from simpletuner.reporting.sheet import evaluation_points
 from simpletuner.run.records import find_result, snippet_for
 
@@ -43,7 +43,9 @@ def describe_run(plan: Plan, repository: str, step: int, epoch: int) -> None:
         "result": find_result(plan, step),
         "snippet": snippet_for(plan, base_name, repository),
         "quanto": QUANTO_TYPES.get(config.precision.base_model_precision.removesuffix("-quanto")),
-        "evaluation": evaluation_points([row for row in read_steps(folder / METRICS_FILE) if row["step"] <= step]),
+        "evaluation": evaluation_points(
+            Columns.of(row for row in read_rows(folder / METRICS_FILE) if row["step"] <= step)
+        ),
     }
     media = [each for each in read_media(folder / MEDIA_FILE) if each.step == step]
     write_card(folder, _front(plan, base_name), facts, public_settings(chosen), media)

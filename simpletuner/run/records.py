@@ -39,12 +39,13 @@ from simpletuner.reporting.events import (
 from simpletuner.reporting.metrics import (
     MEDIA_FILE,
     METRICS_FILE,
+    Columns,
     MediaFile,
     MediaRecord,
     MetricsFile,
     Value,
     read_media,
-    read_steps,
+    read_rows,
 )
 from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
@@ -79,7 +80,7 @@ class RunRecord:
 
     def __init__(self, folder: Path, step: int) -> None:
         self._metrics, self._media = MetricsFile(folder / METRICS_FILE, step), MediaFile(folder / MEDIA_FILE, step)
-        here = [row for row in read_steps(folder / METRICS_FILE) if row["step"] == step]
+        here = [row for row in read_rows(folder / METRICS_FILE) if row["step"] == step]
         self.evaluated = any(name.startswith(EVALUATED) for row in here for name in row)
         self.previews: list[MediaRecord] = [each for each in read_media(folder / MEDIA_FILE) if each.step == step]
         self._step = step
@@ -184,7 +185,7 @@ class RunReport:
             step=self._step,
             total_steps=plan.length.total_steps,
             output_dir=folder,
-            metrics=read_steps(folder / METRICS_FILE),
+            metrics=Columns.of(read_rows(folder / METRICS_FILE)),
             previews=read_media(folder / MEDIA_FILE),
             settings=settings_of(plan.config),
             datasets=[

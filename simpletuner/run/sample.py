@@ -29,7 +29,7 @@ from simpletuner.plan.entries import list_entries
 from simpletuner.plan.sampling import Weights
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
-from simpletuner.reporting.metrics import METRICS_FILE, MediaRecord, read_steps
+from simpletuner.reporting.metrics import METRICS_FILE, Columns, MediaRecord, read_rows
 from simpletuner.reporting.sheet import Sheet
 from simpletuner.run.caches import CacheFiller, build_adapter, complete_catalogue, fetch
 from simpletuner.run.train import prepare_machine
@@ -210,6 +210,6 @@ def render_sweep(
         path = name(shot).relative_to(plan.output_dir).as_posix()
         shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}
         records.append(MediaRecord(step=made["step"] or 0, short_name=row, path=path, **shown))
-    sheet = Sheet(run.resolve().name, plan.output_dir, records, read_steps(run / METRICS_FILE))
+    sheet = Sheet(run.resolve().name, plan.output_dir, records, Columns.of(read_rows(run / METRICS_FILE)))
     sheet.write()
     return sheet

@@ -28,7 +28,7 @@ def record(path: Path, steps: range, resume_step: int = 0) -> None:
 def test_rows_carry_step_time_and_metrics(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "training_metrics.jsonl"
     record(path, range(1, 4))
-    rows = read_rows(path)
+    rows = list(read_rows(path))
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[1]["train_loss"] == 0.5
     assert rows[0]["time"] > 1.7e9
@@ -82,7 +82,7 @@ def test_nothing_is_rewritten_when_nothing_is_dropped(tmp_path: Path) -> None:
 
 
 def test_no_file_has_no_rows(tmp_path: Path) -> None:
-    assert read_rows(tmp_path / "absent.jsonl") == []
+    assert list(read_rows(tmp_path / "absent.jsonl")) == []
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     metrics.append(1, {"train_loss": float("nan"), "grad_absmax": float("inf")})
     metrics.close()
     assert json.loads(path.read_text())["train_loss"] is None
-    assert read_rows(path)[0]["grad_absmax"] is None
+    assert next(read_rows(path))["grad_absmax"] is None
 
 
 def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from simpletuner.reporting import previews
 from simpletuner.reporting.curves import charts_of, is_noisy, smoothed, thin, thin_extremes
 from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.html import breakable
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.metrics import Columns, MediaRecord
 from simpletuner.reporting.previews import TrainingSample, build_grid, choose_steps, thumbnail
 from simpletuner.reporting.report import (
     LEDGER_ROWS,
@@ -88,8 +90,8 @@ def render(data: ReportData) -> Page:
     return Page(path)
 
 
-def data_of(folder: Path, **changes: object) -> ReportData:
-    base = ReportData("demo", "running", 40, 300, folder, metrics=rows(40))
+def data_of(folder: Path, metrics: Sequence[Mapping[str, Any]] = (), **changes: object) -> ReportData:
+    base = ReportData("demo", "running", 40, 300, folder, metrics=Columns.of(metrics or rows(40)))
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -293,7 +295,7 @@ def test_charts_follow_what_was_recorded() -> None:
     extra = {"grad_norm": 1.0, "crepa_loss": 0.1, "note": "text", "flag": True, "peak_memory_gb": 2.5}
     recorded = [{**row, **extra, "timesteps": [10.0, 999.9]} for row in rows(20)]
     recorded[10] = {**recorded[10], "loss/val/pooled": 0.4, "train_loss": None}  # type: ignore[dict-item]
-    charts = charts_of(recorded)
+    charts = charts_of(Columns.of(recorded))
     assert [(chart.title, chart.minor) for chart in charts] == [
         ("Loss", False),
         ("Learning rate", False),
@@ -307,7 +309,7 @@ def test_charts_follow_what_was_recorded() -> None:
     assert len(charts[0].series[0].raw) == 19
     [bars] = [chart.series[0].raw for chart in charts if chart.bars]
     assert {place: count for place, count in bars if count} == {25: 20.0, 975: 20.0}
-    page = render_page(ReportData("demo", "running", 1, 1, Path(), metrics=recorded))
+    page = render_page(ReportData("demo", "running", 1, 1, Path(), metrics=Columns.of(recorded)))
     assert '"hours":[[1,' in page
 
 

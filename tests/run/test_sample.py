@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.metrics import Columns, MediaRecord
 from simpletuner.reporting.sheet import Sheet
 from tests.workspace import DATASETS, Workspace
 
@@ -208,6 +208,6 @@ def test_what_the_evaluation_loss_says(
 ) -> None:
     records = [MediaRecord(step, "validation", "a", "a.png", 8, 8) for step in (100, 150, 290)]
     rows = [{"step": step, "loss/val/held": loss, "loss/val/held/ema": 0.1} for step, loss in losses.items()]
-    sheet = Sheet("run", tmp_path, records, rows)
+    sheet = Sheet("run", tmp_path, records, Columns.of(rows))
     assert verdict in sheet.verdict
     assert sheet.best == best
