@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel as Qwen
 
@@ -25,6 +26,8 @@ from simpletuner.errors import DiskFullError
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
+from simpletuner.plan.build import Plan
+from tests.techniques.alignment import SPEC, PatchTeacher
 from tests.workspace import DATASETS, Workspace
 
 
@@ -221,6 +224,16 @@ def test_a_text_encoder_that_overflows_fills_no_cache(
     assert "The text encoder's output is not finite for pictures/p" in capsys.readouterr().err
     assert not list(workspace.path("output/cache/text").rglob("*.zst"))
     assert not list(workspace.path("cache/text").rglob("*.zst"))
+
+
+def test_features_that_are_not_finite_are_not_cached(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Plan, "techniques", property(lambda plan: (SPEC,)))
+    monkeypatch.setattr(PatchTeacher, "encode", lambda self, latents: torch.full((4, 16), torch.nan))
+    assert workspace.run("cache", "fill") == 2
+    assert "teacher: the encoder's output is not finite for pictures/p" in capsys.readouterr().err
+    assert not [path for path in workspace.folder.rglob("*.zst") if "teacher" in str(path)]
 
 
 def test_an_entry_that_is_not_finite_is_found_and_encoded_again(filled: Workspace) -> None:

@@ -89,10 +89,11 @@ def test_fp8_products_are_off_by_the_rounding_of_their_factors() -> None:
 def test_a_layer_that_is_not_for_the_kernels_multiplies_unpacked(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Widths that are no multiple of 16, and too few rows; inputs that are not contiguous are no hindrance."""
     with caplog.at_level(logging.INFO):
-        odd = layer(name, columns=72)
-    assert "0 are multiplied unpacked" in caplog.text
+        odd = [layer(name, columns=72), layer(name, rows=40)]
+    assert caplog.text.count("0 are multiplied unpacked") == 2
     found = layer(name)
-    for module, inputs in ((odd, torch.randn(FEW + 1, 72)), (found, torch.randn(FEW, 64))):
+    cases = [*((each, torch.randn(FEW + 1, each.in_features)) for each in odd), (found, torch.randn(FEW, 64))]
+    for module, inputs in cases:
         assert torch.equal(module(inputs), nn.functional.linear(inputs, module.weight, module.bias))
     inputs = torch.randn(64, FEW + 1)
     assert torch.equal(found(inputs.t()), found(inputs.t().contiguous()))

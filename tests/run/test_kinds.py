@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from diffusers import Kandinsky5T2IPipeline
+from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.loading import load_processor
 from tests.complaints import complaint
@@ -43,6 +45,9 @@ def test_stop_and_go_equals_going_on(
     pipeline = Kandinsky5T2IPipeline.from_pretrained(t2i_checkpoint, tokenizer=load_processor(t2i_checkpoint))
     pipeline.load_lora_weights(straight.path("output"))
     pipeline.load_lora_weights(straight.path("output/ema"), adapter_name="average")
+    for path in straight.path("output/ema").glob("*.safetensors"):
+        average, trained = load_file(path), load_file(straight.path("output") / path.name)
+        assert any(not torch.equal(average[name], each) for name, each in trained.items()), path.name
     if kind != "lora+":
         assert "of a prediction" in told
         assert f"{kind}_weights.safetensors" in told

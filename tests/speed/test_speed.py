@@ -18,6 +18,7 @@ from simpletuner.errors import ConfigError
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
 from simpletuner.speed import attention
 from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
+from simpletuner.speed.recomputation import LeftToRecomputation, Recomputed
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import _Losses, micro_loss, noisy_batch, run_micro_step
@@ -303,3 +304,15 @@ def test_the_faster_kernel_is_measured() -> None:
     assert choice.tokens == 1024
     expected = torch.nn.functional.scaled_dot_product_attention(*(each.float().transpose(1, 2) for each in inputs))
     torch.testing.assert_close(out.float(), expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
+
+
+def test_saved_views_are_recomputed_where_they_lie() -> None:
+    """Such as halves of queries: an offset of 0 would give the gradient of the first half twice."""
+    inputs = torch.randn(3, 8, requires_grad=True)
+    (passed,) = Recomputed.apply(inputs)
+    with LeftToRecomputation([passed]):
+        product = passed[:, 4:] * passed[:, :4]
+    product.square().sum().backward()
+    found, inputs.grad = inputs.grad, None
+    (inputs[:, 4:] * inputs[:, :4]).square().sum().backward()
+    assert torch.equal(found, inputs.grad)

@@ -254,13 +254,20 @@ def test_the_threshold(deep: Path, batch: Batch, mode: str) -> None:
     crepa = crepa_of(crepa_similarity_threshold=0.2, crepa_similarity_ema_decay=0.5, crepa_threshold_mode=mode)
     assembly = make_assembly(deep, crepa)
     crepa.load_state_dict({"average": 0.9, "off": False})
-    found = [each["crepa_cutoff"] for each in train(assembly, batch, 8)]
+    steps = train(assembly, batch, 8)
+    found = [each["crepa_cutoff"] for each in steps]
     assert found[0] == 1
+    assert [each["crepa_weight"] == 0 for each in steps] == [each == 1 for each in found], "logged in its step"
     assert (0 in found) == (mode == "recoverable"), "the average of a random projector's score falls to 0"
     saved = crepa.state_dict()
     crepa.load_state_dict({"average": None, "off": False})
     crepa.load_state_dict(saved)
     assert crepa.state_dict() == saved
+
+
+def test_a_cut_off_is_logged_in_its_step(deep: Path, batch: Batch) -> None:
+    steps = train(make_assembly(deep, crepa_of(crepa_cutoff_step=2)), batch, 3)
+    assert [(each["crepa_cutoff"], each["crepa_weight"]) for each in steps] == [(0, 0.5), (0, 0.5), (1, 0)]
 
 
 @pytest.mark.parametrize("settings", [BACKBONE, {**BACKBONE, "irepa_enabled": True, "irepa_projector_kernel_size": 5}])

@@ -78,6 +78,25 @@ def test_its_start_follows_from_the_seed(deep: Path) -> None:
     ), "the LoRA starts as without it"
 
 
+@pytest.mark.parametrize("method", ["norm", "value"])
+def test_its_gradient_is_clipped_apart(deep: Path, batch: Batch, method: str) -> None:
+    limit = 1e-3
+    assembly = make_assembly(deep, Alignment(), optimizer="torch-sgd", grad_clip_method=method, max_grad_norm=limit)
+    found: list[dict[str, Tensor]] = []
+
+    def look(optimizer: Any, *given: Any) -> None:
+        for parameters in (assembly.parameters, assembly.module_parameters):
+            found.append({name: each.grad.clone() for name, each in parameters.items() if each.grad is not None})
+
+    assembly.optimizer.register_step_pre_hook(look)
+    step.optimizer_step(assembly, Batches(batch), 0)  # type: ignore[arg-type]
+    for gradients in found:
+        joined = torch.cat([each.flatten() for each in gradients.values()])
+        size = joined.norm() if method == "norm" else joined.abs().max()
+        assert size.item() == pytest.approx(limit, rel=1e-5)
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "optimi-lion", "torch-sgd"])
 def test_optimizers_take_its_group(deep: Path, batch: Batch, optimizer: str) -> None:
     assembly = make_assembly(deep, Alignment(), optimizer=optimizer)

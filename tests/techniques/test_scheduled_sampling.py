@@ -307,8 +307,14 @@ class TestWatch:
         same = [torch.equal(noisy.noisy_latents[row], plain.noisy_latents[row]) for row in range(4)]
         assert 1 <= same.count(True) < 4
         assert noisy.noisy_latents.isfinite().all()
-        assert technique.state_dict() == {"lost": 1, "dominated": 1}
-        assert "Step 1: 1 sampled inputs were not finite" in caplog.text
+        self.run_step(technique, batch, 0, broken)  # a second micro-step
+        assert technique.state_dict() == {"lost": 2, "dominated": 1}
+        assert "Step 1: 2 sampled inputs were not finite" in caplog.text
+        again = technique_for(make_adapter(t2i_checkpoint), max_step_offset=1)
+        again.load_state_dict(technique.state_dict())
+        self.run_step(again, batch, 1, broken)
+        assert again.state_dict() == {"lost": 3, "dominated": 2}
+        assert "Step 2: 1 sampled inputs were not finite; the plain ones were used (3 so far)" in caplog.text
 
     def test_a_rectification_that_dominates_is_told_once(
         self, t2i_checkpoint: Path, batch: Batch, caplog: pytest.LogCaptureFixture

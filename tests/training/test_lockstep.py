@@ -18,7 +18,7 @@ from simpletuner.world import World
 from tests.closeness import ROTATION
 from tests.processes import run_together
 from tests.training.assembly import make_batch
-from tests.training.lockstep import TECHNIQUES, main, techniques_of, train
+from tests.training.lockstep import STEPS, TECHNIQUES, main, techniques_of, train
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 KINDS: dict[str, dict[str, Any]] = {"ddp": {"fsdp_enable": False}, "fsdp2": {"fsdp_enable": True}}
@@ -59,7 +59,7 @@ def test_two_processes_do_what_one_does(results: list[dict[str, Any]], name: str
     assert two[0]["exchanges"] == two[1]["exchanges"]
     assert ("c10d::_allgather_base_" in two[0]["exchanges"]) == (kind == "fsdp2"), "of weights"
     if kind == "fsdp2":
-        assert two[0]["passes"] == two[1]["passes"] == one["passes"]
+        assert two[0]["passes"] == two[1]["passes"] == one["passes"] > STEPS
     for step, expected in zip(two[0]["metrics"], one["metrics"], strict=True):
         assert step == pytest.approx(expected, rel=ROTATION)
 
