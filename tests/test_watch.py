@@ -105,23 +105,39 @@ def test_silence_is_counted_in_looks(joined: Joined, monkeypatch: pytest.MonkeyP
 
 
 def test_a_main_thread_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, signs, place = [0.0], [(0, 0)], ["here"]
+    now, signs, place = [0.0], [(0, 0)], [("here", False)]
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watch, "POLL_SECONDS", 400.0)
     monkeypatch.setattr(watch, "signs_of_life", lambda unit: signs[0])
     monkeypatch.setattr(watch, "where_it_is", lambda: place[0])
     pulse = Pulse()
 
-    def after(seconds: float) -> float:
-        now[0] += seconds
-        return pulse.idle(1800.0)
+    def after(*pauses: float) -> list[float]:
+        found = []
+        for seconds in pauses:
+            now[0] += seconds
+            pulse.look(1800.0)
+            found.append(pulse.idle)
+        return found
 
-    assert [after(0.0), after(600.0), after(600.0)] == [0.0, 600.0, 1200.0]
+    assert after(0.0, 600.0, 600.0) == [0.0, 600.0, 1200.0]
+    assert after(9000.0) == [2000.0], "it was stopped for a while, and could not do anything"
     signs[0] = (1, 0)
-    assert [after(600.0), after(600.0)] == [0.0, 600.0], "it computes"
+    assert after(600.0, 600.0) == [0.0, 600.0], "it computes"
     pulse.marks += 1
-    assert [after(600.0), after(600.0)] == [0.0, 600.0], "it reports"
-    place[0] = None
-    assert [after(600.0), after(600.0)] == [0.0, 0.0], "it waits for others"
+    assert after(600.0, 600.0) == [0.0, 600.0], "it reports"
+    place[0] = "here", True
+    assert after(600.0, 600.0) == [0.0, 0.0], "it waits for others"
+    assert pulse.still == 1800.0
+
+
+def test_processes_that_wait_for_each_other(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "signs_of_life", lambda unit: (0, 0))
+    monkeypatch.setattr(watch, "where_it_is", lambda: ("a collective", True))
+    pair = both(joined(World(0, 2), World(1, 2)))
+    pair[0].limit = 0.5
+    message = f"All processes have waited 0.5 s for each other, process 0 on {HOST} in a collective."
+    assert [each.known(60.0) for each in pair] == [(message, 1)] * 2
 
 
 def test_processes_that_are_too_many_or_missing(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
