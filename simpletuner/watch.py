@@ -105,8 +105,10 @@ class Link:
                 self.beat, self.silent = Beat(**json.loads(lines[-1])), 0
         except (ConnectionError, ValueError, TypeError):  # closed by a kernel, or a stranger
             arrived = b""
-        except OSError:  # nothing acknowledged
-            arrived, self.end = b"", CUT_OFF
+        except OSError as error:
+            if error.errno is None:  # nothing has arrived after all
+                return
+            arrived, self.end = b"", CUT_OFF  # nothing was acknowledged
         self.is_open = self.is_open and bool(arrived) and len(self._unread) < LONGEST_BEAT
 
     def tell(self, beat: Beat) -> None:
@@ -204,7 +206,8 @@ class Links:
                         self._selector.unregister(key.fileobj)
                         key.data.connection.close()
                 elif isinstance(key.fileobj, socket.socket):
-                    self.add(Link(key.fileobj.accept()[0]))
+                    with suppress(OSError):  # whoever called is gone again
+                        self.add(Link(key.fileobj.accept()[0]))
         for link in self._strangers:
             self._admit(link, own)
         self._strangers = [link for link in self._strangers if link.beat is None and link.is_open]
@@ -390,9 +393,7 @@ class Watch:
             self._decide(f"{late.doing} has waited {self.limit:g} s for {whom}.", 1)
         if all(each.still > self.limit for each in beats):
             where = f"process {self.own} in {where_it_is()[0]}"
-            self._decide(
-                f"All processes have waited {self.limit:g} s for each other, process {self.own} in {where}.", 1
-            )
+            self._decide(f"All processes have waited {self.limit:g} s for each other, {where}.", 1)
 
     def _decide(self, message: str, code: int) -> None:
         if self.verdict is None:

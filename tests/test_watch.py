@@ -86,6 +86,13 @@ def test_the_first_failure_ends_all(joined: Joined) -> None:
     assert first.fail("another one", 1) == ("a mistake", 2)
 
 
+def test_whoever_loses_its_launcher_ends_all(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(watch.LAUNCHED, "1")
+    first, second = both(joined(World(0, 2), World(1, 2)))
+    second._parent = 2**30
+    assert first.known(60.0) == (f"The launcher of process 1 on {HOST} was killed.", 1)
+
+
 def test_a_request_to_stop_reaches_all(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     reached = threading.Event()
