@@ -45,8 +45,8 @@ LONGEST_BEAT = 1 << 16  # bytes
 CUT_OFF = "cannot be reached any more: its machine or the network is down"
 GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
-# Modules in which a main thread waits for other processes.
-WAITING_IN = ("torch.distributed", "torch.autograd")
+# Modules in which a main thread waits for other processes. That of checkpoints writes files; it waits in another one.
+WAITING_IN, WRITING_IN = ("torch.distributed", "torch.autograd"), "torch.distributed.checkpoint"
 Failure = tuple[str, int]
 
 
@@ -157,7 +157,7 @@ def where_it_is() -> tuple[str, bool]:
     frame, waits = sys._current_frames().get(threading.main_thread().ident or 0), False
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        waits |= module.startswith(WAITING_IN)
+        waits |= module.startswith(WAITING_IN) and not module.startswith(WRITING_IN)
         if module.startswith("simpletuner.") and module != "simpletuner.world":
             return f"{module}, line {frame.f_lineno}", waits
         frame = frame.f_back

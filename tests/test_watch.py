@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from simpletuner import watch
 from simpletuner.errors import UserError
-from simpletuner.watch import GONE, Beat, Pulse, Watch
+from simpletuner.watch import GONE, Beat, Pulse, Watch, where_it_is
 from simpletuner.world import World, join_watch, open_store
 from tests.processes import free_port
 
@@ -136,6 +136,32 @@ def test_a_main_thread_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     place[0] = "here", True
     assert after(600.0, 600.0) == [0.0, 0.0], "it waits for others"
     assert pulse.still == 1800.0
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"),
+    [
+        ("torch.distributed.distributed_c10d", True),
+        ("torch.distributed.fsdp._fully_shard._fsdp_collectives", True),
+        ("torch.autograd.graph", True),
+        ("torch.distributed.checkpoint.filesystem", False),  # a disk that hangs
+        ("torch.nn.modules.module", False),
+    ],
+)
+def test_where_a_main_thread_waits_for_others(module: str, waits: bool) -> None:
+    hanging: dict[str, Any] = {"__name__": module}
+    exec("def hang(until): until()", hanging)
+    ours: dict[str, Any] = {"__name__": "simpletuner.training.sharded_state"}
+    exec("def save(hang, until):\n    hang(until)", ours)
+    found: list[tuple[str, bool]] = []
+
+    def look() -> None:
+        looking = threading.Thread(target=lambda: found.append(where_it_is()))
+        looking.start()
+        looking.join()
+
+    ours["save"](hanging["hang"], look)
+    assert found == [("simpletuner.training.sharded_state, line 2", waits)]
 
 
 def test_processes_that_wait_for_each_other(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
