@@ -12,6 +12,7 @@ process that holds it is frozen.
 | is frozen (SIGSTOP)         | its silence, though its kernel acknowledges                    | 5 minutes  |
 | hangs in its main thread    | itself: no CPU time, no bytes, no exchange, and no wait for it | the limit  |
 | stays away from an exchange | those that wait in it                                          | the limit  |
+| waits, as all others do     | process 0, which hears that all of them are still              | the limit  |
 
 C code that keeps the GIL (writing a file of 10 GB, importing from a slow disk) silences the threads of a process for
 minutes, in which its kernel still acknowledges: silence alone is judged late, and in looks instead of seconds, since a
@@ -44,8 +45,8 @@ LONGEST_BEAT = 1 << 16  # bytes
 CUT_OFF = "cannot be reached any more: its machine or the network is down"
 GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
-# Modules in which a main thread waits for other processes.
-WAITING_IN = ("torch.distributed", "torch.autograd")
+# Modules in which a main thread waits for other processes. That of checkpoints writes files; it waits in another one.
+WAITING_IN, WRITING_IN = ("torch.distributed", "torch.autograd"), "torch.distributed.checkpoint"
 Failure = tuple[str, int]
 
 
@@ -56,6 +57,7 @@ class Beat:
     Attributes:
         key: shows that it belongs to this run.
         doing: the exchange that it takes part in, and for how many seconds.
+        still: seconds in which its main thread has shown no sign of life.
         stop: it was asked to stop.
         ready: all processes are connected.
         leaving: it will close the connection.
@@ -68,6 +70,7 @@ class Beat:
     key: str
     doing: str = ""
     seconds: float = 0.0
+    still: float = 0.0
     stop: bool = False
     ready: bool = False
     leaving: bool = False
@@ -102,8 +105,10 @@ class Link:
                 self.beat, self.silent = Beat(**json.loads(lines[-1])), 0
         except (ConnectionError, ValueError, TypeError):  # closed by a kernel, or a stranger
             arrived = b""
-        except OSError:  # nothing acknowledged
-            arrived, self.end = b"", CUT_OFF
+        except OSError as error:
+            if error.errno is None:  # nothing has arrived after all
+                return
+            arrived, self.end = b"", CUT_OFF  # nothing was acknowledged
         self.is_open = self.is_open and bool(arrived) and len(self._unread) < LONGEST_BEAT
 
     def tell(self, beat: Beat) -> None:
@@ -118,18 +123,23 @@ class Pulse:
 
     Attributes:
         marks: counts what it does; see `Watch.mark`.
+        still: seconds without a sign of life.
+        idle: the same, without waiting for other processes.
     """
 
     marks: int = 0
+    still: float = 0.0
+    idle: float = 0.0
     _seen: tuple[int, ...] = ()
-    _since: float = 0.0
+    _looked: float = 0.0
 
-    def idle(self, limit: float) -> float:
-        """Seconds without a sign of life, 0 while it waits for other processes."""
-        seen = (self.marks, *signs_of_life(limit / 100))
-        if seen != self._seen or where_it_is() is None:
-            self._seen, self._since = seen, time.monotonic()
-        return time.monotonic() - self._since
+    def look(self, limit: float) -> None:
+        """Look again, as often as every `POLL_SECONDS`."""
+        now, seen = time.monotonic(), (self.marks, *signs_of_life(limit / 100))
+        passed = min(now - self._looked, 2 * POLL_SECONDS)  # more, and this process was stopped
+        self.still = self.still + passed if seen == self._seen else 0.0
+        self.idle = self.idle + passed if seen == self._seen and not where_it_is()[1] else 0.0
+        self._seen, self._looked = seen, now
 
 
 def signs_of_life(unit: float) -> tuple[int, int]:
@@ -142,17 +152,16 @@ def signs_of_life(unit: float) -> tuple[int, int]:
     return int(time.clock_gettime(clock) / unit), moved // BYTES_OF_LIFE
 
 
-def where_it_is() -> str | None:
-    """The line of this program that the main thread executes; None if it waits there for other processes."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def where_it_is() -> tuple[str, bool]:
+    """The line of this program that the main thread executes, and whether it waits there for other processes."""
+    frame, waits = sys._current_frames().get(threading.main_thread().ident or 0), False
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module.startswith(WAITING_IN):
-            return None
-        if module.startswith("simpletuner."):
-            return f"{module}, line {frame.f_lineno}"
+        waits |= module.startswith(WAITING_IN) and not module.startswith(WRITING_IN)
+        if module.startswith("simpletuner.") and module != "simpletuner.world":
+            return f"{module}, line {frame.f_lineno}", waits
         frame = frame.f_back
-    return "code that is not simpletuner's"
+    return "code that is not simpletuner's", waits
 
 
 class Links:
@@ -197,7 +206,8 @@ class Links:
                         self._selector.unregister(key.fileobj)
                         key.data.connection.close()
                 elif isinstance(key.fileobj, socket.socket):
-                    self.add(Link(key.fileobj.accept()[0]))
+                    with suppress(OSError):  # whoever called is gone again
+                        self.add(Link(key.fileobj.accept()[0]))
         for link in self._strangers:
             self._admit(link, own)
         self._strangers = [link for link in self._strangers if link.beat is None and link.is_open]
@@ -342,7 +352,7 @@ class Watch:
     def _report(self) -> Beat:
         what, since = self._exchange or ("", time.monotonic())
         return replace(
-            self.own, doing=what, seconds=time.monotonic() - since, stop=self.stop_requested(),
+            self.own, doing=what, seconds=time.monotonic() - since, still=self.pulse.still, stop=self.stop_requested(),
             failure=self.verdict or self._failure, leaving=self.verdict is not None,
         )  # fmt: skip
 
@@ -368,8 +378,9 @@ class Watch:
     def _judge_itself(self) -> None:
         if os.getppid() != self._parent and LAUNCHED in os.environ:
             self._failure = self._failure or (f"The launcher of process {self.own} was killed.", 1)
-        elif self.pulse.idle(self.limit) > self.limit:
-            idle = f"Process {self.own} has done nothing for {self.limit:g} s in {where_it_is()}."
+        self.pulse.look(self.limit)
+        if self.pulse.idle > self.limit:
+            idle = f"Process {self.own} has done nothing for {self.limit:g} s in {where_it_is()[0]}."
             self._failure = self._failure or (idle, 1)
         if self.own.rank == 0 and self._failure:
             self._decide(*self._failure)
@@ -380,6 +391,9 @@ class Watch:
             absent = shorten([str(each) for each in beats if not each.doing], 4)
             whom = f"process {absent}" if absent else "an exchange of tensors between the processes"
             self._decide(f"{late.doing} has waited {self.limit:g} s for {whom}.", 1)
+        if all(each.still > self.limit for each in beats):
+            where = f"process {self.own} in {where_it_is()[0]}"
+            self._decide(f"All processes have waited {self.limit:g} s for each other, {where}.", 1)
 
     def _decide(self, message: str, code: int) -> None:
         if self.verdict is None:

@@ -262,9 +262,10 @@ def open_store(place: World, meeting_point: str, deadline: float) -> Any:
     while True:
         left = timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic())))  # so that Ctrl-C is heard between
         try:
-            store = TCPStore(address, port, None, holds, left, False, True)
+            store = TCPStore(address, port, is_master=holds, timeout=left, wait_for_workers=False, multi_tenant=True)
         except (RuntimeError, ValueError) as error:
             refuse_meeting(error, place, f"{address}:{port}", is_over=time.monotonic() >= deadline)
+            time.sleep(POLL_SECONDS)
             continue
         store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
         return PrefixStore(f"attempt {os.environ.get(ATTEMPT, '0')}", store)
@@ -281,8 +282,8 @@ def refuse_meeting(error: Exception, place: World, where: str, *, is_over: bool)
         raise UserError(f"MASTER_PORT: {where} on {host} is in use by another run or program. Choose another port.")
     if is_over:
         raise UserError(
-            f"MASTER_ADDR: process {place.rank} on {host} cannot reach process 0 at {where}: {text} Is it running, is "
-            "this its address, and is the port open? start_timeout allows more time."
+            f"MASTER_ADDR: process {place.rank} on {host} cannot reach process 0 at {where}: {text.rstrip('.')}. Is it "
+            "running, is this its address, and is the port open? start_timeout allows more time."
         )
 
 

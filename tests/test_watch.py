@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from simpletuner import watch
 from simpletuner.errors import UserError
-from simpletuner.watch import GONE, Beat, Pulse, Watch
+from simpletuner.watch import GONE, Beat, Pulse, Watch, where_it_is
 from simpletuner.world import World, join_watch, open_store
 from tests.processes import free_port
 
@@ -86,6 +86,13 @@ def test_the_first_failure_ends_all(joined: Joined) -> None:
     assert first.fail("another one", 1) == ("a mistake", 2)
 
 
+def test_whoever_loses_its_launcher_ends_all(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(watch.LAUNCHED, "1")
+    first, second = both(joined(World(0, 2), World(1, 2)))
+    second._parent = 2**30
+    assert first.known(60.0) == (f"The launcher of process 1 on {HOST} was killed.", 1)
+
+
 def test_a_request_to_stop_reaches_all(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     reached = threading.Event()
@@ -105,23 +112,65 @@ def test_silence_is_counted_in_looks(joined: Joined, monkeypatch: pytest.MonkeyP
 
 
 def test_a_main_thread_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, signs, place = [0.0], [(0, 0)], ["here"]
+    now, signs, place = [0.0], [(0, 0)], [("here", False)]
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watch, "POLL_SECONDS", 400.0)
     monkeypatch.setattr(watch, "signs_of_life", lambda unit: signs[0])
     monkeypatch.setattr(watch, "where_it_is", lambda: place[0])
     pulse = Pulse()
 
-    def after(seconds: float) -> float:
-        now[0] += seconds
-        return pulse.idle(1800.0)
+    def after(*pauses: float) -> list[float]:
+        found = []
+        for seconds in pauses:
+            now[0] += seconds
+            pulse.look(1800.0)
+            found.append(pulse.idle)
+        return found
 
-    assert [after(0.0), after(600.0), after(600.0)] == [0.0, 600.0, 1200.0]
+    assert after(0.0, 600.0, 600.0) == [0.0, 600.0, 1200.0]
+    assert after(9000.0) == [2000.0], "it was stopped for a while, and could not do anything"
     signs[0] = (1, 0)
-    assert [after(600.0), after(600.0)] == [0.0, 600.0], "it computes"
+    assert after(600.0, 600.0) == [0.0, 600.0], "it computes"
     pulse.marks += 1
-    assert [after(600.0), after(600.0)] == [0.0, 600.0], "it reports"
-    place[0] = None
-    assert [after(600.0), after(600.0)] == [0.0, 0.0], "it waits for others"
+    assert after(600.0, 600.0) == [0.0, 600.0], "it reports"
+    place[0] = "here", True
+    assert after(600.0, 600.0) == [0.0, 0.0], "it waits for others"
+    assert pulse.still == 1800.0
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"),
+    [
+        ("torch.distributed.distributed_c10d", True),
+        ("torch.distributed.fsdp._fully_shard._fsdp_collectives", True),
+        ("torch.autograd.graph", True),
+        ("torch.distributed.checkpoint.filesystem", False),  # a disk that hangs
+        ("torch.nn.modules.module", False),
+    ],
+)
+def test_where_a_main_thread_waits_for_others(module: str, waits: bool) -> None:
+    hanging: dict[str, Any] = {"__name__": module}
+    exec("def hang(until): until()", hanging)
+    ours: dict[str, Any] = {"__name__": "simpletuner.training.sharded_state"}
+    exec("def save(hang, until):\n    hang(until)", ours)
+    found: list[tuple[str, bool]] = []
+
+    def look() -> None:
+        looking = threading.Thread(target=lambda: found.append(where_it_is()))
+        looking.start()
+        looking.join()
+
+    ours["save"](hanging["hang"], look)
+    assert found == [("simpletuner.training.sharded_state, line 2", waits)]
+
+
+def test_processes_that_wait_for_each_other(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "signs_of_life", lambda unit: (0, 0))
+    monkeypatch.setattr(watch, "where_it_is", lambda: ("a collective", True))
+    pair = both(joined(World(0, 2), World(1, 2)))
+    pair[0].limit = 0.5
+    message = f"All processes have waited 0.5 s for each other, process 0 on {HOST} in a collective."
+    assert [each.known(60.0) for each in pair] == [(message, 1)] * 2
 
 
 def test_processes_that_are_too_many_or_missing(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:

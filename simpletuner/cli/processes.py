@@ -64,7 +64,8 @@ def start_processes(plan: Plan, command: list[str]) -> None:
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
         if 0 in failed.failures and failed.failures[0].exitcode < 0:  # so it could not say anything
-            raise RemoteError(f"Process 0 on {socket.gethostname()} {GONE}.", 1) from None
+            rank = int(arguments.machine_rank or 0) * plan.config.launch.local_processes
+            raise RemoteError(f"Process {rank} on {socket.gethostname()} {GONE}.", 1) from None
         raise typer.Exit(next((code for code in codes if code > 0), 1)) from None
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(why_not_launched(str(error), arguments, plan)) from None

@@ -83,7 +83,7 @@ def train(
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every attempt to connect
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it reports every attempt to connect
     if replay is not None:
         _replay(replay, arguments, problems, bisect)
         return

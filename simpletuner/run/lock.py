@@ -98,7 +98,7 @@ def lock_output(folder: Path) -> Iterator[None]:
         yield
     finally:
         over.set()
-        refreshing.join()
+        refreshing.join(REFRESH_SECONDS)  # or the disk hangs
         with suppress(OSError, UserError):  # deleted, or damaged
             if owner.holds(path):
                 path.unlink()

@@ -214,7 +214,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     ]
     measured = [size for each in sizes for size in each.values()]
     read, numbers = losses.on_host(measured)  # without released gradients, the step's only wait for the device
-    gathered = assembly.world.gather((read, assembly.take_requests()))
+    with assembly.world.exchanging(f"Step {global_step + 1}"):
+        gathered = assembly.world.gather((read, assembly.take_requests()))
     everyone = HostLosses.merged([each for each, _ in gathered])
     gradient, own = ({name: next(numbers) for name in each} for each in sizes)
     release = assembly.release
