@@ -62,13 +62,14 @@ class Uploads:
     in_use: list[Path] = field(default_factory=list, init=False)
     failed: list[str] = field(default_factory=list, init=False)
     _saved: CheckpointSaved | None = field(default=None, init=False)
+    _due: CheckpointSaved | None = field(default=None, init=False)  # saved, and not uploaded yet
     _jobs: queue.Queue[tuple[Callable[[], None], Path | None]] = field(default_factory=queue.Queue, init=False)
     _worker: threading.Thread | None = field(default=None, init=False)
 
     def __call__(self, event: Event) -> None:
         """Notice a checkpoint, and run the user's script for it."""
         if isinstance(event, CheckpointSaved):
-            self._saved = event
+            self._saved = self._due = event
             if script := self.publish.post_checkpoint_script:
                 self._add(
                     lambda: self._run_script("post_checkpoint_script", script, event.path, event.step), event.path
@@ -78,10 +79,11 @@ class Uploads:
         """Nothing is saved yet."""
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        """Upload the checkpoint of this step, if there is one; that of the last step goes with the result."""
-        folders = self._checkpoints(state.global_step)
-        if folders and state.global_step < assembly.settings.total_steps:
-            step, epoch = state.global_step, state.epoch
+        """Upload the checkpoint that was completed last; that of the last step goes with the result."""
+        due, self._due = self._due, None
+        folders = self._checkpoints(due.step) if due is not None else []
+        if due is not None and folders and due.step < assembly.settings.total_steps:
+            step, epoch = due.step, state.epoch
             hubs = [each for each in self.destinations if not isinstance(each, BucketCopy)]
             self._add(lambda: self._send(folders[0], step, epoch, folders, hubs), folders[0])
             if not self.publish.push_to_hub_background:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,18 @@ STATE_FILE = "state.pt"
 MODULE_SUFFIX = ".module.safetensors"
 
 
-def save_checkpoint(
+def write_checkpoint(
     final: Path, assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None, identity: Identity,
     settings: Mapping[str, Any], note: Mapping[str, str], *, in_shards: bool = True,
-) -> None:  # fmt: skip
-    """Write a complete checkpoint folder, or nothing; collective if processes share the trained weights.
+) -> Callable[[], None]:  # fmt: skip
+    """Write the files of a checkpoint; collective if processes share the trained weights.
 
     Args:
         in_shards: every process writes its parts of the state; otherwise the main process gathers all of them.
+
+    Returns:
+        what completes the checkpoint or, if it fails, removes the files. It hashes and flushes them, for which it needs
+        neither the weights nor other processes.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite; nothing is written.
@@ -69,28 +74,36 @@ def save_checkpoint(
     """
     stop_if_result_not_finite(assembly, ema)
     sharers = assembly.trained.sharers
-    with build_folder_together(final, sharers) as folder:
+    with ExitStack() as building:
+        folder = building.enter_context(build_folder_together(final, sharers))
         sharers.on_main((folder / STATE_FOLDER).mkdir)
         assembly.trained.save(folder, ema=ema, note=note)
         content = _state_of(assembly, state, loader, ema)
         if in_shards and sharers.size > 1:
-            content = save_shards(content, folder / STATE_FOLDER)
+            # What this machine has written, the main process can flush.
+            content = save_shards(content, folder / STATE_FOLDER, flush=sharers.local_size < sharers.size)
         elif sharers.size > 1:
             content = gather_shards(content, keep=sharers.is_main)
-        sharers.on_main(partial(_finish, folder, assembly, content, identity, settings))
+        sharers.on_main(partial(_write_rest, folder, assembly, content, settings))
+        written = building.pop_all()
+    manifest = Manifest(state.global_step, state.epoch, identity, {})
+    return partial(_complete, written, folder, manifest) if sharers.is_main else written.close
 
 
-def _finish(
-    folder: Path, assembly: Assembly, content: Mapping[str, Any], identity: Identity, settings: Mapping[str, Any]
-) -> None:
-    """Write what one process writes, when all others have written their parts; the manifest comes last."""
+def _write_rest(folder: Path, assembly: Assembly, content: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Write what one process writes, when all others have written their parts."""
     assembly.trained.save_exact(folder)
     _save_modules(assembly, folder / STATE_FOLDER)
     with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
         # Straight into the file: a full fine-tune's state may not fit into memory a second time.
         torch.save(content, file)
     write_json(folder / "config.json", dict(settings))
-    write_manifest(folder, Manifest(content["global_step"], content["epoch"], identity, describe_files(folder)))
+
+
+def _complete(written: ExitStack, folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, and give the folder its name."""
+    with written:
+        write_manifest(folder, replace(manifest, files=describe_files(folder)))
 
 
 def load_checkpoint(
@@ -178,6 +191,9 @@ def _state_of(assembly: Assembly, state: TrainState, loader: BatchLoader, ema: E
 class CheckpointWriter:
     """Callback that saves checkpoints at the configured intervals and prunes old ones.
 
+    Where processes share the weights, training goes on while a checkpoint is completed. The next checkpoint and the end
+    of the run wait for it.
+
     Attributes:
         note: header entries of weight files for a state of the run.
         in_use: checkpoints that may not be removed now.
@@ -196,12 +212,16 @@ class CheckpointWriter:
     in_use: Collection[Path] = ()
     in_shards: bool = True
     saved_step: int | None = field(default=None, init=False)
+    _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1), init=False)
+    _completing: Future[CheckpointSaved] | None = field(default=None, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         # A resumed run need not save what it has just loaded.
         self.saved_step = state.global_step
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        if self._completing is not None and self._completing.done():
+            self._settle()
         by_epoch = state.passed(self.config.checkpoint_epoch_interval, report.epochs_done)
         if state.global_step % self.config.checkpoint_step_interval == 0 or by_epoch:
             self.save(assembly, state)
@@ -213,24 +233,45 @@ class CheckpointWriter:
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """Save the end. An interrupted run saves a rolling checkpoint, which never displaces a regular one."""
         self.save(assembly, state, rolling=state.global_step < assembly.settings.total_steps)
+        self._settle()
 
     def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
-        """Save now unless this step is saved already, then remove checkpoints beyond the limit."""
+        """Save now unless this step is saved already, then remove checkpoints beyond the limit.
+
+        Raises:
+            DiskFullError: for this checkpoint, or the one before.
+        """
         shared = assembly.trained.sharers.size > 1
         if self.saved_step == state.global_step or not (assembly.world.is_main or shared):
             return
+        self._settle()
         path = self.output_dir / f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
         started, note = time.monotonic(), self.note(state)
         # Not while others take part: if one fails, this one would wait for it forever.
         with nullcontext() if shared else assembly.world.undisturbed():
-            save_checkpoint(
+            complete = write_checkpoint(
                 path, assembly, state, self.loader, self.ema, self.identity, self.settings, note,
                 in_shards=self.in_shards,
             )  # fmt: skip
         self.saved_step = state.global_step
         if not assembly.world.is_main:
+            complete()
             return
+        step = state.global_step
         limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
-        removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use)
-        seconds = time.monotonic() - started
-        self.events.publish(CheckpointSaved(path, state.global_step, seconds, removed))
+
+        def finish() -> CheckpointSaved:
+            with assembly.world.undisturbed():
+                complete()
+            removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use)
+            return CheckpointSaved(path, step, time.monotonic() - started, removed)
+
+        self._completing = self._thread.submit(finish)
+        if not shared:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being completed, and publish it."""
+        completing, self._completing = self._completing, None
+        if completing is not None:
+            self.events.publish(completing.result())

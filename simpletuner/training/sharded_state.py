@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -22,11 +23,15 @@ from simpletuner.training.sharding import as_sharded, gathered, is_part, room_fo
 SHARDS_FOLDER = "shards"
 
 
-def save_shards(state: Any, folder: Path) -> Any:
-    """Write the parts of all sharded tensors in a state; returns it without their values. Collective."""
+def save_shards(state: Any, folder: Path, *, flush: bool) -> Any:
+    """Write the parts of all sharded tensors in a state; returns it without their values. Collective.
+
+    Args:
+        flush: wait until they are on the disk.
+    """
     found: dict[str, Tensor] = {}
     rest = _replaced(state, partial(_set_aside, found))
-    save(found, checkpoint_id=folder / SHARDS_FOLDER)
+    save(found, storage_writer=FileSystemWriter(folder / SHARDS_FOLDER, sync_files=flush))
     return rest
 
 

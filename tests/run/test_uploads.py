@@ -244,7 +244,7 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
         (folder / LORA_FILE).write_bytes(b"weights")
         write_manifest(folder, Manifest(step, 1, IDENTITY, describe_files(folder)))
         events.publish(CheckpointSaved(folder, step, 0.0))
-        uploads.on_step_end(assembly, TrainState(step, 1), NO_REPORT)
+        uploads.on_step_end(assembly, TrainState(step + 1, 1), NO_REPORT)  # completed a step later
         assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [], "none that waits is deleted"
     assert place.seen == []
     place.gate.set()

@@ -21,7 +21,7 @@ from simpletuner.techniques.tread import Tread
 from simpletuner.training import assemble as assembling
 from simpletuner.training import sharding
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
-from simpletuner.training.checkpoints import load_checkpoint, save_checkpoint
+from simpletuner.training.checkpoints import load_checkpoint, write_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import Identity, open_checkpoint
 from simpletuner.training.state import TrainState
@@ -59,6 +59,10 @@ CASES = {
     "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
 }
 RELAYED = ("full", "lora")
+
+
+def nothing() -> None:
+    """What completes no checkpoint."""
 
 
 @dataclass
@@ -138,12 +142,16 @@ class Run:
     def weights(self) -> dict[str, Tensor]:
         return {name: sharding.gathered(each) for name, each in self.assembly.parameters.items()}
 
-    def save(self, folder: Path, *, in_shards: bool) -> None:
+    def save(self, folder: Path, *, in_shards: bool, meanwhile: int = 0) -> None:
+        """Save, and train some steps before the checkpoint is complete."""
+        complete: Callable[[], None] = nothing
         if self.world.is_main or self.assembly.trained.sharers.size > 1:
             identity = Identity("kandinsky5-image", "t2i-lite-sft", "full", 4, 3, "x", {})
-            save_checkpoint(
+            complete = write_checkpoint(
                 folder, self.assembly, self.state, self.loader, self.ema, identity, {}, {}, in_shards=in_shards
             )
+        self.train(meanwhile)
+        complete()
         self.world.barrier()
 
     def load(self, folder: Path) -> None:
@@ -183,7 +191,7 @@ def is_exact(name: str, checkpoint: Path, world: World, folder: Path) -> bool:
     whole, first, second = (Run(checkpoint, CASES[name], world, folder) for _ in range(3))
     whole.train(2 * LEG)
     first.train(LEG)
-    first.save(folder / f"{name}-half" / "checkpoint-2", in_shards=True)
+    first.save(folder / f"{name}-half" / "checkpoint-2", in_shards=True, meanwhile=1)
     second.load(folder / f"{name}-half" / "checkpoint-2")
     second.train(LEG)
     ends = zip(whole.weights().values(), second.weights().values(), strict=True)

@@ -16,7 +16,7 @@ from simpletuner.config.schema import EmaConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import NonFiniteError, UserError
 from simpletuner.training import step
-from simpletuner.training.checkpoints import save_checkpoint
+from simpletuner.training.checkpoints import write_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_weights_not_finite
 from simpletuner.training.manifest import STATE_FOLDER, Identity
@@ -184,7 +184,7 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, t2i_checkpoint: Pat
     identity = Identity("kandinsky5-image", "t2i-lite-sft", kind, 1, seed=1, datasets="", versions={})
     loader: Any = None  # never asked
     with pytest.raises(NonFiniteError, match=f"not saved: {re.escape(named)}"):
-        save_checkpoint(tmp_path / "checkpoint-1", assembly, TrainState(1), loader, ema, identity, {}, {})
+        write_checkpoint(tmp_path / "checkpoint-1", assembly, TrainState(1), loader, ema, identity, {}, {})
     assert not list(tmp_path.iterdir())
 
 
