@@ -38,6 +38,7 @@ PROMPT = "$ simpletuner "  # begins the line of console.log that names the comma
 STARTED_FILE = "started.json"  # what the page started last: which config, with which settings, after which event
 END = 1 << 16  # bytes
 RECENT = 200
+INTERRUPTED = ("Interrupted.", "KeyboardInterrupt")  # ends the console; the second, while Python itself was starting
 BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end")
 ACTIVE = ("starting", "running")
 IN_LOOP = ("running", "stopping")
@@ -202,7 +203,7 @@ class Run:
         if is_elsewhere:
             return "interrupted", f"No sign of life for {clock(time.time() - self.seen)}. {owner}"
         if last := said_at_the_end(console):
-            return "cancelled" if last == "Interrupted." else "error", last
+            return ("cancelled", INTERRUPTED[0]) if last in INTERRUPTED else ("error", last)
         if owner is not None or story.status in ("starting", *IN_LOOP):
             return "interrupted", f"Ended unexpectedly at step {step:,}."
         if not step:

@@ -112,6 +112,14 @@ def refused(folder: Path) -> None:
     (folder / CONSOLE_FILE).write_text(said)
 
 
+def stopped_at_once(folder: Path) -> None:
+    """The page started it, and Stop came before the program had set up anything."""
+    killed(folder)
+    (folder / LOCK_FILE).unlink()
+    start_from_the_page(folder)
+    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraceback (most recent call last):\nKeyboardInterrupt\n")
+
+
 def told_by_a_clock_set_back(folder: Path) -> None:
     """The page started it, and the clock was set back a year before it ended."""
     start_from_the_page(folder)
@@ -144,6 +152,7 @@ def uploaded(folder: Path) -> None:
         (silent_elsewhere, "interrupted", "No sign of life for 1:0"),
         (old_record, "cancelled", "Stopped at step 3."),
         (refused, "error", "seed: is odd.\nepochs: none."),
+        (stopped_at_once, "cancelled", "Interrupted."),
         (told_by_a_clock_set_back, "completed", "what became of it"),
         (uploaded, "running", ""),
     ],
