@@ -127,6 +127,10 @@ ROWS = {
         "scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probability": 0.5,
         "scheduled_sampling_sampler": "euler",
     }),
+    "rollout-undirected": Row({
+        "scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probability": 0.5,
+        "scheduled_sampling_sampler": "euler", "scheduled_sampling_reflexflow_beta1": 0.0,
+    }),
     "tread": Row({"tread_config": {"routes": [
         {"selection_ratio": 0.5, "start_layer_idx": STUDENT, "end_layer_idx": TEACHER}
     ]}}),

@@ -95,6 +95,10 @@ class Technique:
         """Scalars of the last micro-step to log besides the losses, without gradients."""
         return {}
 
+    def summary(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Numbers to log that follow from the metrics of a step, which are means over processes and micro-steps."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What an exact resume needs besides the module."""
         return {}

@@ -40,6 +40,7 @@ UNFINISHED = {"lower_order_final": False, "final_sigmas_type": "sigma_min"}
 LARGEST_SIGMA = 1 - 1e-6
 # A run in which the direction outweighs the loss itself this much, for so many steps, learns little else.
 DOMINANT, PATIENCE = 5.0, 100
+ADR, FLOW_LOSS = "reflexflow_adr", "reflexflow_flow_loss"
 
 
 class ScheduledSampling(Technique):
@@ -93,20 +94,33 @@ class ScheduledSampling(Technique):
             return {}
         misdirection = misdirections(noisy, prediction) * self._config.scheduled_sampling_reflexflow_beta1
         self._sampled.rectification = misdirection * self._sampled.usable
-        return {"reflexflow_adr": self._sampled.rectification.mean()}
+        return {ADR: self._sampled.rectification.mean()}
 
     def weigh(self, noisy: NoisyBatch, prediction: Tensor, loss: Tensor) -> Tensor:
         """The frequency compensation."""
         sampled, config = self._sampled, self._config
         if sampled is None:
             return loss
-        self._watch.add(sampled, per_sample(loss.detach()))
+        sampled.losses = per_sample(loss.detach()) * sampled.usable
+        self._watch.add(sampled, sampled.losses)
         if not config.scheduled_sampling_reflexflow:
             return loss
         lost = (sampled.clean - prediction.detach()).abs()
         weights = content_weights(lost, noisy.coverage, config.scheduled_sampling_reflexflow_alpha)
         weighed = config.scheduled_sampling_reflexflow_beta2 * weights * loss
         return torch.where(_spread(sampled.usable), weighed, loss)
+
+    def metrics(self) -> Mapping[str, Tensor]:
+        """The loss of the sampled inputs as the rectification is counted: over all samples, the plain ones with 0."""
+        sampled = self._sampled
+        if sampled is None or sampled.rectification is None or sampled.losses is None:
+            return {}
+        return {FLOW_LOSS: sampled.losses.mean()}
+
+    def summary(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """The rectification's share of both."""
+        both = metrics.get(ADR, 0.0) + metrics.get(FLOW_LOSS, 0.0)
+        return {"reflexflow_adr_share": metrics[ADR] / both} if both else {}
 
     def state_dict(self) -> dict[str, Any]:
         return self._watch.state_dict()
@@ -186,12 +200,14 @@ class _Sampled:
         lost: number of samples whose sampled input was not finite.
         clean: predictions from the plain inputs, if they are needed, `B C F H W`.
         rectification: of each sample, weighed, `B`.
+        losses: of each sample, not weighed; 0 where the input is plain, `B`.
     """
 
     usable: Tensor
     lost: Tensor
     clean: Tensor
     rectification: Tensor | None = None
+    losses: Tensor | None = None
 
 
 class _Watch:
@@ -215,9 +231,9 @@ class _Watch:
         self._step = step
 
     def add(self, sampled: _Sampled, losses: Tensor) -> None:
-        """Take note of a micro-step and its losses, `B`."""
+        """Take note of a micro-step and the losses of its sampled inputs, `B`."""
         adr = losses.new_zeros(()) if sampled.rectification is None else sampled.rectification.detach().sum()
-        self._numbers.append(torch.stack([sampled.lost, adr, (losses * sampled.usable).sum()]))
+        self._numbers.append(torch.stack([sampled.lost, adr, losses.sum()]))
 
     def state_dict(self) -> dict[str, int]:
         self._settle()

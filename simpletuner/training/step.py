@@ -235,7 +235,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         step=global_step + 1,
         epoch=loader.epoch,
         epochs_done=loader.epochs_done,
-        metrics={**_means(everyone), **gradient, "learning_rate": learning_rate, "epoch": loader.epoch},
+        metrics={**_means(assembly, everyone), **gradient, "learning_rate": learning_rate, "epoch": loader.epoch},
         samples=list(zip(_joined(everyone.timesteps), _joined(everyone.per_sample), strict=True)),
         seconds=meter.seconds,  # last: reading the losses has waited for the device
         data_seconds=meter.data_seconds,
@@ -412,7 +412,7 @@ def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) 
     return Place(assembly.settings.seed, global_step, micro_step, world.slots(count), world.size * count)
 
 
-def _means(losses: HostLosses) -> dict[str, float]:
+def _means(assembly: Assembly, losses: HostLosses) -> dict[str, float]:
     counts = torch.tensor([len(names) for names in losses.names], dtype=torch.float32)
     shares = counts / counts.mean()  # all 1 if the batches are of one size
     means = {
@@ -421,4 +421,7 @@ def _means(losses: HostLosses) -> dict[str, float]:
     }
     if any(losses.extra):
         means["diffusion_loss"] = (torch.tensor(losses.diffusion) * shares).mean().item()
-    return means | {name: torch.tensor(values).mean().item() for name, values in _by_name(losses.extra).items()}
+    means |= {name: torch.tensor(values).mean().item() for name, values in _by_name(losses.extra).items()}
+    for technique in assembly.techniques:
+        means |= technique.summary(means)
+    return means

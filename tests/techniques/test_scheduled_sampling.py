@@ -269,6 +269,15 @@ class TestReflexFlow:
         (rectification,) = technique.extra_losses(noisy, prediction).values()
         torch.testing.assert_close(rectification, 3 * misdirections(noisy, prediction).mean())
 
+    def test_its_share_of_the_loss_is_logged(self, t2i_checkpoint: Path, batch: Batch) -> None:
+        technique = ScheduledSampling(config_of(probability=0.5), STEPS, None)
+        assembly = make_assembly(t2i_checkpoint, technique, learning_rate=0.0)
+        found = step.optimizer_step(assembly, Batches(batch), 3).metrics  # type: ignore[arg-type]
+        adr, loss = found["reflexflow_adr"], found["reflexflow_flow_loss"]
+        assert adr > 0
+        assert 0 < loss < found["train_loss"], "of the sampled inputs alone"
+        assert found["reflexflow_adr_share"] == pytest.approx(adr / (adr + loss))
+
     def test_without_it_the_loss_is_plain(self, t2i_checkpoint: Path, batch: Batch) -> None:
         technique = technique_for(make_adapter(t2i_checkpoint), reflexflow=False)
         noisy = technique.before_forward(noisy_of(batch, [0.4] * 4), oracle)
