@@ -17,7 +17,11 @@ from simpletuner.diffusion.seeds import Place
 from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
-from tests.training.assembly import make_assembly, make_batch, no_forward
+from simpletuner.training.state import Assembly
+from tests.closeness import ROTATION, distance
+from tests.techniques.test_preservation import moved
+from tests.training.assembly import fixed_noise, make_assembly, make_batch, no_forward
+from tests.training.test_step import Batches
 
 PLACE = Place(seed=3, global_step=4, micro_step=1, slots=range(2), group=2)
 SHAPE = (2, 4, 5, 4, 6)
@@ -51,6 +55,34 @@ def test_half_a_mask_gives_half_the_loss_or_the_same(i2v: bool) -> None:
     assert loss_of(noisy, masked_loss_floor=0.2) == pytest.approx([0.6, 0.6])
     assert loss_of(noisy, masked_loss_floor=0.2, masked_loss_normalise=True) == pytest.approx([1, 1])
     assert loss_of(noisy, masked_loss_probability=0) == pytest.approx([1, 1])
+
+
+@pytest.mark.parametrize("settings", [{}, {"masked_loss_normalise": True}, {"masked_loss_prior": 0.5}])
+def test_unequal_batches_in_one_window_are_one_batch(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
+) -> None:
+    """Every sample has the same weight, however its mask and its neighbours are."""
+    monkeypatch.setattr(step, "add_noise", lambda assembly, batch, *place: replace(fixed_noise(batch), place=PLACE))
+    batch = make_batch(t2i_checkpoint, ["a star", "two blue circles", "a hill", "x"], 8)
+    mask = (torch.arange(8) < torch.tensor([2, 8, 5, 1])[:, None]).float().view(4, 1, 1, 1, 8).expand(-1, -1, -1, 8, -1)
+    whole = replace(batch, loss_mask=mask)
+    parts = [
+        Batch(whole.latents[each], whole.embeds[each], whole.names[each], loss_mask=mask[each])
+        for each in (slice(3), slice(3, 4))
+    ]
+    found: list[dict[str, Tensor]] = []
+    for window in ([whole], parts):
+        technique = MaskedLoss(MaskedLossConfig(**settings))
+        assembly = moved(t2i_checkpoint, technique, gradient_accumulation_steps=len(window), max_grad_norm=0)
+        look = assembly.optimizer.register_step_pre_hook(lambda *given: found.append(gradients_of(assembly)))  # noqa: B023
+        step.optimizer_step(assembly, Batches(*window), 0)  # type: ignore[arg-type]
+        look.remove()
+    assert max(each.abs().max() for each in found[0].values()) > 1e-3
+    assert distance(found[1], found[0]) < ROTATION
+
+
+def gradients_of(assembly: Assembly) -> dict[str, Tensor]:
+    return {name: each.grad.clone() for name, each in assembly.parameters.items() if each.grad is not None}
 
 
 def test_a_tiny_mask_is_not_enlarged_without_limit() -> None:

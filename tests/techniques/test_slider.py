@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.lora_targets import matching_modules
 from simpletuner.models.registry import FAMILIES
+from simpletuner.techniques.preservation import Preservation
 from simpletuner.techniques.slider import Slider
 from simpletuner.training import step
 from tests.closeness import ROTATION, distance
@@ -48,6 +49,25 @@ def test_the_lora_acts_with_the_strength_of_its_dataset(
     assert distance(
         found, {name: each * (STRENGTH if ".lora_B." in name else 1) for name, each in expected.items()}
     ) < (ROTATION)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch) -> None:
+    """From one micro-batch to the next, with what preservation adds at the strength of all."""
+    torch.compiler.reset()
+    batch = replace(batch, other_embeds=batch.embeds[::-1])
+    ends = [replace(batch, dataset_id=name) for name in ("old", "new")]
+    found, expected = (
+        gradients(
+            moved(
+                t2i_checkpoint, Slider({"old": STRENGTH, "new": 1.0}), Preservation(1.0, 1.0),
+                gradient_accumulation_steps=len(ends), **settings,
+            ),
+            *ends,
+        )
+        for settings in ({"dynamo_backend": "aot_eager"}, {})
+    )  # fmt: skip
+    assert distance(found, expected) < ROTATION
 
 
 def test_neutral_datasets_are_plain_training(t2i_checkpoint: Path, batch: Batch) -> None:

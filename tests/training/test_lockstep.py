@@ -5,7 +5,6 @@ from __future__ import annotations
 import pkgutil
 from dataclasses import replace
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,15 @@ from tests.training.lockstep import STEPS, TECHNIQUES, main, techniques_of, trai
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 KINDS: dict[str, dict[str, Any]] = {"ddp": {"fsdp_enable": False}, "fsdp2": {"fsdp_enable": True}}
-# Some techniques that a run may have together.
-TOGETHER = {
-    "rollout": ["preservation", "regularisation", "scheduled sampling", "slider"],
-    "tokens": ["crepa", "layersync", "masked loss", "tread"],
-}
-CASES = {
-    f"{name}, {kind}": {"names": names, **settings}
-    for name, names in TOGETHER.items()
-    for kind, settings in KINDS.items()
-}
+# Techniques that a LoRA or a full fine-tune may have together.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "lora": {"names": ["masked loss", "preservation", "regularisation", "scheduled sampling", "slider"]},
+    "full": {
+        "names": ["crepa", "layersync", "masked loss", "scheduled sampling", "tread"],
+        "model_type": "full", "masked_loss_prior": 0.0,
+    },
+}  # fmt: skip
+CASES = {f"{name}, {kind}": case | settings for name, case in TOGETHER.items() for kind, settings in KINDS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +42,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> l
     batch = replace(batch, other_embeds=batch.embeds[::-1], loss_mask=mask)
     torch.save(batch, folder / "batch.pt")
     run_together(2, main, t2i_checkpoint, folder, CASES)
-    one = {
-        name: train(t2i_checkpoint, batch, World(), folder, names, fsdp_enable=False)
-        for name, names in TOGETHER.items()
-    }
+    alone = {"fsdp_enable": False}
+    one = {name: train(t2i_checkpoint, batch, World(), folder, **case | alone) for name, case in TOGETHER.items()}
     return [one, *(torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in (0, 1))]
 
 
@@ -68,9 +64,7 @@ def test_every_technique_is_held_to_it(t2i_checkpoint: Path) -> None:
     for module in pkgutil.iter_modules(techniques.__path__):
         import_module(f"{techniques.__name__}.{module.name}")
     tried = [
-        type(technique)
-        for name in chain(*TOGETHER.values())
-        for technique in techniques_of(t2i_checkpoint, [name], TECHNIQUES[name])
+        type(technique) for name in TECHNIQUES for technique in techniques_of(t2i_checkpoint, [name], TECHNIQUES[name])
     ]
     defined = [each for each in Technique.__subclasses__() if each.__module__.startswith(f"{techniques.__name__}.")]
     assert sorted(map(str, tried)) == sorted(map(str, defined))
