@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 import uuid
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from simpletuner.atomic import writing_to
 from simpletuner.redaction import redact
@@ -221,11 +223,10 @@ class EventLog:
     def __init__(self, folder: Path, payloads: Payloads) -> None:
         self.path, self._payloads = folder / EVENTS_FILE, payloads
         with writing_to(self.path), self.path.open("a+b") as file:
-            file.seek(0)
-            content = file.read()
-            file.truncate(content.rfind(b"\n") + 1)
-        events = (parse_row(line, "id") for line in reversed(content.splitlines(keepends=True)))
-        self._last: int = next(filter(None, events), {"id": 0})["id"]
+            file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            torn = file.read().rpartition(b"\n")[2]
+            file.truncate(file.tell() - len(torn))
+        self._last = last_id(self.path)
 
     def __call__(self, event: Event) -> None:
         for payload in self._payloads(event):
@@ -235,26 +236,43 @@ class EventLog:
                 file.write(line)
 
 
-# Bytes first read from the end of the log; usually the new events are in them.
-TAIL = 1 << 16
+TAIL = 1 << 18  # bytes; no line is longer
+
+
+def last_id(path: Path) -> int:
+    """The id of the newest event in a log; 0 if there is none."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return _last_id(file)
+
+
+def _last_id(file: BinaryIO) -> int:
+    file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
+    return max((event["id"] for line in file if (event := parse_row(line, "id"))), default=0)
+
+
+def offset_after(file: BinaryIO, number: int) -> int:
+    """Where the events after an id begin, usually with the rest of the line before them.
+
+    0 if all ids are smaller: then the id is of an earlier run in this folder.
+    """
+
+    def next_id(start: int) -> int:
+        file.seek(max(0, start - 1))
+        if start:
+            file.readline()
+        return next((event["id"] for line in file if (event := parse_row(line, "id"))), sys.maxsize)
+
+    if number > _last_id(file):
+        return 0
+    return bisect_right(range(file.seek(0, os.SEEK_END)), number, key=next_id)
 
 
 def read_events(path: Path, after_id: int = 0) -> list[Payload]:
-    """The events after an id, oldest first; none if there is no file. Torn lines are left out.
-
-    Only the end of the file is read if the events are in it.
-    """
-    try:
-        with Path(path).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            length = TAIL if after_id else size
-            while True:
-                start = max(0, size - length)
-                file.seek(start)
-                lines = file.read(size - start).splitlines(keepends=True)[1 if start else 0 :]
-                events = [event for line in lines if (event := parse_row(line, "id")) is not None]
-                if start == 0 or (events and events[0]["id"] <= after_id):
-                    return [event for event in events if event["id"] > after_id]
-                length *= 4
-    except FileNotFoundError:
+    """The events after an id, oldest first; none if there is no file. Torn lines are left out."""
+    if not path.is_file():
         return []
+    with path.open("rb") as file:
+        file.seek(offset_after(file, after_id))
+        return [event for line in file if (event := parse_row(line, "id")) and event["id"] > after_id]

@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from simpletuner.errors import UserError
 from simpletuner.reporting.pace import clock
+from simpletuner.reporting.payloads import EVENTS_FILE, last_id
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +44,17 @@ class Owner:
         started: when the process started, in ticks since boot; empty if the system does not tell. Together with `boot`
             it distinguishes the process from a later one with the same pid.
         since: when the lock was taken, in seconds since 1970.
+        after: the last event of the folder's earlier sessions.
         beat: counts while the process lives, always with the same digits; zero if it cannot write to its lock.
     """
 
-    pid: int
+    pid: Annotated[int, Field(gt=0, lt=2**31)]  # 0 and less would be groups of processes
     host: str
     boot: str
     started: str
     command: str
     since: float
+    after: int = -1
     beat: str = f"{0:08}"
 
     @property
@@ -85,8 +88,9 @@ def lock_output(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another run holds it, or may hold it.
     """
-    path, owner = folder / LOCK_FILE, this_process()
+    path = folder / LOCK_FILE
     try:
+        owner = replace(this_process(), after=last_id(folder / EVENTS_FILE))
         while not create(path, owner.content) and not take_over(path, owner.content):
             pass  # released between the two calls
     except OSError as error:

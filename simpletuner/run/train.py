@@ -31,7 +31,7 @@ from simpletuner.plan.entries import feature_kinds, text_folder
 from simpletuner.reporting.card import CARD_FOLDER
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
-from simpletuner.reporting.requests import STOPPING, stop_on_interrupt
+from simpletuner.reporting.requests import STOPPING, expect_requests, stop_on_interrupt
 from simpletuner.reporting.upload import Destination
 from simpletuner.run.autopsy import Doing, autopsied
 from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches
@@ -93,6 +93,7 @@ def _run(
     if world.is_main:
         plan.output_dir.mkdir(parents=True, exist_ok=True)
         sweep_strays(plan)
+        expect_requests(plan.output_dir)  # those of this session count from now on
     world.barrier()
     epoch = plan.resume.manifest.epoch if plan.resume else 1
     caches = prepare_caches(plan, adapter, device, events, epoch=epoch, listing=budget.listing, world=world)

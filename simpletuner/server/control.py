@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -26,6 +25,7 @@ from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
+from simpletuner.reporting.payloads import EVENTS_FILE, last_id
 from simpletuner.reporting.requests import Request, make_request
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 from simpletuner.server.files import values_in
@@ -76,7 +76,7 @@ class Runs:
         """The output folders of all configs; those of packaged examples only if they exist."""
         found = {}
         for name in (*(EXAMPLE + each for each in example_names()), *self.project.config_names()):
-            with suppress(UserError, Refusal):
+            with suppress(UserError, OSError):
                 folder = self.project.inside(output_dir_of(self.project.config_file(name)))
                 if folder.is_dir() or not name.startswith(EXAMPLE):
                     found[folder] = name
@@ -101,7 +101,8 @@ class Runs:
         run = self._at(self.project.inside(judgement.config.run.output_dir))
         with self._lock:
             refuse_if_busy(run)
-            write_json(run.folder / STARTED_FILE, {"time": time.time(), "config": name, "settings": dict(settings)})
+            after = last_id(run.folder / EVENTS_FILE)
+            write_json(run.folder / STARTED_FILE, {"config": name, "settings": dict(settings), "after": after})
             run.child = self._spawn(run.folder, command_line(name, file, settings))
         threading.Thread(target=run.child.wait, daemon=True).start()  # no zombie stays
         return run
@@ -200,13 +201,13 @@ def refuse_if_busy(run: Run) -> None:
     Raises:
         Refusal: 409.
     """
-    owner = run.owner
     try:
-        if owner is not None:
+        if (owner := run.owner) is not None:
             refuse_if_in_use(run.folder / LOCK_FILE, owner)
-    except UserError as error:
+        is_active = run.judge()[0] in ACTIVE
+    except (UserError, OSError) as error:
         raise Refusal(409, str(error)) from None
-    if run.judge()[0] in ACTIVE:
+    if is_active:
         raise Refusal(409, f"output_dir: {run.folder} is in use by a run that is starting.")
 
 
@@ -244,4 +245,4 @@ def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
 
 def run_id(folder: Path) -> str:
     """A name for addresses: that of the folder, made unique by its path."""
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', folder.name)}-{hashlib.sha256(str(folder).encode()).hexdigest()[:6]}"
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', folder.name)}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]}"

@@ -54,10 +54,19 @@ def routes() -> list[Route]:
 
 
 def configs(request: Request) -> Response:
-    """The configs of the project."""
+    """The configs of the project; one that cannot be opened has a `problem`."""
     project = project_of(request)
-    files = {name: project.config_file(name) for name in project.config_names()}
-    return JSONResponse([{"name": name, "path": shown(project, path)} for name, path in files.items()])
+    return JSONResponse([config_entry(project, name) for name in project.config_names()])
+
+
+def config_entry(project: Project, name: str) -> dict[str, Any]:
+    """A config in the list of all."""
+    try:
+        path = project.config_file(name)
+        settings_in(path)
+    except Refusal as refusal:
+        return {"name": name, "path": None, "problem": redact(str(refusal))}
+    return {"name": name, "path": shown(project, path), "problem": None}
 
 
 def examples(request: Request) -> Response:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,22 +18,25 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from simpletuner.reporting.curves import charts_of, hours_of, points_of, thin_extremes
+from simpletuner.errors import UserError
+from simpletuner.reporting.curves import charts_of, hours_of, thin_extremes
 from simpletuner.reporting.html import left_out, render
-from simpletuner.reporting.metrics import MEDIA_FILE, MIME, VIDEO_MIME, read_media
+from simpletuner.reporting.metrics import MEDIA_FILE, MIME, VIDEO_MIME, Columns, parse_row, read_media
 from simpletuner.reporting.pace import RunningMean, clock, pace_text
-from simpletuner.reporting.payloads import EVENTS_FILE, read_events
+from simpletuner.reporting.payloads import EVENTS_FILE, last_id, offset_after
 from simpletuner.reporting.previews import build_grid
 from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.server.control import Runs, ask, cancel
 from simpletuner.server.project import SANDBOX, Refusal, read_object
-from simpletuner.server.runs import Run, Tail
+from simpletuner.server.runs import Run, record_in
+from simpletuner.server.story import Tail
 
 POLL, HEARTBEAT = 0.5, 15.0  # seconds
-MAX_POINTS = 2000
+POINTS, MAX_POINTS = 2000, 20_000  # of a curve in an answer, usually and at most
 LOG_LINES = 300
 SHOWN = {*MIME, *VIDEO_MIME, ".gif"}
 Act = Callable[[Run], None]
+_drawing = threading.Lock()  # curves of a long run take 40 MB while they are drawn
 
 
 def routes() -> list[Route]:
@@ -108,23 +113,25 @@ async def events(request: Request) -> Response:
     """The events of a run as they come."""
     run = await run_in_threadpool(chosen, request)
     last = request.headers.get("last-event-id", "")
-    content = event_stream(run.folder / EVENTS_FILE, int(last) if last.isdecimal() else None)
-    return StreamingResponse(content, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    path = run.folder / EVENTS_FILE
+    after = int(last[:18]) if last.isdecimal() else await run_in_threadpool(last_id, path)
+    return StreamingResponse(
+        event_stream(path, after), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+    )
 
 
 def recent(request: Request) -> Response:
     """The newest events of a run."""
-    run = chosen(request)
-    run.read()
-    return JSONResponse(list(run.recent))
+    return JSONResponse(chosen(request).recent)
 
 
 def metrics(request: Request) -> Response:
     """The curves of a run as numbers: `?metric=NAME&max_points=N`."""
     run, asked = chosen(request), request.query_params
-    rows, limit = run.read()[1], asked.get("max_points", "")
-    points = decimated(rows, asked.getlist("metric"), int(limit) if limit.isdecimal() else MAX_POINTS)
-    return JSONResponse({"run": run.id, "metrics": points, "hours": hours_of(rows)})
+    columns, limit = run.metrics, asked.get("max_points", "")
+    with _drawing:
+        points = decimated(columns, asked.getlist("metric"), int(limit[:18]) if limit.isdecimal() else POINTS)
+        return JSONResponse({"run": run.id, "metrics": points, "hours": hours_of(columns)})
 
 
 def media(request: Request) -> Response:
@@ -161,30 +168,27 @@ BUTTONS: Mapping[str, Act] = {
 }
 
 
-async def event_stream(path: Path, after: int | None) -> AsyncIterator[str]:
-    """Server-sent events: those after an id (none if it is None), then every new one, until the client leaves."""
-    tail = Tail(path, "id")
-    tail.skip()
-    new = [] if after is None else await run_in_threadpool(read_events, path, after)
-    twice = {event["id"] for event in new}  # if they were written between the two looks at the file
-    generation = tail.generation
+async def event_stream(path: Path, after: int) -> AsyncIterator[str]:
+    """Server-sent events: those after an id, then every new one, until the client leaves."""
+    tail = Tail(path, "id", partial(offset_after, number=after))
     yield ": connected\n\n"
     sent_at = time.monotonic()
     while True:
-        for event in new:
+        # A part at a time: what a client does not read stays in the file.
+        lines = await run_in_threadpool(tail.lines)
+        for event in filter(None, (parse_row(line, "id") for line in lines)):
             sent_at = time.monotonic()
-            yield f"id: {event['id']}\nevent: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+            yield f"id: {event['id']}\nevent: {event.get('type')}\ndata: {json.dumps(event)}\n\n"
         if time.monotonic() - sent_at > HEARTBEAT:
             sent_at = time.monotonic()
             yield ": alive\n\n"
-        await asyncio.sleep(POLL)
-        new = [event for event in tail.read() if tail.generation != generation or event["id"] not in twice]
+        await asyncio.sleep(0 if lines else POLL)
 
 
-def decimated(rows: Sequence[Mapping[str, Any]], names: Sequence[str], limit: int) -> dict[str, list[Any]]:
+def decimated(metrics: Columns, names: Sequence[str], limit: int) -> dict[str, list[Any]]:
     """Points of the named metrics, or of all, with the extremes of each stretch."""
-    wanted = names or list(dict.fromkeys(key for row in rows for key in row if key != "step"))
-    curves = {name: thin_extremes(points_of(rows, name), max(2, limit)) for name in wanted}
+    count = max(2, min(limit, MAX_POINTS))
+    curves = {name: thin_extremes(metrics.points(name), count) for name in names or metrics.names}
     return {name: points for name, points in curves.items() if points}
 
 
@@ -204,14 +208,15 @@ def file_of(run: Run, path: str) -> Response:
 
 def head(run: Run) -> dict[str, Any]:
     """What the head of a run shows."""
-    story, rows = run.read()
-    status = run.status()
-    notices = [each for each in story.notices if each["type"] != "error"]
-    has_report = (run.folder / REPORT_FILE).is_file()
-    return {"status": status, "facts": list(key_figures(status, rows)), "notices": notices, "has_report": has_report}
+    status, facts, notices = run.status(), list[tuple[str, str]](), list[str]()
+    with suppress(OSError, UserError):  # the state says why
+        columns, damage = record_in(run.folder).read()
+        facts, notices = list(key_figures(status, columns)), [*run.judge()[2].notices, damage]
+    shown = [text for text in notices if text and text not in status["message"]]
+    return {"status": status, "facts": facts, "notices": shown, "has_report": (run.folder / REPORT_FILE).is_file()}
 
 
-def key_figures(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def key_figures(status: Mapping[str, Any], metrics: Columns) -> Iterator[tuple[str, str]]:
     """Key figures, as (name, text)."""
     progress = status["progress"]
     total = f" of {progress['total']:,}" if progress["total"] else ""
@@ -224,28 +229,29 @@ def key_figures(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
         ("Learning rate", "learning_rate", 0.0, "{:.3g}".format),
         ("Peak memory", "peak_memory_gb", 0.0, "{:.2f} GB".format),
     ):
-        mean = RunningMean(memory)
-        for _, value in points_of(rows[-500:], key):
+        mean, points = RunningMean(memory), metrics.points(key, newest=500)
+        for _, value in points:
             mean.add(value)
-        if rows and key in rows[-1]:
+        if points and points[-1][0] == metrics.steps[-1]:
             yield name, worded(mean.value)
-    if hours := hours_of(rows):
+    if hours := hours_of(metrics):
         yield "Time in steps", clock(hours[-1][1] * 3600)
 
 
 def curves(run: Run) -> dict[str, Any]:
     """What the curves of a run show."""
-    rows = run.read()[1]
-    charts = charts_of(rows)
-    return {"charts": charts, "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours_of(rows)}}
+    columns = run.metrics
+    with _drawing:
+        charts, hours = charts_of(columns), hours_of(columns)
+    return {"charts": charts, "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours}}
 
 
 def previews(run: Run) -> dict[str, Any]:
     """The previews of a run; those that are being sampled come with their progress."""
-    story = run.read()[0]
+    state, _, story = run.judge()
     grid = build_grid(read_media(run.folder / MEDIA_FILE), run.folder, lambda record: address(run, record.path))
-    unfinished = story.growing.values() if run.judge()[0] == "running" else ()
-    growing = [(each, address(run, (each["images"] or [each["videos"][0]["src"]])[0])) for each in unfinished]
+    unfinished = story.growing.values() if state == "running" else ()
+    growing = [(each, address(run, each.path)) for each in unfinished]
     return {"grid": grid, "left_out": left_out(grid), "growing": growing}
 
 
@@ -257,9 +263,8 @@ def address(run: Run, path: str) -> str:
 
 def log(run: Run) -> dict[str, Any]:
     """The end of a run's console output, else what its events said."""
-    run.read()
-    said = [f"{event['timestamp'][11:19]}  {event['message']}" for event in run.recent if event.get("message")]
-    lines = run.console.splitlines() or said
+    said = (f"{event.get('timestamp')!s:.19}  {event['message']}" for event in run.recent if event.get("message"))
+    lines = run.console.splitlines() or list(said)
     return {"lines": lines[-LOG_LINES:]}
 
 

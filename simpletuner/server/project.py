@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -98,9 +99,11 @@ class Project:
         return first if first.is_file() else self.inside("config/config.json")
 
     def config_names(self) -> list[str]:
-        """The names of the configs that exist."""
-        named = sorted(path.parent.name for path in self.folder.glob("config/*/config.json"))
-        return [*(["config"] if self.config_file("config").is_file() else []), *filter(CONFIG_NAME.fullmatch, named)]
+        """The names of the configs that exist, also of those that may not be opened."""
+        found = filter(os.path.isfile, self.folder.glob("config/*/config.json"))  # which raises nothing
+        has_main = any(os.path.isfile(self.folder / path) for path in ("config.json", "config/config.json"))  # noqa: PTH113
+        named = sorted(path.parent.name for path in found)
+        return [*(["config"] if has_main else []), *filter(CONFIG_NAME.fullmatch, named)]
 
 
 def chosen_by(name: str, file: Path) -> str:

@@ -11,14 +11,12 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,19 +24,22 @@ from simpletuner.config.json_files import read_json
 from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
-from simpletuner.reporting.metrics import METRICS_FILE
+from simpletuner.reporting.metrics import METRICS_FILE, Columns
 from simpletuner.reporting.pace import clock
-from simpletuner.reporting.payloads import EVENTS_FILE
+from simpletuner.reporting.payloads import EVENTS_FILE, read_events
 from simpletuner.reporting.requests import FOLDER as REQUESTS
 from simpletuner.run.lock import LOCK_FILE, Owner, read_owner
+from simpletuner.server.story import Story, Tail, follow, near_end
 from simpletuner.training.manifest import result_step
 
-Status = Literal["idle", "starting", "running", "completed", "error", "cancelled", "interrupted"]
+Status = Literal["idle", "starting", "running", "completed", "error", "cancelled", "interrupted", "broken"]
 CONSOLE_FILE = "console.log"
 PROMPT = "$ simpletuner "  # begins the line of console.log that names the command of a session
-STARTED_FILE = "started.json"  # what the page started last: when, which config, with which settings
-END = 1 << 16  # bytes; no line is longer
-NOTICES, RECENT = 100, 200
+STARTED_FILE = "started.json"  # what the page started last: which config, with which settings, after which event
+END = 1 << 16  # bytes
+RECENT = 200
+INTERRUPTED = ("Interrupted.", "KeyboardInterrupt")  # ends the console; the second, while Python itself was starting
+BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end")
 ACTIVE = ("starting", "running")
 IN_LOOP = ("running", "stopping")
 ENDED: Mapping[str, Status] = {"completed": "completed", "failed": "error", "cancelled": "cancelled"}
@@ -46,98 +47,27 @@ ENDED: Mapping[str, Status] = {"completed": "completed", "failed": "error", "can
 SILENCE = 900.0
 
 
-class Tail:
-    """JSON objects that are appended to a file, one a line, each read once; others and torn lines are left out.
+class Record:
+    """The metrics of a run, as of now; only what is new is read."""
 
-    Args:
-        key: which they all have.
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._tail = Tail(path, "step", renew=self._begin)
+        self._columns = Columns()
 
-    Attributes:
-        generation: grows when the file was replaced or cut, and is read from its start again.
-    """
+    def _begin(self) -> None:
+        self._columns = Columns()
 
-    def __init__(self, path: Path, key: str) -> None:
-        self.path, self.key, self.generation = path, key, 0
-        self._file, self._offset = 0, 0
-
-    def skip(self) -> None:
-        """Leave out what is there now."""
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            self._file = os.fstat(file.fileno()).st_ino
-            start = max(0, file.seek(0, os.SEEK_END) - END)
-            file.seek(start)
-            self._offset = start + file.read().rfind(b"\n") + 1
-
-    def read(self) -> list[dict[str, Any]]:
-        """What is new since the last call."""
-        try:
-            with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._file or found.st_size < self._offset:
-                    self._file, self._offset, self.generation = found.st_ino, 0, self.generation + 1
-                file.seek(self._offset)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        complete = content[: content.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return list(self._objects(complete))
-
-    def _objects(self, content: bytes) -> Iterator[dict[str, Any]]:
-        for line in content.splitlines():
-            with suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict) and self.key in found:
-                    yield found
+    def read(self) -> tuple[Columns, str]:
+        """The metrics of all steps, and which line of the file cannot be used."""
+        with self._lock:
+            for row in self._tail.rows():
+                self._columns.add(row)
+            return self._columns, self._tail.damage
 
 
-@dataclass
-class Story:
-    """What the events of a run's newest session told.
-
-    Attributes:
-        status: of its last `training.status`; empty before the first.
-        time: of the last event, in seconds since 1970.
-        stages: by key, the newest of each.
-        notices: warnings.
-        growing: unfinished previews by prompt, weights and index.
-    """
-
-    job_id: str = ""
-    status: str = ""
-    time: float = 0.0
-    message: str = ""
-    progress: dict[str, Any] = field(default_factory=dict)
-    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notices: list[dict[str, Any]] = field(default_factory=list)
-    growing: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Take in the next event."""
-        if event["job_id"] != self.job_id:
-            self.__init__(event["job_id"], progress=self.progress)  # type: ignore[misc]
-        self.time = datetime.fromisoformat(event["timestamp"]).timestamp()
-        match event["type"]:
-            case "training.status":
-                self.status, self.progress = event["data"]["status"], event["progress"]
-                self.message = event.get("message", self.message)
-            case "lifecycle.stage":
-                stage = event["stage"]
-                self.stages[stage["key"] or stage["label"]] = {**stage, "message": event.get("message", "")}
-                if stage["status"] != "running":
-                    self.growing.clear()  # also of previews that were cut short
-            case "validation.image":
-                self.growing[_shot(event)] = dict(event)
-            case "training.validation":
-                self.growing.pop(_shot(event), None)
-        # How a run ended is in its message; other events only repeat it.
-        if event["type"] == "notification" and event["severity"] == "warning":
-            self.notices = [*self.notices, dict(event)][-NOTICES:]
-
-
-def _shot(event: Mapping[str, Any]) -> tuple[Any, ...]:
-    data = event["data"]
-    return data["name"], data["validation_type"], data["index"]
+# The columns of 100,000 steps take some 15 MB; those of runs that nobody looks at are dropped.
+record_in = lru_cache(maxsize=3)(lambda folder: Record(folder / METRICS_FILE))
 
 
 @dataclass(eq=False)
@@ -149,7 +79,6 @@ class Run:
         may_start: whether this server starts runs.
         written_by: the config of the project that writes into it; empty if there is none.
         child: the process that this server started for it.
-        recent: its newest events.
     """
 
     id: str
@@ -160,28 +89,45 @@ class Run:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._events = Tail(self.folder / EVENTS_FILE, "job_id")
-        self._metrics = Tail(self.folder / METRICS_FILE, "step")
-        self._story, self._rows, self._generation = Story(), dict[int, dict[str, Any]](), 0
-        self.recent = deque[dict[str, Any]](maxlen=RECENT)
+        self._story, self._last = Story(), dict[str, Any]()
+        self._events = Tail(self.folder / EVENTS_FILE, "id", renew=self._story.begin)
+        self._rows = Tail(self.folder / METRICS_FILE, "step", near_end, self._last.clear)
 
-    def read(self) -> tuple[Story, list[dict[str, Any]]]:
-        """What the events tell, and the metrics of each step, as of now."""
+    def read(self) -> tuple[Story, dict[str, Any]]:
+        """What the events tell, and the metrics of the last step, as of now."""
         with self._lock:
-            for event in self._events.read():
-                self._story.add(event)
-                self.recent.append(event)
-            new = self._metrics.read()
-            if self._metrics.generation != self._generation:
-                self._rows, self._generation = {}, self._metrics.generation
-            for row in new:
-                self._rows.setdefault(row["step"], {}).update({sys.intern(key): value for key, value in row.items()})
-            return self._story, list(self._rows.values())
+            follow(self._events, self._story)
+            for row in self._rows.rows():
+                if row["step"] != self._last.get("step"):
+                    self._last.clear()
+                self._last.update(row)
+            return self._story, dict(self._last)
+
+    @property
+    def damage(self) -> str:
+        """A line of its record or events that cannot be used, as of the last look; empty if there is none."""
+        return self._events.damage or self._rows.damage
+
+    @property
+    def metrics(self) -> Columns:
+        """The metrics of all steps, as of now."""
+        return record_in(self.folder).read()[0]
+
+    @property
+    def recent(self) -> list[dict[str, Any]]:
+        """The newest events."""
+        return read_events(self.folder / EVENTS_FILE, self.read()[0].id - RECENT)
+
+    @property
+    def name(self) -> str:
+        """The name of the folder; what is not UTF-8 in it is replaced."""
+        return shown(self.folder.name)
 
     @property
     def started(self) -> Mapping[str, Any]:
-        """What the page started last: `time` (since 1970), `config`, `settings`; empty if it was not the page."""
-        found = read_json(self.folder / STARTED_FILE, [])
+        """What the page started last: `config`, `settings`, and `after`, the last event before; else empty."""
+        path = self.folder / STARTED_FILE
+        found = read_json(path, []) if path.is_file() else None
         return found if isinstance(found, dict) else {}
 
     @property
@@ -192,64 +138,72 @@ class Run:
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that it is started with besides the config."""
-        return dict(self.started.get("settings", {}))
+        found = self.started.get("settings")
+        return found if isinstance(found, dict) else {}
 
     @property
     def owner(self) -> Owner | None:
-        """Whose lock is in the folder."""
+        """Whose lock is in the folder.
+
+        Raises:
+            UserError: it does not say so.
+        """
         path = self.folder / LOCK_FILE
-        try:
-            return read_owner(path, path.read_bytes())
-        except (OSError, UserError):
-            return None
+        return read_owner(path, path.read_bytes()) if path.is_file() else None
 
     @property
     def pid(self) -> int | None:
         """The process that is at work in the folder, if it is one of this machine."""
         if self.child is not None and self.child.poll() is None:
             return self.child.pid
-        owner = self.owner
+        try:
+            owner = self.owner
+        except (OSError, UserError):
+            return None
         return owner.pid if owner and owner.host == socket.gethostname() and not owner.is_gone else None
 
     @property
     def seen(self) -> float:
         """When something in the folder last changed, in seconds since 1970; 0 if there is nothing."""
-        files = (self.folder / name for name in (EVENTS_FILE, METRICS_FILE, LOCK_FILE, CONSOLE_FILE))
-        return max((path.stat().st_mtime for path in files if path.is_file()), default=0.0)
+        times = [0.0]
+        for name in (EVENTS_FILE, METRICS_FILE, LOCK_FILE, CONSOLE_FILE):
+            with suppress(OSError):
+                times.append((self.folder / name).stat().st_mtime)
+        return max(times)
 
     @property
     def console(self) -> str:
         """The end of console.log, without secrets and overwritten progress bars."""
-        try:
-            with (self.folder / CONSOLE_FILE).open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - END))
-                lines = file.read().decode(errors="replace").split("\n")[1 if size > END else 0 :]
-        except OSError:
+        path = self.folder / CONSOLE_FILE
+        if not path.is_file():
             return ""
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - END))
+            lines = file.read().decode(errors="replace").split("\n")[1 if size > END else 0 :]
         return redact("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
 
-    def judge(self) -> tuple[Status, str]:
-        """The state of the run, and a sentence about it."""
-        story, rows = self.read()
-        owner, step = self.owner, rows[-1]["step"] if rows else 0
+    def judge(self) -> tuple[Status, str, Story]:
+        """The state of the run, a sentence about it, and what its newest session has told."""
+        (story, last), owner = self.read(), self.owner
+        # Which session spoke is seen from the number of the last event before it; clocks may be set meanwhile.
+        is_silent, before = story.id == self.started.get("after"), owner.after if owner else -1
+        if is_silent or story.id <= before:
+            story = Story(progress=story.progress)
+        state, message = self._judge(owner, story, last.get("step", 0), self.console if is_silent else "")
+        return state, message, story
+
+    def _judge(self, owner: Owner | None, story: Story, step: int, console: str) -> tuple[Status, str]:
         is_elsewhere = owner is not None and owner.host != socket.gethostname()
-        told = owner is None or story.time >= owner.since
-        if told and story.status in ENDED and self.started.get("time", 0.0) <= story.time:
+        if story.status in ENDED:
             return ENDED[story.status], story.message
         if self.pid is not None or (is_elsewhere and time.time() - self.seen < SILENCE):
             where = f"On {owner.host}. " if owner and is_elsewhere else ""
-            in_loop = told and story.status in IN_LOOP
-            return "running" if in_loop else "starting", where + (story.message if told else "")
+            return "running" if story.status in IN_LOOP else "starting", where + story.message
         if is_elsewhere:
             return "interrupted", f"No sign of life for {clock(time.time() - self.seen)}. {owner}"
-        return self._judge_ended(owner, story, step)
-
-    def _judge_ended(self, owner: Owner | None, story: Story, step: int) -> tuple[Status, str]:
-        """How a run ended whose events do not say so."""
-        last = said_at_the_end(self.console)
-        if self.started.get("time", 0.0) > story.time and last:  # before the first event
-            return "cancelled" if last == "Interrupted." else "error", last
+        if last := said_at_the_end(console):
+            return ("cancelled", INTERRUPTED[0]) if last in INTERRUPTED else ("error", last)
         if owner is not None or story.status in ("starting", *IN_LOOP):
             return "interrupted", f"Ended unexpectedly at step {step:,}."
         if not step:
@@ -259,29 +213,48 @@ class Run:
         return "cancelled", f"Stopped at step {step:,}."
 
     def status(self) -> dict[str, Any]:
-        """Everything that `GET /api/training/status` answers."""
-        (state, message), (story, rows) = self.judge(), self.read()
-        last = rows[-1] if rows else {}
-        is_active, step = state in ACTIVE, last.get("step", 0)
-        known = {"current": step, "total": None, "percent": None, "eta_seconds": None, "metrics": last}
-        progress = {**known, **story.progress} if story.progress else known
+        """Everything that `GET /api/training/status` answers. It never fails: a run must not hide the others."""
+        try:
+            found = self._status()
+            json.dumps(found, allow_nan=False, ensure_ascii=False).encode()  # NaN or half a character cannot be sent
+        except Exception as error:  # noqa: BLE001 - whatever its files hold
+            return self._blank() | {"status": "broken", "message": redact(str(error) or type(error).__name__)}
+        return found
+
+    def _blank(self) -> dict[str, Any]:
+        return {
+            "status": "idle",
+            "job_id": "",
+            "run": self.id,
+            "progress": {"current": 0, "total": None, "percent": None, "eta_seconds": None, "metrics": {}},
+            "stages": {},
+            "config": {"name": self.written_by, "output_dir": shown(self.folder)},
+            "message": "",
+            "can": dict.fromkeys(BUTTONS, False) | {"cancel": self.pid is not None},
+        }
+
+    def _status(self) -> dict[str, Any]:
+        (state, message, story), (_, last) = self.judge(), self.read()
+        is_active, step, blank = state in ACTIVE, last.get("step", 0), self._blank()
+        if self.damage and not is_active:
+            state, message = "broken", "\n".join(filter(None, (self.damage, message)))
+        progress = blank["progress"] | {"current": step, "metrics": last} | story.progress
         in_loop = state == "running" and story.status == "running"
         is_asked = in_loop and (self.folder / REQUESTS / "stop").exists()
         startable = self.may_start and bool(self.config) and not is_active and self.pid is None
-        return {
+        return blank | {
             "status": state,
             "job_id": story.job_id,
-            "run": self.id,
-            "progress": progress if is_active else {**progress, "eta_seconds": None},
+            "progress": progress if is_active else progress | {"eta_seconds": None},
             "stages": {key: stage if is_active else _over(stage) for key, stage in story.stages.items()},
-            "config": {"name": self.config, "output_dir": str(self.folder)},
+            "config": blank["config"] | {"name": self.config},
             "message": "Stops after this step and its previews." if is_asked else redact(message),
-            "can": {
+            "can": blank["can"]
+            | {
                 "start": startable and not step,
                 "continue": startable and step > 0,
                 "new": startable and (self.folder / LORA_FILE).is_file(),
                 "stop": is_active and story.status != "stopping" and not is_asked,
-                "cancel": self.pid is not None,
                 **dict.fromkeys(("save", "preview", "stop_at_epoch_end"), in_loop),
             },
         }
@@ -296,3 +269,8 @@ def said_at_the_end(console: str) -> str:
     lines = re.split(rf"^{re.escape(PROMPT)}.*$", console, flags=re.MULTILINE)[-1].strip().splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return "\n".join(errors or lines[-1:])
+
+
+def shown(path: str | Path) -> str:
+    """A path as text; bytes that are not UTF-8 are replaced."""
+    return os.fsencode(path).decode(errors="replace")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepDone
-from simpletuner.reporting.requests import Request, expect_requests, take_request, take_requests
+from simpletuner.reporting.requests import Request, take_request, take_requests
 from simpletuner.reporting.slowness import SlowSteps
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
@@ -106,7 +106,6 @@ class RequestHandler:
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         if assembly.world.is_main:
-            expect_requests(self.output_dir)
             self.events.stop.ask = lambda: self._is_asked_to_stop(assembly, state)
             if assembly.world.size > 1:
                 assembly.take_requests = partial(take_requests, self.output_dir)

@@ -219,6 +219,8 @@ def test_a_file_asks_for_a_checkpoint_for_previews_and_for_the_end(workspace: Wo
     (requests / "stop").touch()  # of an earlier session
 
     def ask(event: Event) -> None:
+        if isinstance(event, StateChanged) and event.state == "running":
+            (requests / "save").touch()
         if isinstance(event, StepDone) and event.step in (3, 4, 5):
             for name in ("save", "preview") if event.step < 5 else ("stop",):
                 (requests / name).touch()
@@ -227,7 +229,7 @@ def test_a_file_asks_for_a_checkpoint_for_previews_and_for_the_end(workspace: Wo
     with pytest.raises(Interrupted, match="Stopped at step 5"):
         train(workspace, trigger, ask)
     saved = [event.path.name for event in trigger.events if isinstance(event, CheckpointSaved)]
-    assert saved == ["checkpoint-2", "checkpoint-3", "checkpoint-4", "checkpoint-5-rolling"]
+    assert saved == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4", "checkpoint-5-rolling"]
     assert [row["step"] for row in media(workspace)] == [3, 3, 4, 4]
     assert not list(requests.iterdir())
 

@@ -20,9 +20,9 @@ from tests.processes import PATIENCE
 
 
 @contextmanager
-def serving(folder: Path, access: Access = Access()) -> Iterator[tuple[int, Server]]:
+def serving(folder: Path, access: Access = Access(), port: int = 0) -> Iterator[tuple[int, Server]]:
     """The page of a project: its port and its server."""
-    listener = listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", port)
     server = make_server(Project(folder), access)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

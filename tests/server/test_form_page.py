@@ -123,6 +123,47 @@ def test_nothing_is_lost_when_the_file_changed_meanwhile(page: Any, workspace: W
     assert (saved(workspace)["train_batch_size"], saved(workspace)["lora_rank"]) == (4, 64)
 
 
+@pytest.mark.parametrize("way", ["Restore everything", "Save only mine as new", "Drop my changes"])
+def test_a_file_that_is_gone_loses_no_key(page: Any, workspace: Workspace, way: str) -> None:
+    workspace.write_config(hub_token="hf_0123456789abcdefgh")
+    page.reload()
+    expect(page.locator("#f-seed")).to_have_value("7")
+    before = {key: value for key, value in saved(workspace).items() if key != "hub_token"}
+    entries = json.loads(workspace.path("config/multidatabackend.json").read_text())
+    workspace.path("config").rename(workspace.path("away"))
+    page.get_by_label("Batch Size", exact=True).fill("4")
+    page.get_by_role("button", name="Save", exact=True).click()
+    dialog = page.get_by_role("dialog", name="The file is gone")
+    expect(dialog).to_contain_text("config/config.json was deleted or moved")
+    expect(dialog).to_contain_text("enter them again: hub_token.")
+    dialog.get_by_role("button", name="Save only mine as new").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("Give it a name")
+    dialog.get_by_label("Name of a new config").fill("mine")
+    dialog.get_by_role("button", name=way).click()
+    expect(dialog).to_be_hidden()
+    if way == "Drop my changes":
+        expect(page.locator("#save")).to_be_disabled()
+        assert not workspace.path("config").exists()
+        return
+    expect(page.locator("#saved")).to_have_text("Saved")
+    if way == "Restore everything":
+        assert saved(workspace) == before | {"train_batch_size": 4}
+        assert json.loads(workspace.path("config/multidatabackend.json").read_text()) == entries
+    else:
+        expect(page.locator("#config")).to_have_value("mine")
+        assert json.loads(workspace.path("config/mine/config.json").read_text()) == {"train_batch_size": 4}
+        assert [path.name for path in workspace.path("config").rglob("*.json")] == ["config.json"]
+
+
+def test_a_broken_config_is_named_and_the_next_one_opened(page: Any, workspace: Workspace) -> None:
+    workspace.path("config/torn").mkdir()
+    workspace.path("config/torn/config.json").write_text('{"seed": ')
+    page.goto(f"{page.url.partition('?')[0]}?config=torn")
+    expect(page.locator("#saved")).to_contain_text("torn cannot be opened")
+    expect(page.locator("#config")).to_have_value("config")
+    expect(page.locator("#config option", has_text="torn (broken)")).to_have_count(1)
+
+
 def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> None:
     page.get_by_role("tab", name="Run").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("output")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import signal
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
 from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payloads
 from simpletuner.run.lock import LOCK_FILE
 from simpletuner.server.app import create_app
+from simpletuner.server.live import event_stream
 from simpletuner.server.project import Project
 from simpletuner.server.runs import CONSOLE_FILE
 from tests.processes import PATIENCE
 from tests.server.page import ending_runs, serving
-from tests.server.test_runs import STEPS, own, tell
+from tests.server.test_runs import STEPS, lengthen, own, tell
 from tests.server.test_serve import fetch, started
 from tests.workspace import Workspace
 
@@ -229,18 +232,41 @@ def test_events_reach_every_browser_and_none_is_missed(project: Workspace) -> No
         first.close()
         stream.say("two")
         stream.publish(Notice("three", warning=True))
+        ahead = Listener(port, run, last="99")  # its run was deleted, and this is another
+        assert ahead.hear(1) == [(1, "before")]
         again = Listener(port, run, last="2")
         assert again.hear(2) == [(3, "two"), (4, "three")]
         assert late.hear(2) == [(3, "two"), (4, "three")]
         (output / EVENTS_FILE).unlink()  # a new run in the same folder
         EventStream(EventLog(output, Payloads(every=0))).say("anew")
         assert late.hear(1) == [(1, "anew")]
-        for each in (late, again):
+        for each in (late, ahead, again):
             each.close()
         deadline = time.monotonic() + PATIENCE
         while server.server_state.tasks:  # no stream outlives its browser
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_what_a_client_does_not_read_stays_in_the_file(tmp_path: Path) -> None:
+    tell(tmp_path, *STEPS)
+    lengthen(tmp_path, 10_000)
+    log = tmp_path / EVENTS_FILE
+
+    async def ids(after: int, count: int) -> list[int]:
+        stream = event_stream(log, after)
+        try:
+            said = [await anext(stream) for _ in range(count + 1)]
+        finally:
+            await stream.aclose()
+        return [int(text.partition("\n")[0].removeprefix("id: ")) for text in said[1:]]
+
+    tracemalloc.start()
+    assert asyncio.run(ids(0, 2)) == [1, 2]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < log.stat().st_size / 5
+    assert asyncio.run(ids(9_998, 2)) == [9_999, 10_000]
 
 
 @pytest.mark.slow

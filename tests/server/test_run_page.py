@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from simpletuner.reporting.events import MediaRendered, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, MediaFile, MediaRecord
 from simpletuner.server.control import run_id
 from simpletuner.server.runs import Run
-from tests.server.page import ending_runs, opened
+from tests.server.page import ending_runs, opened, serving
 from tests.server.test_runs import STEPS, own, tell
 from tests.workspace import Workspace
 
@@ -120,6 +121,24 @@ def test_previews_grow_compare_and_enlarge(page: Any, project: Workspace, finish
     expect(page.locator("button.preview")).to_have_count(6)
     expect(first).to_have_js_property("kept", True)
     expect(first).to_be_focused()
+
+
+def test_a_server_that_is_away_is_not_mistaken_for_a_run_that_runs(browser: Any, project: Workspace) -> None:
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS)
+    own(output)
+    with ExitStack() as second, browser.new_context() as context:
+        with serving(project.folder) as (port, _):
+            page = context.new_page()
+            page.goto(f"http://127.0.0.1:{port}/#run")
+            expect(state(page)).to_have_text("running")
+        expect(page.get_by_role("alert")).to_contain_text("The server does not answer. This was the state at")
+        assert page.locator("[data-part=head]").get_attribute("inert") is not None
+        tell(output, StateChanged("failed", 3, 9, "The disk is full."))  # while the page was away
+        second.enter_context(serving(project.folder, port=port))
+        expect(state(page)).to_have_text("error")
+        expect(page.locator(".absence")).to_be_hidden()
 
 
 def test_all_runs_are_one_click_away_and_addresses_last(page: Any, project: Workspace, finished: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,11 +17,23 @@ from typing import Any
 
 import pytest
 
-from simpletuner.reporting.events import Event, EventStream, Notice, PhaseStarted, StateChanged, StepDone
+from simpletuner.reporting.events import (
+    UPLOADING,
+    Event,
+    EventStream,
+    Notice,
+    PhaseStarted,
+    StateChanged,
+    StepDone,
+    Uploaded,
+)
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
-from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payloads
-from simpletuner.run.lock import LOCK_FILE, this_process
-from simpletuner.server.runs import CONSOLE_FILE, STARTED_FILE, Run, Tail
+from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payloads, last_id
+from simpletuner.run.lock import LOCK_FILE, lock_output, this_process
+from simpletuner.server.control import ask
+from simpletuner.server.runs import CONSOLE_FILE, STARTED_FILE, Run
+from simpletuner.server.story import Tail
+from tests.processes import PATIENCE
 
 SESSION = """
 import sys
@@ -71,7 +85,12 @@ def killed(folder: Path) -> None:
 
 def started_again(folder: Path) -> None:
     ended("finished")(folder)
-    (folder / LOCK_FILE).write_text(json.dumps(asdict(replace(this_process(), since=time.time() + 60))))
+    own(folder, after=last_id(folder / EVENTS_FILE))
+
+
+def start_from_the_page(folder: Path) -> None:
+    started = {"config": "config", "settings": {}, "after": last_id(folder / EVENTS_FILE), "time": time.time()}
+    (folder / STARTED_FILE).write_text(json.dumps(started))
 
 
 def silent_elsewhere(folder: Path) -> None:
@@ -88,9 +107,32 @@ def old_record(folder: Path) -> None:
 def refused(folder: Path) -> None:
     """The page started it again, and the plan had problems."""
     ended("finished")(folder)
-    (folder / STARTED_FILE).write_text(json.dumps({"time": time.time() + 60, "config": "config", "settings": {}}))
+    start_from_the_page(folder)
     said = "Step 9\n$ simpletuner train\nwarning: small\nerror: seed: is odd.\nerror: epochs: none.\n2 problems to fix"
     (folder / CONSOLE_FILE).write_text(said)
+
+
+def stopped_at_once(folder: Path) -> None:
+    """The page started it, and Stop came before the program had set up anything."""
+    killed(folder)
+    (folder / LOCK_FILE).unlink()
+    start_from_the_page(folder)
+    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraceback (most recent call last):\nKeyboardInterrupt\n")
+
+
+def told_by_a_clock_set_back(folder: Path) -> None:
+    """The page started it, and the clock was set back a year before it ended."""
+    start_from_the_page(folder)
+    ended("finished")(folder)
+    log = folder / EVENTS_FILE
+    log.write_text(re.sub(r'"timestamp": "\d+', '"timestamp": "2020', log.read_text()))
+    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTrained 3 steps.\n")
+
+
+def uploaded(folder: Path) -> None:
+    """Uploads are told as a status that has no progress."""
+    tell(folder, *STEPS, PhaseStarted("Uploading", kind=UPLOADING), Uploaded("the LoRA", "https://example.org", 3))
+    own(folder)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +152,9 @@ def refused(folder: Path) -> None:
         (silent_elsewhere, "interrupted", "No sign of life for 1:0"),
         (old_record, "cancelled", "Stopped at step 3."),
         (refused, "error", "seed: is odd.\nepochs: none."),
+        (stopped_at_once, "cancelled", "Interrupted."),
+        (told_by_a_clock_set_back, "completed", "what became of it"),
+        (uploaded, "running", ""),
     ],
 )
 def test_the_folder_says_what_became_of_a_run(
@@ -148,12 +193,65 @@ def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     process.communicate()
 
 
+def test_a_session_that_has_not_spoken_yet_is_not_running_and_can_be_stopped(tmp_path: Path) -> None:
+    tell(tmp_path, *STEPS, PhaseStarted("Rendering", stage="validation"))  # and then it was killed
+    start_from_the_page(tmp_path)
+    script = "import signal; signal.signal(signal.SIGINT, lambda *_: exit(5)); print(); signal.pause()"
+    run = Run("run", tmp_path, written_by="config")
+    run.child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert run.child.stdout is not None
+    run.child.stdout.readline()
+    status = run.status()
+    assert (status["status"], status["can"]["stop"], status["stages"]) == ("starting", True, {})
+    ask(run, "stop")
+    assert run.child.wait(PATIENCE) == 5, "it looks at no files yet"
+    run.child.stdout.close()
+    # A run in a terminal says in its lock which events are older.
+    run = Run("run", tmp_path, written_by="config")
+    with lock_output(tmp_path):
+        assert run.status()["status"] == "starting"
+        tell(tmp_path, *STEPS)
+        assert run.status()["status"] == "running"
+
+
+def lengthen(folder: Path, count: int) -> None:
+    """Give a run `count` events, and one step less; the last event stays the last."""
+    log, metrics = folder / EVENTS_FILE, folder / METRICS_FILE
+    events = [line.partition(",")[2] for line in log.read_text().splitlines()]
+    between = (f'{{"id": {number},{events[-2]}\n' for number in range(len(events), count))
+    head = [f'{{"id": {number},{event}\n' for number, event in enumerate(events[:-1], 1)]
+    with log.open("w") as file:
+        file.writelines([*head, *between, f'{{"id": {count},{events[-1]}\n'])
+    row = metrics.read_text().splitlines()[-1].partition(",")[2]
+    with metrics.open("a") as file:
+        file.writelines(f'{{"step": {number},{row}\n' for number in range(4, count))
+
+
+def test_long_runs_are_read_a_part_at_a_time(tmp_path: Path) -> None:
+    count = 10_000
+    tell(tmp_path, *STEPS, StateChanged("stopping", 3, 9, "as asked"))
+    lengthen(tmp_path, count)
+    run = Run("run", tmp_path)
+    tracemalloc.start()
+    status = run.status()
+    held, most = tracemalloc.get_traced_memory()
+    columns = run.metrics
+    columns_held = tracemalloc.get_traced_memory()[0] - held
+    tracemalloc.stop()
+    assert (status["message"], run.read()[0].status) == ("Ended unexpectedly at step 9,999.", "stopping")
+    assert [event["id"] for event in run.recent[-2:]] == [count - 1, count]
+    assert most < (tmp_path / EVENTS_FILE).stat().st_size / 4
+    assert held < 200_000
+    assert len(columns.points("train_loss")) == count - 1
+    assert columns_held < (len(columns.names) + 1) * 8 * count * 1.5
+
+
 def test_a_new_session_begins_a_new_story(tmp_path: Path) -> None:
     run = Run("run", tmp_path)
     tell(tmp_path, Notice("hot", warning=True), *STEPS, PhaseStarted("Rendering", stage="validation"))
     first = run.status()
     assert first["stages"]["validation"]["status"] == "failed", "nothing goes on in a run that has ended"
-    assert [each["message"] for each in run.read()[0].notices] == ["hot"]
+    assert run.read()[0].notices == ["hot"]
     tell(tmp_path, *STEPS)
     second = run.status()
     assert second["job_id"] != first["job_id"]
@@ -162,27 +260,35 @@ def test_a_new_session_begins_a_new_story(tmp_path: Path) -> None:
 
 def test_each_line_is_read_once_and_torn_ones_later(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    tail = Tail(path, "id")
-    assert tail.read() == []
+    renewed: list[None] = []
+    tail = Tail(path, "id", renew=lambda: renewed.append(None))
+
+    def read() -> list[dict[str, Any]]:
+        return list(tail.rows())
+
+    assert read() == []
     path.write_text('{"id": 1}\nnot json\n[1]\n{"no": 1}\n{"id"')
-    assert tail.read() == [{"id": 1}]
+    assert read() == [{"id": 1}]
+    assert tail.damage == "lines has a line that cannot be used: not json"
     with path.open("a") as file:
         file.write(': 2}\n{"id": 3}\n')
-    assert tail.read() == [{"id": 2}, {"id": 3}]
-    assert tail.read() == []
+    assert read() == [{"id": 2}, {"id": 3}]
+    assert read() == []
     path.write_text('{"id": 1}\n')  # cut
-    assert tail.read() == [{"id": 1}]
+    assert (read(), tail.damage) == ([{"id": 1}], "")
     (tmp_path / "new").write_text('{"id": 1}\n{"id": 2}\n')
     (tmp_path / "new").replace(path)
-    assert tail.read() == [{"id": 1}, {"id": 2}]
-    assert tail.generation == 3
+    assert read() == [{"id": 1}, {"id": 2}]
+    path.unlink()
+    assert read() == []
+    assert len(renewed) == 4
 
 
 def test_a_run_that_goes_back_to_a_checkpoint_loses_its_later_steps_here_too(tmp_path: Path) -> None:
     run = Run("run", tmp_path)
     tell(tmp_path, *STEPS)
-    assert [row["step"] for row in run.read()[1]] == [1, 2, 3]
+    assert list(run.metrics.steps) == [1, 2, 3]
     resumed = MetricsFile(tmp_path / METRICS_FILE, 2)
     resumed.append(3, {"train_loss": 0.25})
     resumed.close()
-    assert [(row["step"], row["train_loss"]) for row in run.read()[1]] == [(1, 0.5), (2, 0.5), (3, 0.25)]
+    assert run.metrics.points("train_loss") == [(1, 0.5), (2, 0.5), (3, 0.25)]

@@ -1,5 +1,5 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, isDirty, remember, save, showField, state, takeConfig, takeDatasets, tell, element } from "./form.js";
+import { api, ask, bindField, changes, isDirty, open, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
 
@@ -59,11 +59,13 @@ function filter(query) {
 
 // The open config.
 export async function openConfig(name, from = name) {
-  const answer = await api(`/api/configs/${from}`), datasets = await api(`/api/datasets/plan?config=${encodeURIComponent(from)}`);
+  const refused = await open(from);
+  if (refused) {
+    showSaved(`${from} cannot be opened: ${sentences(refused).join("; ")}`);
+    return false;
+  }
   state.config = name;
   told = "";
-  takeConfig(answer.ok ? answer : { data: { values: {} }, etag: null });
-  takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: null });
   if (from !== name) {
     // A copy, which nothing was saved of yet; its dataset file lies beside it.
     delete state.values.data_backend_config;
@@ -71,6 +73,7 @@ export async function openConfig(name, from = name) {
     Object.assign(state.datasets, { file: [], etag: null });
   }
   await refill();
+  return true;
 }
 
 async function refill() {
@@ -87,8 +90,9 @@ const settings = () => ({ config: state.config, values: state.values, datasets: 
 
 async function check() {
   const mine = (number += 1);
-  const { ok, data } = await api("/api/training/validate", { method: "POST", body: settings() });
+  const { ok, status, data } = await api("/api/training/validate", { method: "POST", body: settings() });
   if (mine !== number) return;
+  if (!status) later("check", 5000, check); // until the server is back
   judged = ok ? data : { ...judged, problems: data.problems };
   state.effective = judged.effective;
   offerFlavours(judged.flavours ?? []);
@@ -172,11 +176,17 @@ async function saveNow() {
   }
 }
 
-const configNames = async () => (await api("/api/configs/")).data.map((each) => each.name);
+async function allConfigs() {
+  const { ok, data } = await api("/api/configs/");
+  return ok ? data : [];
+}
 
 async function listConfigs() {
-  const names = [...new Set([...(await configNames()), state.config])];
-  page("#config").replaceChildren(...names.map((name) => element("option", { value: name, textContent: name === "config" ? "config/config.json" : name, selected: name === state.config })));
+  const found = await allConfigs();
+  if (!found.some(({ name }) => name === state.config)) found.push({ name: state.config });
+  page("#config").replaceChildren(...found.map(({ name, problem }) => element("option", {
+    value: name, textContent: (name === "config" ? "config/config.json" : name) + (problem ? " (broken)" : ""), title: problem ?? "", selected: name === state.config,
+  })));
 }
 
 for (const [key, field] of byKey) {
@@ -217,8 +227,14 @@ addEventListener("keydown", (event) => {
 });
 page("#plan details").open = innerWidth > 1080;
 openTab();
-if (!inRun) {
-  const asked = new URLSearchParams(location.search).get("config");
-  const open = asked ? Promise.resolve([asked]) : configNames();
-  open.then(([first = "config"]) => openConfig(first));
+if (!inRun) openFirst(new URLSearchParams(location.search).get("config"));
+
+async function openFirst(asked) {
+  const found = (await allConfigs()).filter(({ problem }) => !problem).map(({ name }) => name);
+  let refused = "";
+  for (const name of [...(asked ? [asked] : []), ...found, "config"]) {
+    if (await openConfig(name)) break;
+    refused ||= told;
+  }
+  if (refused) showSaved(refused);
 }

@@ -8,7 +8,13 @@ export const clone = (value) => JSON.parse(JSON.stringify(value));
 
 export async function api(path, { method = "GET", body, etag, signal } = {}) {
   const headers = { ...(body && { "Content-Type": "application/json" }), ...(etag && { "If-Match": etag }) };
-  const response = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal });
+  let response;
+  try {
+    response = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    return { ok: false, status: 0, etag: null, data: { problems: [{ key: "", message: "The server does not answer.", fatal: true }] } };
+  }
   const data = await response.json().catch(() => ({ problems: [{ key: "", message: response.statusText, fatal: true }] }));
   return { ok: response.ok, status: response.status, etag: response.headers.get("ETag"), data };
 }
@@ -108,7 +114,7 @@ export async function save() {
 async function put(path, body, etag, take) {
   const answer = await api(path, { method: "PUT", body, etag });
   if (answer.ok) take(answer);
-  else if (answer.status === 412) return settle(answer, take);
+  else if (answer.status === 412) return answer.etag ? settle(answer, take) : restore(answer.data.path);
   else throw new Error(sentences(answer).join("\n"));
   return true;
 }
@@ -118,6 +124,59 @@ export function takeConfig({ data, etag }) {
 }
 export function takeDatasets({ data, etag }) {
   state.datasets = { etag, file: clone(data.entries), entries: clone(data.entries) };
+}
+
+// The settings and datasets of a config as they are in its files.
+export async function load(name) {
+  const datasets = `/api/datasets/plan?config=${encodeURIComponent(name)}`;
+  return { config: await api(`/api/configs/${name}`), datasets: await api(datasets) };
+}
+
+// Takes what the files of a config say; nothing if there are none yet.
+export async function open(name) {
+  const { config, datasets } = await load(name);
+  if (!config.ok && config.status !== 404) return config;
+  state.config = name;
+  takeConfig(config.ok ? config : { data: { values: {} }, etag: null });
+  takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: null });
+  return null;
+}
+
+// What the page had of a file that is gone. Secrets were never sent to it.
+const withoutSecrets = (value) => JSON.parse(JSON.stringify(value, (key, inner) => (isSecret(inner) ? undefined : Array.isArray(inner) ? inner.filter((each) => !isSecret(each)) : inner)));
+const secretsIn = (value) => Object.entries(value ?? {}).flatMap(([key, inner]) => (isSecret(inner) ? [key] : typeof inner === "object" ? secretsIn(inner) : []));
+
+// Asks what becomes of a config or dataset file that was deleted or moved; resolves to whether something was saved.
+async function restore(path) {
+  const dialog = page("#gone"), mine = withoutSecrets(changes()), entries = withoutSecrets(state.datasets.entries);
+  const secrets = [...new Set(secretsIn([state.values, state.datasets.entries]))].join(", ");
+  dialog.querySelector(".what").textContent = `${path} was deleted or moved since it was opened. Nothing was saved, and this page still has everything that it held.${secrets && ` Secrets were never sent here, so enter them again: ${secrets}.`}`;
+  for (let refused = ""; ; ) {
+    dialog.querySelector(".bad").textContent = refused;
+    const choice = await ask(dialog), name = choice === "new" ? page("#gone-name").value.trim() : state.config;
+    if (choice === "drop") await open(state.config);
+    if (!["restore", "new"].includes(choice)) return false;
+    refused = choice === "new" && !/^\w[\w.-]*$/.test(name) ? "Give it a name of letters, digits and . _ -" : "";
+    if (refused) continue;
+    const { config } = await load(name);
+    if (choice === "restore") return saveAgain(config.ok ? null : withoutSecrets(state.values), entries);
+    refused = config.ok ? `There is a config ${name} already.` : config.status === 404 ? "" : sentences(config).join("; ");
+    if (refused) continue;
+    const touched = datasetsChanged() ? entries : [];
+    state.config = name;
+    return saveAgain(mine, touched);
+  }
+}
+
+// Writes files that do not exist: the config, unless it does, and its datasets.
+async function saveAgain(values, entries) {
+  if (values) {
+    Object.assign(state, { etag: null, file: {}, values });
+    if (!(await put(`/api/configs/${state.config}`, { values }, null, takeConfig))) return false;
+  }
+  const { datasets } = await load(state.config);
+  if (!datasets.etag) Object.assign(state.datasets, { etag: null, file: [], entries });
+  return save();
 }
 
 // Asks which of two versions to keep; resolves to whether one was saved or taken.

@@ -7,12 +7,16 @@ import { api, element, remember, sentences } from "./form.js";
 
 const pane = document.querySelector(".run-view");
 const problems = pane.querySelector(".run-problems");
+const absence = pane.querySelector(".absence");
 const place = (part) => pane.querySelector(`[data-part="${part}"]`);
 const parts = { list: { every: 10 }, head: { every: 5 }, curves: { every: 60 }, previews: { every: 60 }, log: { every: 60 } };
 let run = new URLSearchParams(location.search).get("run");
 let events = null;
 let opened = ""; // the config, and whether to show its run as soon as the list has it
 let follows = false;
+let seen = Date.now(); // when the server answered last
+const PATIENCE = 60000; // milliseconds
+const REFUSALS = [401, 403, 502, 503, 504]; // of a server, or of a proxy before it, that answers nobody
 
 // ---- Putting new HTML in place without disturbing what stays: focus, typed text, playing clips, open folds ----
 
@@ -82,6 +86,18 @@ function showHead(node, fresh) {
 
 const show = { head: showHead, curves: showCurves, previews: showPreviews, log: showLog };
 
+// While the server is away, no button works, and a notice says how old the state is.
+function setLost(reason) {
+  if (reason && !pane.classList.contains("lost")) {
+    const time = new Date(seen).toLocaleTimeString("en-GB");
+    absence.textContent = `${reason} This was the state at ${time}; runs go on without the page.`;
+  }
+  absence.hidden = !reason;
+  pane.classList.toggle("lost", Boolean(reason));
+  place("head").inert = Boolean(reason);
+  if (!reason) seen = Date.now();
+}
+
 // Fetches a part; if the server takes long to draw it, it is asked less often.
 async function refresh(name) {
   const part = parts[name];
@@ -92,11 +108,13 @@ async function refresh(name) {
   part.wanted = false;
   const begun = performance.now();
   try {
-    const answer = await fetch(name === "list" ? "/runs" : `/runs/${encodeURIComponent(run)}/${name}`);
+    const path = name === "list" ? "/runs" : `/runs/${encodeURIComponent(run)}/${name}`;
+    const answer = await fetch(path, { signal: AbortSignal.timeout(PATIENCE) });
     if (answer.ok && (name === "list" || asked === run)) (show[name] ?? morphChildren)(place(name), parsed(await answer.text()));
-    pane.classList.remove("lost");
+    setLost(REFUSALS.includes(answer.status) ? `The server answers "${answer.status} ${answer.statusText}".` : "");
+    if (events?.readyState === EventSource.CLOSED) listen();
   } catch {
-    pane.classList.add("lost"); // the server is away; the next round asks again
+    setLost("The server does not answer."); // the next round asks again
   } finally {
     part.busy = false;
     part.at = performance.now();
@@ -127,7 +145,6 @@ function choose(id) {
   problems.hidden = true;
   for (const link of place("list").querySelectorAll("a")) link.setAttribute("aria-current", String(link.dataset.run === id));
   listen();
-  want("head", "curves", "previews", "log");
 }
 
 function want(...names) {
@@ -155,6 +172,8 @@ function listen() {
   events?.close();
   events = new EventSource(`/api/training/events?run=${encodeURIComponent(run)}`);
   for (const [type, names] of Object.entries(CONCERNS)) events.addEventListener(type, () => want(...names));
+  // Nobody says what came before the connection, or while there was none.
+  events.onopen = events.onerror = () => want("head", "curves", "previews", "log");
 }
 
 // ---- Buttons ----
