@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from simpletuner.cli.train import parse_settings, uncollected
+from simpletuner.cli.train import Cached, parse_settings, uncollected
 
 PREVIEWED = 3
 
@@ -55,6 +55,7 @@ def caption(
 def dataset(
     context: typer.Context,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("dataset.html"),
+    cached: Cached = False,
 ) -> None:
     """Write a page that shows each file as it will be trained: crop, caption, near-duplicates, what is left out.
 
@@ -63,7 +64,9 @@ def dataset(
     from simpletuner.plan.build import survey
     from simpletuner.reporting.progress import shown_events
 
-    found = survey(*parse_settings(context.args))
+    arguments, problems = parse_settings(context.args)
+    arguments.fetches = not cached
+    found = survey(arguments, problems)
     with shown_events() as events:
         from simpletuner.run.dataset_page import write_page
 

@@ -47,6 +47,7 @@ def uncollected() -> Iterator[None]:
 # Unknown options are settings, which the option schema parses, not click.
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 DEFAULT_FILE = Path("config/config.json")
+Cached = Annotated[bool, typer.Option("--cached", help="Take the files of remote datasets that are here; fetch none.")]
 
 
 def train(
@@ -231,9 +232,11 @@ def plan(
         str | None, typer.Option("--machines", metavar="N", help="Plan for devices in this many machines.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
+    cached: Cached = False,
 ) -> None:
     """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
     arguments, problems = parse_settings(context.args)
+    arguments.fetches = not cached
     planned = {"plan_device_memory_gb": device_memory, "num_processes": devices, "num_machines": machines}
     arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
     if as_json:

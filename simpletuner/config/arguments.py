@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import option_names
@@ -29,19 +29,21 @@ class Arguments:
     Attributes:
         settings: keys and values in the order given; a bare flag has the value True.
         selectors: `env`, `example` and the like.
+        fetches: files of remote datasets may be asked for; otherwise a plan takes those that are here.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
     selectors: dict[str, str] = field(default_factory=dict)
+    fetches: bool = True
 
     def extended(self, extra: str, problems: list[Problem]) -> Arguments:
         """These arguments followed by those of a config.env."""
         more = parse_arguments([], problems, extra)
-        return Arguments([*self.settings, *more.settings], self.selectors)
+        return replace(self, settings=[*self.settings, *more.settings])
 
     def with_seed(self, seed: int | None) -> Arguments:
         """These arguments with the seed that another process drew, if it is known."""
-        return self if seed is None else Arguments([*self.settings, ("seed", str(seed))], self.selectors)
+        return self if seed is None else replace(self, settings=[*self.settings, ("seed", str(seed))])
 
     def layer(self) -> Layer:
         """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""

@@ -1,7 +1,7 @@
 """From typed settings to a plan: what will be trained, on which data, for how long, and every problem found.
 
-Nothing here loads a weight or imports torch, and nothing is written but files of remote datasets. Problems are
-collected and reported together.
+Nothing here loads a weight or imports torch, and nothing is written but files of remote datasets, and those only if the
+arguments allow it. Problems are collected and reported together.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
     if spec is None:
         raise_if_fatal(problems)
         raise RuntimeError("an unknown family is a fatal problem")
-    return _plan_family(config, spec, path, entries, problems)
+    return _plan_family(config, spec, path, entries, problems, fetches=arguments.fetches)
 
 
 def read_settings(
@@ -222,7 +222,13 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
 
 
 def _plan_family(
-    config: RunConfig, spec: FamilySpec, path: Path, entries: list[DatasetConfig], problems: list[Problem]
+    config: RunConfig,
+    spec: FamilySpec,
+    path: Path,
+    entries: list[DatasetConfig],
+    problems: list[Problem],
+    *,
+    fetches: bool,
 ) -> Plan:
     flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     source = ModelSource.from_config(spec, flavour, config)
@@ -236,7 +242,7 @@ def _plan_family(
     sizes = preview_sizes(config, spec, problems)
     resume = check_resume(config, spec, flavour, source, targets, problems)
     seed = decide_seed(config.run.seed, resume)
-    context = DataContext.of(config, spec, flavour.task)
+    context = replace(DataContext.of(config, spec, flavour.task), fetches=fetches)
     datasets = build_datasets(entries, context, problems, show_download) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     if not trained and not any(problem.fatal for problem in problems):
@@ -406,7 +412,8 @@ def survey(arguments: Arguments, problems: list[Problem]) -> Survey:
     source = ModelSource.from_config(spec, flavour, config)
     spec = spec.for_checkpoint(flavour, source)
     config, found = _fit_grid(config, spec), list[Problem]()
-    datasets = build_datasets(entries, DataContext.of(config, spec, flavour.task), found)
+    context = replace(DataContext.of(config, spec, flavour.task), fetches=arguments.fetches)
+    datasets = build_datasets(entries, context, found)
     ids = {dataset.id for dataset in datasets}
     # A problem of a dataset as a whole, and not of one of its keys, is about its files.
     problems.extend(problem for problem in found if problem.where not in ids)

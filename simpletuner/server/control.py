@@ -23,13 +23,13 @@ from simpletuner.config.locate import DATASET_FILE, ENV_VARIABLES, example_names
 from simpletuner.config.schema import all_options
 from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE
-from simpletuner.plan.draft import Draft
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.payloads import EVENTS_FILE, last_id
 from simpletuner.reporting.requests import Request, make_request
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 from simpletuner.server.files import values_in
+from simpletuner.server.plans import Unsaved
 from simpletuner.server.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
 from simpletuner.server.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 
@@ -95,8 +95,8 @@ class Runs:
         if self.project.run is not None:
             raise Refusal(403, "This page belongs to a run; start others with `simpletuner server`.")
         file = self._existing(name)
-        judgement = Draft(file, {**values_in(file), **settings}).judgement
-        if fatal := [problem for problem in judgement.problems if problem.fatal]:
+        judgement, outside, _ = Unsaved.saved(self.project, name, settings).judge(self.project)
+        if fatal := [*outside, *(problem for problem in judgement.problems if problem.fatal)]:
             raise Refusal(422, fatal)
         run = self._at(self.project.inside(judgement.config.run.output_dir))
         with self._lock:

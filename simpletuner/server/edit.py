@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import asdict
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -13,12 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from simpletuner.atomic import write_json
-from simpletuner.config.datasets import read_datasets
-from simpletuner.config.locate import DATASET_FILE
-from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES, canonical_family_name
-from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.html import render
 from simpletuner.server.form import SECTIONS, TABS, dataset_fields, fields, greyed, tabs
@@ -81,24 +74,13 @@ async def validate(request: Request) -> Response:
 def judged(project: Project, body: Mapping[str, Any]) -> dict[str, Any]:
     """The problems, the effective values and the keys without effect."""
     unsaved = Unsaved.of(project, body)
-    judgement = Draft(unsaved.file).judge(unsaved.values)
-    own = [] if unsaved.entries is None else dataset_problems(unsaved.entries, judgement)
+    judgement, outside, own = unsaved.judge(project)
+    own = [] if unsaved.entries is None else own
     return {
-        "problems": problems_json([*judgement.problems, *own]),
+        "problems": problems_json([*outside, *judgement.problems, *own]),
         "effective": redact_settings(judgement.config.flat()),
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,
         "flavours": list(judgement.spec.flavour_names),
         "greyed": greyed(judgement),
     }
-
-
-def dataset_problems(entries: list[Any], judgement: Judgement) -> list[Problem]:
-    """What is wrong with the entries themselves; no folder is looked into."""
-    problems: list[Problem] = []
-    names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / DATASET_FILE
-        write_json(path, entries)
-        read_datasets(path, problems, placeholders=names)
-        return [replace(each, where=each.where.replace(f"{folder}/", "")) for each in problems]

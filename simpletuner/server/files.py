@@ -32,6 +32,7 @@ from simpletuner.config.schema import option_names
 from simpletuner.errors import Problem
 from simpletuner.plan.draft import Draft
 from simpletuner.redaction import REFERENCE, SECRET_NAME, redact
+from simpletuner.server.folders import without_outside
 from simpletuner.server.project import EXAMPLE, Project, Refusal, problems_json, project_of, read_object
 
 SECRET = {"secret": "set"}
@@ -155,7 +156,7 @@ def readable(project: Project, path: Path) -> Path:
     Raises:
         Refusal: 403 if it is elsewhere.
     """
-    return path if path.is_relative_to(EXAMPLES) else project.inside(path)
+    return project.inside(path, packaged=True)
 
 
 def writable(project: Project, path: Path) -> Path:
@@ -164,7 +165,7 @@ def writable(project: Project, path: Path) -> Path:
     Raises:
         Refusal: 403 if it is packaged, outside the project, or another kind of file.
     """
-    if path.is_relative_to(EXAMPLES):
+    if readable(project, path).is_relative_to(EXAMPLES):
         raise Refusal(403, "This belongs to a packaged example; `simpletuner examples copy` makes one to change.")
     if path.suffix != ".json":
         raise Refusal(403, f"{path.name!r} is not written: configs and dataset files end in .json.")
@@ -179,13 +180,14 @@ def shown(project: Project, path: Path) -> str:
 def config_json(project: Project, name: str, path: Path) -> dict[str, Any]:
     """A config as the page reads it."""
     file, values = datasets_of(project, name)
+    allowed, outside = without_outside(project, values)
     return {
         "name": name,
         "path": shown(project, path),
         "values": masked(values),
         "datasets": masked(entries_in(project, file)),
         "dataset_path": shown(project, file),
-        "problems": problems_json(Draft(path, values).judgement.problems),
+        "problems": problems_json([*outside, *Draft(path, allowed).judgement.problems]),
     }
 
 

@@ -7,9 +7,10 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -17,12 +18,15 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.atomic import write_json
+from simpletuner.config.datasets import read_datasets
 from simpletuner.config.json_files import json_kind
-from simpletuner.config.locate import DATASET_FILE
+from simpletuner.config.locate import DATASET_FILE, read_env_layer
 from simpletuner.errors import Problem
+from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import hide_secrets, redact
 from simpletuner.server.files import dataset_path, entries_in, unmasked, values_in
-from simpletuner.server.project import SANDBOX, Project, Refusal, chosen_by, project_of, read_object
+from simpletuner.server.folders import check_entries, check_path, without_outside
+from simpletuner.server.project import SANDBOX, Project, Refusal, chosen_by, problems_json, project_of, read_object
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
 LOOK = 0.25  # seconds between two looks whether the client still waits
@@ -46,6 +50,13 @@ class Unsaved:
     datasets: Path
 
     @classmethod
+    def saved(cls, project: Project, name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Unsaved:
+        """What the files of a config say, with some settings changed."""
+        file = project.config_file(name)
+        values = {**values_in(file), **changes}
+        return cls(file, values, None, dataset_path(project, file, values))
+
+    @classmethod
     def of(cls, project: Project, body: Mapping[str, Any]) -> Unsaved:
         """What a request holds, with the secrets that only the files know.
 
@@ -65,12 +76,36 @@ class Unsaved:
         hide_secrets({"values": values, "datasets": entries})
         return cls(file, values, entries, path)
 
+    def judge(self, project: Project) -> tuple[Judgement, list[Problem], list[Problem]]:
+        """What training would make of the settings, paths that the page may not touch, and problems of the datasets.
+
+        What lies outside the project is not looked at, and no folder of a dataset is looked into.
+        """
+        values, outside = without_outside(project, self.values)
+        if self.environment.is_file():
+            outside += without_outside(project, dict(read_env_layer(self.environment, []).values))[1]
+        judgement, problems = Draft(self.file).judge(values), list[Problem]()
+        names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
+        with TemporaryDirectory() as folder:
+            path = self.datasets
+            if self.entries is not None:
+                path = Path(folder) / DATASET_FILE
+                write_json(path, self.entries)
+            is_allowed = self.entries is not None or not [*check_path(project, "data_backend_config", str(path))]
+            entries = read_datasets(path, problems, placeholders=names) if is_allowed else []
+            problems = [replace(each, where=each.where.replace(f"{folder}/", "")) for each in problems]
+        return judgement, [*outside, *check_entries(project, entries)], problems
+
+    @property
+    def environment(self) -> Path:
+        """Weaker settings beside the file."""
+        return self.file.with_name(ENVIRONMENT)
+
     def write(self, folder: Path) -> list[str]:
         """Write them into an empty folder; returns the arguments that make a command use them."""
         write_json(folder / "config.json", self.values)
-        environment = self.file.with_name(ENVIRONMENT)
-        if environment.is_file():
-            shutil.copy(environment, folder)
+        if self.environment.is_file():
+            shutil.copy(self.environment, folder)
         datasets = self.datasets
         if self.entries is not None:
             datasets = folder / DATASET_FILE
@@ -81,13 +116,19 @@ class Unsaved:
 async def plan_unsaved(request: Request) -> Response:
     """The document of `simpletuner plan --json` for settings that need not be saved.
 
-    `device_memory_gb` plans for another GPU. The plan is made by a process of its own, which ends as soon as the client
-    no longer waits: the page asks again after every change.
+    `device_memory_gb` plans for another GPU. Remote datasets are planned from the files that are here; with `fetch` the
+    others are downloaded first. The plan is made by a process of its own, which ends as soon as the client no longer
+    waits: the page asks again after every change.
     """
     body, project = await read_object(request), project_of(request)
     unsaved = await run_in_threadpool(Unsaved.of, project, body)
+    _, outside, _ = await run_in_threadpool(unsaved.judge, project)
+    if outside:
+        return JSONResponse({"ok": False, "problems": problems_json(outside)})
     with TemporaryDirectory(prefix="simpletuner-plan-") as name:
         command = [sys.executable, "-m", "simpletuner", "plan", "--json", *unsaved.write(Path(name))]
+        if body.get("fetch") is not True:
+            command.append("--cached")
         if body.get("device_memory_gb") is not None:
             command.append(f"plan_device_memory_gb={body['device_memory_gb']}")
         printed = await run_while_wanted(request, command, project.folder)
@@ -98,13 +139,16 @@ async def show_datasets(request: Request) -> Response:
     """The page of `simpletuner dataset`, of a saved config: `?config=NAME`.
 
     Raises:
-        Refusal: 422 with what the command said if it made no page.
+        Refusal: 422 if it leads out of the project, or with what the command said if it made no page.
     """
     project, name = project_of(request), request.query_params.get("config", "config")
     chosen = chosen_by(name, project.config_file(name))
+    _, outside, _ = await run_in_threadpool(Unsaved.saved(project, name).judge, project)
+    if outside:
+        raise Refusal(422, outside)
     with TemporaryDirectory(prefix="simpletuner-dataset-") as folder:
         page = Path(folder) / "dataset.html"
-        command = [sys.executable, "-m", "simpletuner", "dataset", f"--out={page}", chosen]
+        command = [sys.executable, "-m", "simpletuner", "dataset", "--cached", f"--out={page}", chosen]
         printed = await run_while_wanted(request, command, project.folder)
         if printed is None:
             return Response(status_code=GONE)

@@ -65,8 +65,11 @@ class Project:
     roots: tuple[Path, ...] = ()
     run: Path | None = None
 
-    def inside(self, path: str | Path) -> Path:
+    def inside(self, path: str | Path, *, packaged: bool = False) -> Path:
         """The real path behind a path, relative ones from the project's folder; links are followed first.
+
+        Args:
+            packaged: packaged examples are allowed, too.
 
         Raises:
             Refusal: 403 if it lies outside the allowed folders.
@@ -75,7 +78,7 @@ class Project:
             found = (self.folder / Path(path).expanduser()).resolve()
         except (OSError, RuntimeError, ValueError):
             raise Refusal(400, f"{str(path)!r} is not a path.") from None
-        if not any(found.is_relative_to(root) for root in (self.folder, *self.roots)):
+        if not any(map(found.is_relative_to, (self.folder, *self.roots, *([EXAMPLES] if packaged else [])))):
             raise Refusal(403, f"{str(path)!r} is outside the project; allow its folder with --root.")
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,21 @@ def fill(bucket: Any) -> None:
         bucket.put_object(Key=f"set/{name}", Body=picture(number))
         caption = name.rpartition(".")[0] + ".txt"
         bucket.put_object(Key=f"set/{caption}", Body=f"caption of {name}\nanother".encode())
+
+
+def test_a_plan_that_may_not_fetch_asks_no_server(
+    context: DataContext, server: str, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(bucket)
+    here, asked = replace(context, fetches=False), list[str]()
+    (fetched,), _ = build(context, entry(server))
+    monkeypatch.setattr("simpletuner.data.remote.bucket._login", lambda config: asked.append(config.id))
+    (dataset,), problems = build(here, entry(server))
+    assert not fatal(problems)
+    assert dataset.samples == fetched.samples
+    (problem,) = fatal(build(here, entry(server, aws_data_prefix="other"))[1])
+    assert problem.message == "its files are not fetched yet; `simpletuner plan` fetches them."
+    assert asked == []
 
 
 def test_objects_keep_their_names_and_unchanged_ones_are_not_fetched_again(

@@ -173,6 +173,13 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit(
     assert workspace.run("plan") == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if "row" in line]
     assert [f"owner/set@{COMMIT}, split train, row {row}" in line for row, line in enumerate(lines)] == [True] * 4
-    hub.files = {"README.md": b"# Set\n"}
+    hub.closed = "GatedRepo"
+    assert workspace.run("plan", "--cached") == 0, "the hub is not asked"
+    assert [line for line in capfd.readouterr().out.splitlines() if "row" in line] == lines
+    workspace.write_datasets([{**HUB, "id": "another"}, DATASETS[1]])
+    assert workspace.run("plan", "--cached") == 2
+    assert "error: another: its rows are not fetched yet" in capfd.readouterr().err
+    workspace.write_datasets([HUB, DATASETS[1]])
+    hub.closed, hub.files = "", {"README.md": b"# Set\n"}
     assert workspace.run("plan") == 0
     assert [line for line in capfd.readouterr().out.splitlines() if "row" in line] == lines, "nothing is loaded again"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,35 @@ def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
     assert len(build(context, entry, retry_failed=True)[0][0].samples) == 4
     assert len(build(context, entry)[0][0].samples) == 4
     assert site.asked["/good.png"] == 2
+
+
+def test_a_plan_that_may_not_fetch_takes_what_is_here(context: DataContext, tmp_path: Path, site: Site) -> None:
+    rows = [(site.add(f"/{number}.png", picture(number)), "x") for number in range(2)]
+    entry, here = table(tmp_path, rows), replace(context, fetches=False)
+    before = sorted(tmp_path.rglob("*"))
+    _, problems = build(here, entry)
+    assert [problem.message for problem in fatal(problems)] == [
+        "2 of 2 files are not fetched yet; `simpletuner plan` fetches them."
+    ]
+    assert (sorted(tmp_path.rglob("*")), site.asked) == (before, {})
+    build(context, entry)
+    asked, entry = dict(site.asked), table(tmp_path, [*rows, (site.add("/2.png", picture(2)), "x")])
+    (dataset,), problems = build(here, entry)
+    assert (len(dataset.samples), site.asked) == (2, asked)
+    assert not fatal(problems)
+    assert "1 of 3 files are not fetched yet" in "".join(problem.message for problem in problems)
+
+
+def test_what_was_refused_as_private_is_tried_again_when_it_is_allowed(
+    context: DataContext, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(site.add("/1.png", picture(1)), "x"), (f"{site.address}/gone.png", "x")]
+    _, problems = build(context, table(tmp_path, rows, allow_private_urls=False))
+    assert fatal(problems)
+    (dataset,), _ = build(context, table(tmp_path, rows))
+    assert len(dataset.samples) == 1
+    build(context, table(tmp_path, rows))
+    assert site.asked == {"/1.png": 1, "/gone.png": 1}, "other failures are still left alone"
 
 
 @pytest.mark.parametrize(

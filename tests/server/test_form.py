@@ -20,6 +20,7 @@ from simpletuner.server.app import create_app
 from simpletuner.server.form import COMMON, DATASET_KEYS, SECTIONS, TABS, fields, greyed
 from simpletuner.server.plans import run_while_wanted
 from simpletuner.server.project import Project
+from tests.data.web import picture, serve
 from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
@@ -173,6 +174,70 @@ def test_plan_is_for_what_is_not_saved_yet(client: TestClient, workspace: Worksp
     short = ask(client, "/api/plan", values=opened["values"], device_memory_gb=1)
     assert not short["ok"]
     assert "memory" in [problem["key"] for problem in short["problems"]]
+
+
+def csv_entry(workspace: Workspace, address: str) -> dict[str, Any]:
+    workspace.path("table.csv").write_text(f"url,text\n{address},words\n")
+    return {"id": "web", "type": "csv", "csv_file": "table.csv", "csv_cache_dir": "downloads", "resolution": 64,
+            "csv_caption_column": "text", "allow_private_urls": True, "repeats": 1}  # fmt: skip
+
+
+def test_files_of_remote_datasets_are_fetched_only_when_asked_for(client: TestClient, workspace: Workspace) -> None:
+    opened = client.get("/api/configs/config").json()
+    with serve() as site:
+        bucket = {"id": "s3", "type": "aws", "aws_bucket_name": "b", "aws_endpoint_url": site.address}
+        web = csv_entry(workspace, site.add("/a.png", picture(1)))
+        before = sorted(workspace.folder.rglob("*"))
+        told = ask(client, "/api/plan", values=opened["values"], datasets=[web, bucket])
+        assert [each["key"] for each in told["problems"] if "not fetched yet" in each["message"]] == ["s3"]
+        told = ask(client, "/api/plan", values=opened["values"], datasets=[web, opened["datasets"][1]])
+        assert [each["key"] for each in told["problems"] if "not fetched yet" in each["message"]] == ["web"]
+        assert (sorted(workspace.folder.rglob("*")), site.asked) == (before, {})
+        told = ask(client, "/api/plan", values=opened["values"], datasets=[web, opened["datasets"][1]], fetch=True)
+        assert ([each["used"] for each in told["datasets"]], site.asked) == ([1], {"/a.png": 1})
+
+
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        ({"instance_data_dir": "{outside}"}, {}),
+        ({"instance_data_dir": "linked"}, {}),
+        ({"cache_dir_vae": "{output_dir}/../../outside"}, {}),
+        ({"instance_data_dir": "config/examples/../../../../../../../../../../../..{outside}"}, {}),
+        ({"huggingface": {"dataset_name": "{outside}"}, "type": "huggingface"}, {}),
+        ({"parquet": {"path": "{outside}/x.parquet"}, "metadata_backend": "parquet"}, {}),
+        ({"caption_filter_list": "{outside}/filters.txt"}, {}),
+        ({}, {"output_dir": "{outside}"}),
+        ({}, {"--cache-dir": "../outside"}),
+        ({}, {"user_prompt_library": "{outside}/library.json"}),
+        ({}, {"webhook_config": "{outside}/hooks.json"}),
+        ({}, {"lycoris_config": "{env:OUTSIDE}/x.json"}),
+    ],
+)
+def test_nothing_outside_the_project_is_touched(
+    keys: dict[str, Any], values: dict[str, Any], client: TestClient, workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Neither by drafts nor by what is saved: refused before a process is started that would look at it."""
+    outside = workspace.folder.parent / "outside"
+    workspace.path("linked").symlink_to(outside)
+    monkeypatch.setenv("OUTSIDE", str(outside))
+    keys, values = (json.loads(json.dumps(each).replace("{outside}", str(outside))) for each in (keys, values))
+    opened, looked = client.get("/api/configs/config").json(), list[str]()
+    monkeypatch.setattr("simpletuner.server.plans.run_while_wanted", lambda *_: looked.append("plan"))
+    monkeypatch.setattr("simpletuner.server.control.Runs._spawn", lambda *_: looked.append("train"))
+    entries = [{**opened["datasets"][0], **keys}, opened["datasets"][1]]
+    asked = {"values": {**opened["values"], **values}, "datasets": entries}
+    key = next(iter(keys or values)).replace("huggingface", "dataset_name").lstrip("-").replace("-", "_")
+    for route in ("/api/plan", "/api/training/validate"):
+        told = [each for each in ask(client, route, **asked)["problems"] if "outside the project" in each["message"]]
+        assert [each["key"].split(".")[1 if keys else 0] for each in told] == [key]
+    workspace.write_datasets(entries)
+    workspace.write_config(**values)
+    for answer in (client.get("/dataset"), client.post("/api/training/start", json={"config": "config"})):
+        assert answer.status_code == 422
+        assert "allow its folder with --root" in answer.text
+    assert looked == []
 
 
 def test_every_file_is_shown_as_it_is_trained(client: TestClient, workspace: Workspace) -> None:

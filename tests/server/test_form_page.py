@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.data.web import picture, serve
 from tests.server.page import opened
-from tests.workspace import Workspace
+from tests.server.test_form import csv_entry
+from tests.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
@@ -246,3 +248,17 @@ def test_search_and_keys_reach_every_option(page: Any) -> None:
     expect(page.get_by_role("tab", name="Hardware")).to_have_attribute("aria-selected", "true")
     page.set_viewport_size({"width": 400, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_remote_files_are_fetched_with_a_button(browser: Any, workspace: Workspace) -> None:
+    with serve() as site:
+        workspace.write_datasets([csv_entry(workspace, site.add("/a.png", picture(1))), DATASETS[1]])
+        with opened(browser, workspace.folder.resolve(), "#dataset") as page:
+            card = page.locator(".dataset-card").first
+            expect(card.locator(".told .bad")).to_have_text(
+                "1 of 1 files are not fetched yet; `simpletuner plan` fetches them."
+            )
+            assert not site.asked
+            page.get_by_role("button", name="Fetch now").click()
+            expect(card.locator(".used")).to_have_text("1 of 1 files used")
+            expect(page.get_by_role("button", name="Fetch now")).to_have_count(0)

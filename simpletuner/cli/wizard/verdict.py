@@ -42,7 +42,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
             settings = [("data_backend_config", str(provisional_dataset(draft, folder)))]
         if device_gigabytes is not None:
             settings.append(("plan_device_memory_gb", device_gigabytes))
-        plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}), problems)
+        plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}, fetches=False), problems)
         if budget.device.is_gpu:
             return list(verdict(plan, budget, problems, has_data=has_data)), problems
         return [NO_GPU], [problem for problem in problems if problem.where != "memory"]

@@ -10,7 +10,7 @@ from typing import Any
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import BOTO3, check_installed
 from simpletuner.data.discovery import classify, name_problem
-from simpletuner.data.remote.store import CHUNK, DownloadError, Item, Offer, Store
+from simpletuner.data.remote.store import CHUNK, DownloadError, Item, Offer, Store, UnfetchedError
 from simpletuner.data.sample import Reason
 from simpletuner.errors import Problem
 from simpletuner.s3 import S3Login
@@ -19,10 +19,19 @@ LONGEST_NAME = 255  # bytes of a file's name
 
 
 def list_bucket(config: DatasetConfig, store: Store, problems: list[Problem]) -> Offer:
-    """The pictures or clips below a prefix, and their caption files."""
+    """The pictures or clips below a prefix, and their caption files.
+
+    Raises:
+        UnfetchedError: nothing of it is here, and the server may not be asked.
+    """
     if missing := list(check_installed(BOTO3, f"{config.id}.type", "aws")):
         problems.extend(missing)
         return Offer([])
+    if not store.fetches:
+        items = store.here(f"s3://{config.aws_bucket_name}/{_prefix(config)}")
+        if not items:
+            raise UnfetchedError("its files are")
+        return Offer(items)
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:

@@ -12,8 +12,9 @@ from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.remote.bucket import list_bucket
 from simpletuner.data.remote.hub import list_rows
-from simpletuner.data.remote.store import Offer, ProgressBar, Store
+from simpletuner.data.remote.store import Offer, ProgressBar, Store, UnfetchedError
 from simpletuner.data.remote.table import list_table
+from simpletuner.data.remote.web import PRIVATE
 from simpletuner.data.sample import Reason
 from simpletuner.errors import Problem, UserError
 
@@ -27,7 +28,7 @@ RETRY = "; --retry-failed tries again"
 def collect(
     entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce | None
 ) -> dict[str, Scan]:
-    """What each remote entry consists of, by id, after downloading what is missing.
+    """What each remote entry consists of, by id, after downloading what is missing if the context allows it.
 
     Args:
         entries: with their defaults filled in.
@@ -36,8 +37,13 @@ def collect(
     offers: dict[str, tuple[Store, Offer]] = {}
     for entry in entries:
         if entry.type in LISTERS and not any(each.fatal and each.where.startswith(entry.id) for each in problems):
-            wanted, retry = wanted_suffixes(entry, context), context.defaults.retry_failed
-            store = Store(Path(entry.instance_data_dir or ""), wanted, retry_failed=retry)
+            store = Store(
+                Path(entry.instance_data_dir or ""),
+                wanted_suffixes(entry, context),
+                retry_failed=context.defaults.retry_failed,
+                forgiven=PRIVATE if entry.allow_private_urls else "",
+                fetches=context.fetches,
+            )
             try:
                 offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
             except UserError as error:
@@ -49,7 +55,11 @@ def collect(
 
 def _download(dataset: str, store: Store, offer: Offer, problems: list[Problem], announce: Announce | None) -> Scan:
     """What is there, as if a folder had been listed, and why the rest is not."""
-    if missing := store.missing(offer.items):
+    missing = store.missing(offer.items)
+    if missing and not store.fetches:
+        error = UnfetchedError(f"{len(missing)} of {len(offer.items)} files are")
+        problems.append(Problem(dataset, str(error), fatal=len(missing) == len(offer.items)))
+    elif missing:
         try:
             with announce(f"Downloading {dataset}", len(missing), "files") if announce else nullcontext() as bar:
                 store.fetch(missing, bar)

@@ -24,7 +24,7 @@ from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
 from simpletuner.data.captions import check_columns, texts_in
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import decode
-from simpletuner.data.remote.store import DownloadError, Item, Offer, Store
+from simpletuner.data.remote.store import DownloadError, Item, Offer, Store, UnfetchedError
 from simpletuner.data.remote.table import SCHEME, copy_file, web_item
 from simpletuner.errors import Problem, UserError
 
@@ -55,17 +55,20 @@ def list_rows(config: DatasetConfig, store: Store, problems: list[Problem]) -> O
 
     Raises:
         UserError: there is no such dataset, or it may not be read.
+        UnfetchedError: it is not here, and the hub may not be asked.
     """
     problems.extend(check_installed(DATASETS, f"{config.id}.type", "huggingface"))
     if any(problem.fatal for problem in problems):
         return Offer([])
-    commit = _commit(config)
+    commit = _commit(config, asks=store.fetches)
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
     rows = _saved(store.root / SAVED)
     if rows is not None and rows.identity == identity:
         offer = _offer(rows, config, commit, None)
-        if not store.missing(offer.items):
+        if not (store.fetches and store.missing(offer.items)):
             return offer
+    if not store.fetches:
+        raise UnfetchedError("its rows are")
     table = _load(config, commit, store.root)
     rows = _choose(table, config, identity, problems)
     write_json(store.root / SAVED, asdict(rows))
@@ -83,8 +86,8 @@ def _digest(*values: object) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
-def _commit(config: DatasetConfig) -> str:
-    """The commit that the revision stands for now or, without the hub, stood for last; of a folder a hash of its state.
+def _commit(config: DatasetConfig, *, asks: bool) -> str:
+    """The commit that the revision stands for now or, without asking the hub, stood for last; of a folder its state.
 
     Raises:
         UserError: it is gated, private or missing, or the hub cannot be reached.
@@ -98,10 +101,12 @@ def _commit(config: DatasetConfig) -> str:
         files = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
         return _digest([(path, status.st_size, status.st_mtime_ns) for path, status in files])
     try:
-        found = snapshot_download(name, repo_type="dataset", revision=config.revision, allow_patterns="README.md")
+        found = snapshot_download(
+            name, repo_type="dataset", revision=config.revision, allow_patterns="README.md", local_files_only=not asks
+        )
         return Path(found).name
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise UserError(_refusal(name, error)) from error
+        raise (UserError(_refusal(name, error)) if asks else UnfetchedError("its rows are")) from error
 
 
 def _refusal(name: str, error: Exception) -> str:

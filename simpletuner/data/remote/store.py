@@ -35,6 +35,13 @@ class DownloadError(Exception):
     """A file that cannot be had; the text says why and fits after its address."""
 
 
+class UnfetchedError(UserError):
+    """Files of a remote dataset are not here, and nobody may be asked for them now."""
+
+    def __init__(self, files: str) -> None:
+        super().__init__(f"{files} not fetched yet; `simpletuner plan` fetches them.")
+
+
 class UnreachableError(DownloadError):
     """No answer, or not a complete one; another try may help."""
 
@@ -99,14 +106,24 @@ class Store:
     Args:
         wanted: suffixes of files that the dataset takes.
         retry_failed: try again what failed in an earlier run.
+        forgiven: try again what failed for a reason with these words, since a setting has changed.
+        fetches: what is missing may be asked for.
     """
 
-    def __init__(self, root: Path, wanted: frozenset[str], *, retry_failed: bool = False) -> None:
-        self.root, self.wanted = root, wanted
+    def __init__(
+        self,
+        root: Path,
+        wanted: frozenset[str],
+        *,
+        retry_failed: bool = False,
+        forgiven: str = "",
+        fetches: bool = True,
+    ) -> None:
+        self.root, self.wanted, self.fetches = root, wanted, fetches
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._done = {record.key: record for record in _read_records(root / DOWNLOADS)}
         failed = [] if retry_failed else _read_records(root / FAILED)
-        self.failed = {record.key: record for record in failed}
+        self.failed = {record.key: record for record in failed if not (forgiven and forgiven in record.reason)}
 
     def name_of(self, item: Item) -> str | None:
         """The local file of an item, or None if that version is not there or not whole."""
@@ -115,6 +132,11 @@ class Store:
             return None
         path = self.root / record.name
         return record.name if path.is_file() and path.stat().st_size == record.size else None
+
+    def here(self, prefix: str) -> list[Item]:
+        """What was downloaded from addresses that begin alike, for plans that ask nobody."""
+        items = [Item(each.key, each.name, tuple, each.version, each.size) for each in self._done.values()]
+        return [item for item in items if item.key.startswith(prefix) and self.name_of(item)]
 
     def missing(self, items: Iterable[Item]) -> list[Item]:
         """What has to be downloaded: neither there nor known to fail."""

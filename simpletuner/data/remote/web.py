@@ -32,6 +32,7 @@ HANDLERS: tuple[type[urllib.request.BaseHandler], ...] = (
     urllib.request.HTTPRedirectHandler,
     urllib.request.HTTPErrorProcessor,
 )
+PRIVATE = "which is not a public address"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -116,9 +117,7 @@ def connect_publicly(host: str, port: int, timeout: float | None) -> socket.sock
     addresses = list(dict.fromkeys(str(each[4][0]).partition("%")[0] for each in found))
     for address in addresses:
         if not is_public(ipaddress.ip_address(address)):
-            raise DownloadError(
-                f"leads to {address}, which is not a public address; allow_private_urls accepts such ones"
-            )
+            raise DownloadError(f"leads to {address}, {PRIVATE}; allow_private_urls accepts such ones")
     failure: OSError | None = None
     for address in addresses:
         try:

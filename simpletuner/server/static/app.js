@@ -97,14 +97,17 @@ async function check() {
   state.effective = judged.effective;
   offerFlavours(judged.flavours ?? []);
   showAll();
-  later("plan", 600, async () => {
-    const plan = await showPlan(settings());
-    if (!plan || mine !== number) return;
-    planned = plan.problems;
-    showProblems();
-    tellLedger(plan.datasets);
-  });
+  later("plan", 600, plan);
 }
+
+async function plan(more = {}) {
+  const mine = number, found = await showPlan({ ...settings(), ...more });
+  if (!found || mine !== number) return;
+  planned = found.problems;
+  showProblems();
+  tellLedger(found.datasets);
+}
+document.addEventListener("fetch-files", () => plan({ fetch: true }));
 
 function offerFlavours(names) {
   const list = page("#f-model_flavour");

@@ -32,7 +32,7 @@ function draw(plan) {
   if (!plan.device) {
     const count = plan.problems.filter((problem) => problem.fatal).length;
     tellVerdict(`${count} ${count === 1 ? "problem" : "problems"}`, "stopped");
-    body.replaceChildren(element("p", { className: "dim", textContent: "The plan is made when the problems beside the fields are solved." }));
+    body.replaceChildren(element("p", { className: "dim", textContent: "The plan is made when the problems beside the fields are solved." }), ...fetchButton(plan));
     return;
   }
   const { usable, memory, name } = plan.device, short = plan.problems.some((problem) => problem.key === "memory");
@@ -41,11 +41,23 @@ function draw(plan) {
   tellVerdict(short ? lacks : usable === null ? "" : "fits", short ? "stopped" : "finished");
   body.replaceChildren(
     element("p", { className: "dim", textContent: memory === null ? name : `${name}, ${gigabytes(usable)} usable` }),
+    ...fetchButton(plan),
     phases(plan.memory, usable),
     facts(plan),
     ...(plan.buckets.length ? [buckets(plan.buckets)] : []),
     ...plan.offload_auto.map((text) => element("p", { className: "dim", textContent: text })),
   );
+}
+
+// Files of remote datasets are fetched only when somebody asks for it.
+function fetchButton({ problems }) {
+  if (!problems.some(({ message }) => message.includes("not fetched yet"))) return [];
+  const button = element("button", { type: "button", id: "fetch", textContent: "Fetch now" });
+  button.addEventListener("click", () => {
+    Object.assign(button, { disabled: true, textContent: "Fetching" });
+    document.dispatchEvent(new CustomEvent("fetch-files"));
+  });
+  return [button];
 }
 
 function tellVerdict(text, kind) {
