@@ -222,14 +222,9 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
 
 
 def _plan_family(
-    config: RunConfig,
-    spec: FamilySpec,
-    path: Path,
-    entries: list[DatasetConfig],
-    problems: list[Problem],
-    *,
+    config: RunConfig, spec: FamilySpec, path: Path, entries: list[DatasetConfig], problems: list[Problem], *,
     fetches: bool,
-) -> Plan:
+) -> Plan:  # fmt: skip
     flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     source = ModelSource.from_config(spec, flavour, config)
     spec = spec.for_checkpoint(flavour, source)
@@ -251,9 +246,7 @@ def _plan_family(
     problems.extend(check_packages(config.precision))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     raise_if_fatal(problems)
-    if spec.check_sizes is not None:
-        buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
-        problems.extend(spec.check_sizes(config, flavour, sizes, buckets))
+    problems.extend(_check_sizes(config, spec, flavour, sizes, trained))
     same_data = has_same_data(config, resume, trained, seed, problems)
     length = plan_length(config, make_sampler(trained, config, seed))
     problems.extend(check_total(config, length.total_steps))
@@ -277,6 +270,15 @@ def _plan_family(
         warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)),
         lora_bytes=max((run.size for run in adapter_runs(config)), default=0) if prompts else 0,
     )
+
+
+def _check_sizes(
+    config: RunConfig, spec: FamilySpec, flavour: Flavour, sizes: list[tuple[int, int]], trained: list[Dataset]
+) -> Sequence[Problem]:
+    if spec.check_sizes is None:
+        return ()
+    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
+    return spec.check_sizes(config, flavour, sizes, buckets)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def without_outside(project: Project, values: Mapping[str, Any]) -> tuple[dict[s
     return kept, problems
 
 
-def check_entries(project: Project, entries: Iterable[DatasetConfig]) -> Iterator[Problem]:
+def check_dataset_paths(project: Project, entries: Iterable[DatasetConfig]) -> Iterator[Problem]:
     """A problem for each path of a dataset that the page may not touch."""
     for entry in entries:
         # Of the hub's datasets, `owner/name` is a path inside the project, too.

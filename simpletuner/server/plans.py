@@ -25,7 +25,7 @@ from simpletuner.errors import Problem
 from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import hide_secrets, redact
 from simpletuner.server.files import dataset_path, entries_in, unmasked, values_in
-from simpletuner.server.folders import check_entries, check_path, without_outside
+from simpletuner.server.folders import check_dataset_paths, check_path, without_outside
 from simpletuner.server.project import SANDBOX, Project, Refusal, chosen_by, problems_json, project_of, read_object
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
@@ -94,7 +94,7 @@ class Unsaved:
             is_allowed = self.entries is not None or not [*check_path(project, "data_backend_config", str(path))]
             entries = read_datasets(path, problems, placeholders=names) if is_allowed else []
             problems = [replace(each, where=each.where.replace(f"{folder}/", "")) for each in problems]
-        return judgement, [*outside, *check_entries(project, entries)], problems
+        return judgement, [*outside, *check_dataset_paths(project, entries)], problems
 
     @property
     def environment(self) -> Path:
