@@ -155,16 +155,19 @@ class Delivery:
     def _post(self, client: httpx.Client, payload: Payload) -> None:
         content = discord_form(self.hook, payload, self.folder) if self.hook.webhook_type == "discord" else None
         body = content or {"json": inlined(payload, self.folder, self.images)}
-        request: httpx.Request | None = client.build_request("POST", self.hook.address, **body)
+        url = httpx.URL(self.hook.address)
         for _ in range(MOST_REDIRECTS):
-            if request is None:
-                return
+            # Redirects of httpx turn a POST into a GET without a body.
+            request = client.build_request("POST", url, **body)
             hide(str(request.url))  # libraries log it in this form
             response = client.send(request, stream=True)  # the answer itself is of no interest
             response.close()
             if response.is_error:
                 self._warn(response.status_code)
-            request = response.next_request if is_same_host(request.url, response.next_request) else None
+            target = response.next_request
+            if target is None or response.status_code == 303 or not is_same_host(url, target):
+                return
+            url = target.url
 
     def _warn(self, status: int) -> None:
         now = time.monotonic()
@@ -179,9 +182,9 @@ def tls_context(verifies: bool) -> ssl.SSLContext:
     return httpx.create_ssl_context(verify=verifies)
 
 
-def is_same_host(url: httpx.URL, target: httpx.Request | None) -> bool:
+def is_same_host(url: httpx.URL, target: httpx.Request) -> bool:
     """Whether a redirect stays on its host, and on HTTPS; others would learn the token."""
-    return target is not None and target.url.host == url.host and target.url.scheme in (url.scheme, "https")
+    return target.url.host == url.host and target.url.scheme in (url.scheme, "https")
 
 
 def inlined(payload: Payload, folder: Path, images: str) -> Payload:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from simpletuner.atomic import writing_to
 from simpletuner.redaction import redact
 from simpletuner.server.project import Refusal, project_of, read_object
 
@@ -36,7 +37,7 @@ async def receive_event(request: Request) -> Response:
 
 def keep(file: Path, event: dict[str, Any]) -> None:
     """Append an event as one line; a full file is moved aside and replaces the one before it."""
-    with _writing:
+    with _writing, writing_to(file):
         if file.is_file() and file.stat().st_size > LARGEST_FILE:
             file.replace(file.with_name(f"{file.name}.1"))
         with file.open("a", encoding="utf-8") as stream:

@@ -198,6 +198,8 @@ def file_of(run: Run, path: str) -> Response:
     Raises:
         Refusal: 404 if it is something else, or outside the folder.
     """
+    if "\0" in path:
+        raise Refusal(404, f"There is no preview {path!r}.")
     file = (run.folder / path).resolve()
     is_report = file == run.folder.resolve() / REPORT_FILE
     inside = file.is_relative_to(run.folder.resolve()) and file.is_file()

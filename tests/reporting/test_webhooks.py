@@ -209,7 +209,10 @@ def test_discord_gets_a_still_of_a_clip_that_is_too_large(
     assert Image.open(io.BytesIO(fields["file0"])).size == (64, 32)
 
 
-@pytest.mark.parametrize(("host", "status", "follows"), [("127.0.0.1", 307, True), ("localhost", 307, False)])
+@pytest.mark.parametrize(
+    ("host", "status", "follows"),
+    [("127.0.0.1", 307, True), ("127.0.0.1", 302, True), ("127.0.0.1", 303, False), ("localhost", 307, False)],
+)
 def test_redirects_stay_on_their_host(
     receiver: Receiver, tmp_path: Path, host: str, status: int, follows: bool
 ) -> None:
@@ -219,6 +222,7 @@ def test_redirects_stay_on_their_host(
         receiver.location = target.url.replace("127.0.0.1", host)
         deliver(hook(receiver.url, auth_token="open sesame"), tmp_path, Notice("hello"))
         assert len(target.got) == follows
+        assert [body for *_, body in target.got] == [receiver.got[0][-1]] * follows, "the message, not an empty GET"
 
 
 def test_a_refusal_is_told_once_a_minute_without_the_address(

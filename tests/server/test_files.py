@@ -212,3 +212,10 @@ def test_events_of_runs_elsewhere_are_kept_within_bounds(
     assert sorted(path.name for path in folder.glob("callback*")) == [callback.FILE, f"{callback.FILE}.1"]
     assert (folder / callback.FILE).stat().st_size < 400
     assert page.post("/callback", json={"message": "no type"}).status_code == 422
+
+
+def test_full_disk_is_one_sentence(page: TestClient, folder: Path) -> None:
+    (folder / callback.FILE).symlink_to("/dev/full")
+    answer = page.post("/callback", json={"type": "notification"})
+    assert answer.status_code == 507
+    assert "no space left" in answer.json()["problems"][0]["message"]

@@ -183,6 +183,7 @@ def test_previews_are_served_in_ranges_and_nothing_else_is(page: TestClient, pro
     for path in (
         "validation_images/link.png", "weights.safetensors", EVENTS_FILE, "../config/config.json",
         "..%2f..%2fconfig%2fconfig.json", "%2e%2e/config/config.json", "validation_images", "absent.png",
+        "a%00b.png",
     ):  # fmt: skip
         assert page.get(f"/media/{run}/{path}").status_code == 404, path
     report = page.get(f"/report/{run}")
