@@ -31,7 +31,7 @@ def path_keys() -> frozenset[str]:
 
 def without_outside(project: Project, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """The settings whose paths the page may touch, and a problem for each other one."""
-    kept, problems = {}, list[Problem]()
+    kept, problems = dict[str, Any](), list[Problem]()
     for key, value in values.items():
         known = canonical(Layer("", [(key, value)]), []).items()
         found = [each for name, path in known if name in path_keys() for each in check_path(project, name, path)]
