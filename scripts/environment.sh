@@ -35,11 +35,32 @@ existing_environment() {
   return 1
 }
 
+# $1 is the Python that makes it, $2 its folder.
 make_environment() {
+  echo "No Python environment was found; making one in $2 ($("$1" --version))." >&2
+  "$1" -m venv "$2" >&2 || fail "the environment could not be made (on Ubuntu, python3-venv may be missing)."
+}
+
+# The Python of a version such as 3.13, on PATH or one of pyenv's.
+python_of() {
+  local name
+  for name in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+    if is_suitable "$name"; then
+      command -v -- "$name"
+      return
+    fi
+  done
+  return 1
+}
+
+# Makes .venv-<version> the environment of what follows, beside the usual one.
+choose_python() {
   local python
-  python=$(suitable_python)
-  echo "No Python environment was found; making one in $root/.venv ($("$python" --version))." >&2
-  "$python" -m venv "$root/.venv" >&2 || fail "the environment could not be made (on Ubuntu, python3-venv may be missing)."
+  VENV_PATH=$root/.venv-$1
+  if [ ! -x "$VENV_PATH/bin/python" ]; then
+    python=$(python_of "$1") || fail "no Python $1 is on PATH or among pyenv's (simpletuner needs $versions)."
+    make_environment "$python" "$VENV_PATH"
+  fi
 }
 
 # $1 is an extra of pyproject.toml, or nothing.
@@ -60,7 +81,7 @@ install() {
 
 # $1 is an extra that must be installed, or nothing: then a simpletuner that is on PATH already will do.
 use_environment() {
-  local extra=${1:-} folder
+  local extra=${1:-} folder python
   if [ -n "${VENV_PATH:-}" ] && [ ! -x "$VENV_PATH/bin/python" ]; then
     fail "VENV_PATH is $VENV_PATH, but there is no Python environment."
   fi
@@ -68,8 +89,8 @@ use_environment() {
     if [ -z "$extra" ] && command -v simpletuner >/dev/null; then
       return
     fi
-    make_environment
-    folder=$root/.venv
+    folder=$root/.venv python=$(suitable_python)
+    make_environment "$python" "$folder"
   fi
   is_suitable "$folder/bin/python" ||
     fail "simpletuner needs $versions, but the environment $folder has $("$folder/bin/python" --version)."

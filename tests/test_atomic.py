@@ -168,6 +168,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     for delay in (0.01, 0.017, 0.031):
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
         while not path.exists():
+            assert process.poll() is None
             time.sleep(0.005)
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)

@@ -34,6 +34,8 @@ WIDE_COLOURS = {9: "BT.2020"}
 UNSPECIFIED, MATRICES = 2, {"bt709": 1, "bt601": 6}
 # Display matrices are 16.16 fixed point; RIGHT_ANGLE is the tolerance in quarter turns.
 UNIT, RIGHT_ANGLE = 1 << 16, 0.01
+# Tags may be in any encoding: PyAV 19 decodes them all, older releases must be told to skip what is not UTF-8.
+TAGS: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
 # The most frames that a decoder delays to restore display order (the limit of H.264 and HEVC).
 REORDERED = 16
 
@@ -123,7 +125,7 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     try:
         # A playlist named like a clip must not fetch anything from the network.
         options = {"protocol_whitelist": "file"}
-        with av.open(f"file:{path}", options=options, metadata_errors="ignore") as container:
+        with av.open(f"file:{path}", options=options, **TAGS) as container:
             yield container, _clip_of(container)
     except MemoryError:
         raise

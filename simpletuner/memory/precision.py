@@ -210,6 +210,8 @@ class QuantisedLinear(nn.Linear):
         return self.form.unpack(*self.packed)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if not inputs.requires_grad:  # torch 2.11 cannot compile a function whose inputs have no gradient
+            return self.form.product(inputs, self.bias, *self.packed)
         product: Tensor = FrozenProduct.apply(inputs, self.bias, self.form, *self.packed)
         return product
 

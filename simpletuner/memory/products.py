@@ -62,8 +62,12 @@ def multiply(rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, column
         return (out if columns is None else out.mul_(columns)).to(rows.dtype)
     if columns is None:
         columns = scale.new_ones((1, levels.shape[1]))
-    # Kernels with scales per row write bf16 only.
-    return torch._scaled_mm(rounded, levels, scale, columns, out_dtype=torch.bfloat16).to(rows.dtype)
+    # Kernels with scales per row write bf16 only; on a CPU torch 2.11 has none.
+    if rows.device.type == "cpu":
+        out = (rounded.float() @ levels.float()).mul_(scale).mul_(columns).bfloat16()
+    else:
+        out = torch._scaled_mm(rounded, levels, scale, columns, out_dtype=torch.bfloat16)
+    return out.to(rows.dtype)
 
 
 class QuantisedProducts(ScaledRows):

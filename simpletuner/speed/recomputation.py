@@ -62,11 +62,13 @@ def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
     To be compiled: the compiler recomputes only what the backward pass reads, so for instance not the last layer.
     """
 
-    @wraps(function)
     def run(block: nn.Module, *inputs: Tensor | None) -> Any:
         return checkpoint(partial(function, block), *inputs, use_reentrant=False, preserve_rng_state=False)
 
-    return run
+    # torch remembers sizes by code object: if all functions shared one, a size that differs between two of them would
+    # become a symbol, even 1, which torch 2.11 cannot broadcast.
+    run.__code__ = run.__code__.replace(co_name=function.__name__)
+    return wraps(function)(run)
 
 
 def outside_checkpoints() -> saved_tensors_hooks:

@@ -31,10 +31,10 @@ def test_keys_of_the_hub_may_stand_inside_an_object(tmp_path: Path) -> None:
 
 
 def test_a_secret_belongs_into_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("S3_SECRET", "very secret")
+    monkeypatch.setenv("S3_SECRET", "open, sesame")
     config, problems = read(tmp_path, {**BUCKET, "aws_secret_access_key": "{env:S3_SECRET}"})
-    assert (config.aws_secret_access_key, problems) == ("very secret", [])
-    _, (problem,) = read(tmp_path, {**BUCKET, "aws_secret_access_key": "very secret"})
+    assert (config.aws_secret_access_key, problems) == ("open, sesame", [])
+    _, (problem,) = read(tmp_path, {**BUCKET, "aws_secret_access_key": "open, sesame"})
     assert not problem.fatal
     assert problem.where.endswith("s3.aws_secret_access_key")
     assert "write {env:NAME}" in problem.message

@@ -9,7 +9,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -176,21 +177,22 @@ def test_a_process_of_which_only_one_cannot_train(tmp_path: Path, t2i_checkpoint
     assert "multidatabackend.json" in printed(workspace)
 
 
-def wait_for(condition: Callable[[], bool], output: Path) -> None:
+def wait_for(condition: Callable[[], bool], output: Path, processes: Sequence[BaseProcess]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, output.read_text()
+        assert all(process.is_alive() for process in processes), output.read_text()
         time.sleep(0.02)
 
 
-def wait_for_step(workspace: Workspace, count: int, output: Path) -> None:
+def wait_for_step(workspace: Workspace, count: int, output: Path, processes: Sequence[BaseProcess]) -> None:
     record = workspace.path("output/training_metrics.jsonl")
-    wait_for(lambda: record.exists() and len(record.read_text().splitlines()) >= count, output)
+    wait_for(lambda: record.exists() and len(record.read_text().splitlines()) >= count, output, processes)
 
 
 def test_a_process_that_is_killed_ends_all(workspace: Workspace) -> None:
     processes = start([workspace] * 2, "train", "max_train_steps=5000")
-    wait_for_step(workspace, 2, workspace.path("rank0.txt"))
+    wait_for_step(workspace, 2, workspace.path("rank0.txt"), processes)
     processes[1].kill()
     assert finish(processes) == [1, -signal.SIGKILL]
     message = f"Process 1 on {socket.gethostname()} exited without reporting an error"
@@ -206,7 +208,8 @@ def test_a_process_that_is_killed_ends_all(workspace: Workspace) -> None:
 
 def test_without_the_first_process_another_one_speaks(workspace: Workspace) -> None:
     processes = start([workspace] * 2, "train")
-    wait_for(lambda: workspace.path("output/run.lock").exists(), workspace.path("rank0.txt"))  # before any exchange
+    lock = workspace.path("output/run.lock")  # written before any exchange
+    wait_for(lock.exists, workspace.path("rank0.txt"), processes)
     processes[0].kill()
     assert finish(processes) == [-signal.SIGKILL, 1]
     assert f"Process 0 on {socket.gethostname()} exited without reporting an error" in printed(workspace, 1)
@@ -249,7 +252,7 @@ def test_processes_that_torchrun_restarts_continue(workspace: Workspace) -> None
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stop_of_one_process_stops_all_after_a_step(workspace: Workspace, rank: int) -> None:
     processes = start([workspace] * 2, "train", "max_train_steps=5000")
-    wait_for_step(workspace, 2, workspace.path("rank0.txt"))
+    wait_for_step(workspace, 2, workspace.path("rank0.txt"), processes)
     os.kill(processes[rank].pid or 0, signal.SIGINT)
     assert finish(processes) == [130, 130]
     step = len(workspace.metrics())
@@ -265,7 +268,7 @@ def test_one_command_starts_all_processes(workspace: Workspace) -> None:
     """`simpletuner train` with num_processes: one terminal, one record, one exit code, one Ctrl-C."""
     log = workspace.path("log.txt")
     launcher = workspace.fork(run_into, log.name, ["train", "num_processes=2", "max_train_steps=5000"])
-    wait_for_step(workspace, 2, log)
+    wait_for_step(workspace, 2, log, [launcher])
     os.kill(launcher.pid or 0, signal.SIGINT)
     assert finish([launcher]) == [130]
     told = log.read_text()

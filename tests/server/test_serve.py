@@ -205,7 +205,7 @@ def test_mode_chooses_what_is_served(mode: serve.Mode, there: list[str], missing
 def test_change_of_the_source_starts_it_anew(tmp_path: Path) -> None:
     with started(tmp_path, "--reload") as (process, address):
         deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
+        while process.poll() is None and time.monotonic() < deadline:
             try:
                 assert b'"ok"' in fetch(address[3])
                 break

@@ -178,6 +178,12 @@ def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
+def test_functions_that_recompute_themselves_share_no_sizes() -> None:
+    """torch remembers by code object which sizes have differed, and compiles these as symbols."""
+    codes = {checkpointed(function).__code__ for function in (fast.after_attention, fast.text_block)}  # type: ignore[attr-defined]
+    assert len(codes) == 2
+
+
 def test_previews_are_compiled_on_request(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace_only(monkeypatch)
     batch = bucket(4, 4, 4)

@@ -95,7 +95,7 @@ def test_the_average_has_a_loss_of_its_own(t2i_checkpoint: Path, batch: Batch) -
                 parameter.fill_(0.3)
     both = evaluation(batch, ema, eval_dataset_pooling=True).evaluate(assembly, 1)
     assert both["loss/val/d/ema"] == pytest.approx(plain, rel=1e-5)
-    assert both["loss/val/d"] != pytest.approx(plain, rel=1e-3)
+    assert both["loss/val/d"] != pytest.approx(plain, rel=1e-4)
     assert both["loss/val/pooled"] == both["loss/val/d"]
     alone = replace(evaluation(batch, ema), ema_validation="ema_only").evaluate(assembly, 1)
     assert alone == {"loss/val/d": both["loss/val/d/ema"]}

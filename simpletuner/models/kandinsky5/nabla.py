@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_mask
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from simpletuner.config.speed import is_installed
@@ -56,7 +56,7 @@ def tile_blocks(tiles: Tensor) -> BlockMask:
     tokens, part = tiles.shape[-1] * TILE, torch.zeros_like(tiles)
     # The CPU kernel does not compile if two lists are the same tensor.
     lists = (*_lists(part), *_lists(tiles), *_lists(part.mT), *_lists(tiles.mT))
-    return BlockMask((tokens, tokens), *lists, BLOCK_SIZE=(TILE, TILE))
+    return BlockMask((tokens, tokens), *lists, BLOCK_SIZE=(TILE, TILE), mask_mod=noop_mask)
 
 
 def paired_blocks(tiles: Tensor) -> BlockMask:

@@ -1,0 +1,54 @@
+"""No release of a package that nobody has tried is installed, and the versions that were tried are on a page."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LINES = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
+PACKAGES = [requirement for requirement in map(Requirement, LINES) if requirement.name != PROJECT["name"]]
+
+
+def end(requirement: Requirement, operator: str) -> Version:
+    (version,) = [each.version for each in requirement.specifier if each.operator == operator]
+    return Version(version)
+
+
+@pytest.mark.parametrize("requirement", PACKAGES, ids=lambda requirement: requirement.name)
+def test_every_package_has_two_ends(requirement: Requirement) -> None:
+    """The upper one is a major version; before 1.0, where minor versions break, one of these; of torch, too."""
+    oldest, first_untried = end(requirement, ">="), end(requirement, "<")
+    assert oldest < first_untried
+    by_minor = first_untried.major == 0 or requirement.name == "torch"
+    assert len(first_untried.release) == (2 if by_minor else 1)
+
+
+def tried() -> list[dict[str, str]]:
+    """The rows of the table, by the names of its columns."""
+    page = (ROOT / "docs" / "VERSIONS.md").read_text(encoding="utf-8")
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|\n").split("|")] for line in re.findall(r"^\|.*$", page, re.M)
+    ]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_the_ends_are_what_was_tried() -> None:
+    """Whoever moves an end runs `scripts/matrix`, which prints the table."""
+    rows = tried()
+    (oldest,) = [row for row in rows if row["packages"] == "oldest"]
+    newest = [row for row in rows if row["packages"] == "newest"]
+    assert newest
+    for requirement in PACKAGES:
+        if requirement.name in oldest:
+            assert Version(oldest[requirement.name]) in requirement.specifier
+            assert Version(oldest[requirement.name]).release[:2] == end(requirement, ">=").release[:2], requirement.name
+            last = max(Version(row[requirement.name]) for row in newest)
+            assert last in requirement.specifier
+            assert last.release[: len(end(requirement, "<").release)] < end(requirement, "<").release
