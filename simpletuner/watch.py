@@ -57,7 +57,7 @@ class Beat:
     Attributes:
         key: shows that it belongs to this run.
         doing: the exchange that it takes part in, and for how many seconds.
-        still: seconds in which its main thread has shown no sign of life.
+        still: seconds without a sign of life, while its main thread waits for other processes.
         stop: it was asked to stop.
         ready: all processes are connected.
         leaving: it will close the connection.
@@ -269,7 +269,7 @@ class Watch:
         self.own, self._parent = Beat(rank, size, socket.gethostname(), key), os.getppid()
         self._exchange: tuple[str, float] | None = None
         self._over, self._decided = threading.Event(), threading.Event()
-        self._left_alone = threading.Event()  # this process ends by itself, as before all are connected
+        self._left_alone = threading.Event()  # this process ends by itself
         self._left_alone.set()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -281,8 +281,11 @@ class Watch:
             time.sleep(POLL_SECONDS / 10)
         if not missing:
             self.own = replace(self.own, ready=True)
-            self._left_alone.clear()
         return missing
+
+    def enforce(self) -> None:
+        """End this process from now on if another one fails."""
+        self._left_alone.clear()
 
     def close(self) -> None:
         """Leave the others, which then do not take this process for killed."""
@@ -352,8 +355,8 @@ class Watch:
     def _report(self) -> Beat:
         what, since = self._exchange or ("", time.monotonic())
         return replace(
-            self.own, doing=what, seconds=time.monotonic() - since, still=self.pulse.still, stop=self.stop_requested(),
-            failure=self.verdict or self._failure, leaving=self.verdict is not None,
+            self.own, doing=what, seconds=time.monotonic() - since, still=0.0 if self.pulse.idle else self.pulse.still,
+            stop=self.stop_requested(), failure=self.verdict or self._failure, leaving=self.verdict is not None,
         )  # fmt: skip
 
     def _judge(self, rank: int, link: Link) -> None:
