@@ -167,9 +167,10 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
         if place.is_leader or (place.rank == 1 and LAUNCHER not in os.environ):
             watch.bereft = partial(print, file=terminal, flush=True)
 
-    with signals_as_interrupt(), connect(place, start_limit=start_limit, prepare=prepare) as world:
+    with connect(place, start_limit=start_limit, prepare=prepare) as world:
         try:
-            yield world
+            with signals_as_interrupt():
+                yield world
         except BaseException as error:  # whatever it is, the others must learn of it
             raise together(world, error) from error
 
