@@ -96,6 +96,11 @@ class Link:
         if sys.platform == "linux":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_OFF_SECONDS))
 
+    @property
+    def failure(self) -> Failure | None:
+        """What was reported with which all end."""
+        return self.beat.failure if self.beat else None
+
     def read(self) -> None:
         """Take in what has arrived."""
         try:
@@ -200,8 +205,9 @@ class Links:
         while ready := self._selector.select(0.0 if eventful else max(0.0, deadline - time.monotonic())):
             for key, _ in ready:
                 if isinstance(key.data, Link):
+                    before = key.data.failure
                     key.data.read()
-                    eventful |= not key.data.is_open or bool(key.data.beat and key.data.beat.failure)
+                    eventful |= not key.data.is_open or key.data.failure != before
                     if not key.data.is_open:
                         self._selector.unregister(key.fileobj)
                         key.data.connection.close()
@@ -332,12 +338,13 @@ class Watch:
         return bool(self.links.found) and (self.own.rank > 0 or not all(each.leaving for each in self.links.beats()))
 
     def _run(self) -> None:
-        looks = 0  # since the verdict
+        since = time.monotonic()
         while not self._over.is_set():
             self._look()
-            if self.verdict is not None:
-                looks += 1
-                self._end(*self.verdict, is_late=looks * POLL_SECONDS > 3 * GRACE_SECONDS)
+            if self.verdict is None:
+                since = time.monotonic()
+            else:
+                self._end(*self.verdict, is_late=time.monotonic() > since + 3 * GRACE_SECONDS)
         self.links.tell(replace(self._report(), leaving=True))
         self.links.close()
 

@@ -85,6 +85,17 @@ def test_the_first_failure_ends_all(joined: Joined) -> None:
     assert first.fail("another one", 1) == ("a mistake", 2)
 
 
+def test_whoever_ends_by_itself_has_time_for_it(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of a failure that all know of call for no answer, which would call for one again."""
+    first, second = both(joined(World(0, 2), World(1, 2)))
+    looks: list[float] = []
+    monkeypatch.setattr(first, "_end", lambda message, code, *, is_late: looks.append(is_late))
+    second.fail("a mistake", 2)
+    time.sleep(1.0)
+    assert len(looks) < 40, "20 are due"
+    assert not any(looks)
+
+
 def test_whoever_loses_its_launcher_ends_all(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watch.LAUNCHED, "1")
     first, second = both(joined(World(0, 2), World(1, 2)))
