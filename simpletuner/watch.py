@@ -57,7 +57,7 @@ class Beat:
     Attributes:
         key: shows that it belongs to this run.
         doing: the exchange that it takes part in, and for how many seconds.
-        still: seconds in which its main thread has shown no sign of life.
+        still: seconds without a sign of life, while its main thread waits for other processes.
         stop: it was asked to stop.
         ready: all processes are connected.
         leaving: it will close the connection.
@@ -95,6 +95,11 @@ class Link:
         connection.settimeout(POLL_SECONDS)
         if sys.platform == "linux":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_OFF_SECONDS))
+
+    @property
+    def failure(self) -> Failure | None:
+        """What was reported with which all end."""
+        return self.beat.failure if self.beat else None
 
     def read(self) -> None:
         """Take in what has arrived."""
@@ -200,8 +205,9 @@ class Links:
         while ready := self._selector.select(0.0 if eventful else max(0.0, deadline - time.monotonic())):
             for key, _ in ready:
                 if isinstance(key.data, Link):
+                    before = key.data.failure
                     key.data.read()
-                    eventful |= not key.data.is_open or bool(key.data.beat and key.data.beat.failure)
+                    eventful |= not key.data.is_open or key.data.failure != before
                     if not key.data.is_open:
                         self._selector.unregister(key.fileobj)
                         key.data.connection.close()
@@ -269,7 +275,7 @@ class Watch:
         self.own, self._parent = Beat(rank, size, socket.gethostname(), key), os.getppid()
         self._exchange: tuple[str, float] | None = None
         self._over, self._decided = threading.Event(), threading.Event()
-        self._left_alone = threading.Event()  # this process ends by itself, as before all are connected
+        self._left_alone = threading.Event()  # this process ends by itself
         self._left_alone.set()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -281,8 +287,11 @@ class Watch:
             time.sleep(POLL_SECONDS / 10)
         if not missing:
             self.own = replace(self.own, ready=True)
-            self._left_alone.clear()
         return missing
+
+    def enforce(self) -> None:
+        """End this process from now on if another one fails."""
+        self._left_alone.clear()
 
     def close(self) -> None:
         """Leave the others, which then do not take this process for killed."""
@@ -329,12 +338,13 @@ class Watch:
         return bool(self.links.found) and (self.own.rank > 0 or not all(each.leaving for each in self.links.beats()))
 
     def _run(self) -> None:
-        looks = 0  # since the verdict
+        since = time.monotonic()
         while not self._over.is_set():
             self._look()
-            if self.verdict is not None:
-                looks += 1
-                self._end(*self.verdict, is_late=looks * POLL_SECONDS > 3 * GRACE_SECONDS)
+            if self.verdict is None:
+                since = time.monotonic()
+            else:
+                self._end(*self.verdict, is_late=time.monotonic() > since + 3 * GRACE_SECONDS)
         self.links.tell(replace(self._report(), leaving=True))
         self.links.close()
 
@@ -352,8 +362,8 @@ class Watch:
     def _report(self) -> Beat:
         what, since = self._exchange or ("", time.monotonic())
         return replace(
-            self.own, doing=what, seconds=time.monotonic() - since, still=self.pulse.still, stop=self.stop_requested(),
-            failure=self.verdict or self._failure, leaving=self.verdict is not None,
+            self.own, doing=what, seconds=time.monotonic() - since, still=0.0 if self.pulse.idle else self.pulse.still,
+            stop=self.stop_requested(), failure=self.verdict or self._failure, leaving=self.verdict is not None,
         )  # fmt: skip
 
     def _judge(self, rank: int, link: Link) -> None:

@@ -202,6 +202,7 @@ def connect(
     *,
     limit: float = EXCHANGE_SECONDS,
     start_limit: float = START_SECONDS,
+    prepare: Callable[[Watch], None] = lambda watch: None,
 ) -> Iterator[ConnectedWorld]:
     """A world of several processes while the block lasts. Tensors are exchanged by NCCL on GPUs and by gloo on CPUs.
 
@@ -211,6 +212,7 @@ def connect(
             does not exist yet.
         limit: seconds that a process may wait for another one that does nothing.
         start_limit: seconds in which all must have come.
+        prepare: called before the watch may end this process.
 
     Raises:
         UserError: they have not, or cannot reach each other.
@@ -221,6 +223,8 @@ def connect(
     deadline = time.monotonic() + start_limit
     store = open_store(place, meeting_point, deadline)
     watch = join_watch(place, store, limit, deadline)
+    prepare(watch)
+    watch.enforce()
     try:
         backend, patience = take_device(place), timedelta(seconds=2 * limit)
         distributed.init_process_group(backend, None, patience, place.size, place.rank, store)

@@ -34,7 +34,6 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Watch
         def run(number: int, place: World) -> None:
             try:
                 made = join_watch(place, store, 60.0, time.monotonic() + seconds)
-                made.known(0.0)  # nothing ends the process of these tests
                 running.append(made)
                 found[number] = made
             except UserError as error:
@@ -84,6 +83,17 @@ def test_the_first_failure_ends_all(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     assert second.fail("a mistake", 2) == ("a mistake", 2)
     assert first.fail("another one", 1) == ("a mistake", 2)
+
+
+def test_whoever_ends_by_itself_has_time_for_it(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of a failure that all know of call for no answer, which would call for one again."""
+    first, second = both(joined(World(0, 2), World(1, 2)))
+    looks: list[float] = []
+    monkeypatch.setattr(first, "_end", lambda message, code, *, is_late: looks.append(is_late))
+    second.fail("a mistake", 2)
+    time.sleep(1.0)
+    assert len(looks) < 40, "20 are due"
+    assert not any(looks)
 
 
 def test_whoever_loses_its_launcher_ends_all(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from simpletuner.errors import UserError
+from simpletuner.watch import GONE, Watch
 from simpletuner.world import World, connect, first_host, launched, settle_meeting, take_device
 from tests.processes import finish
 from tests.workspace import FORKS
@@ -50,6 +52,21 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     common = {"any": [True, False], "mean": [0.5, 0.1], "broadcast": {"seed": 5}, "gather": ["a", "b"]}
     assert found == [common | {"slots": [0, 1, 2], "main": True}, common | {"slots": [3, 4, 5], "main": False}]
+
+
+def die_early(rank: int, folder: Path) -> None:
+    def prepare(watch: Watch) -> None:
+        watch.ended = lambda message, code: (folder / f"{rank}.txt").write_text(f"{message} {code}")  # type: ignore[assignment]
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with connect(World(rank, 2), f"file://{folder}/meeting", prepare=prepare):
+        pass
+
+
+def test_a_process_that_is_killed_while_they_connect(tmp_path: Path) -> None:
+    assert in_two_processes(die_early, tmp_path) == [1, -signal.SIGKILL]
+    assert (tmp_path / "0.txt").read_text() == f"Process 1 on {socket.gethostname()} {GONE}. 1"
 
 
 def hang(rank: int, folder: Path, where: str) -> None:

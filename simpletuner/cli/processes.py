@@ -28,7 +28,7 @@ from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerErr
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.requests import signals_as_interrupt
-from simpletuner.watch import GONE
+from simpletuner.watch import GONE, Watch
 from simpletuner.world import START_SECONDS, ConnectedWorld, World, connect, settle_meeting
 
 if TYPE_CHECKING:
@@ -158,15 +158,19 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
     terminal = sys.stderr
     if not place.is_leader:
         silence()
-    with signals_as_interrupt(), connect(place, start_limit=start_limit) as world:
-        if world.is_main:
-            world.watch.ended = complain
+
+    def prepare(watch: Watch) -> None:
+        if place.is_main:
+            watch.ended = complain
         else:
             silence()
         if place.is_leader or (place.rank == 1 and LAUNCHER not in os.environ):
-            world.watch.bereft = partial(print, file=terminal, flush=True)
+            watch.bereft = partial(print, file=terminal, flush=True)
+
+    with connect(place, start_limit=start_limit, prepare=prepare) as world:
         try:
-            yield world
+            with signals_as_interrupt():
+                yield world
         except BaseException as error:  # whatever it is, the others must learn of it
             raise together(world, error) from error
 
