@@ -354,7 +354,7 @@ def vae_fault(config: Mapping[str, Any]) -> str | None:
         is_list = key.startswith("latents_")
         if value is None and key != "scaling_factor":
             continue
-        numbers = value if is_list and isinstance(value, list) else [None if is_list else value]
+        numbers: list[Any] = value if is_list and isinstance(value, list) else [None if is_list else value]
         if not all(type(each) in (int, float) and lowest <= each <= LARGEST_SCALE for each in numbers):
             form = "a list of numbers" if is_list else "a number"
             return f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"

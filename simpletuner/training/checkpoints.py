@@ -14,6 +14,7 @@ checkpoint-<step>/
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,15 +22,17 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from simpletuner.atomic import build_folder_together, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.reporting.events import CheckpointSaved, EventStream
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import refuse_not_finite, stop_if_result_not_finite
@@ -53,6 +56,11 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.pt"
 MODULE_SUFFIX = ".module.safetensors"
+# What reading anything else than a saved state raises.
+FOREIGN = (
+    LookupError, TypeError, AttributeError, ValueError, RuntimeError, OSError, EOFError, UnpicklingError, struct.error,
+    SafetensorError,
+)  # fmt: skip
 
 
 def write_checkpoint(
@@ -121,7 +129,20 @@ def load_checkpoint(
     damaged = damaged_files(checkpoint)
     if damaged:
         raise UserError(f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint.")
-    folder = checkpoint.path / STATE_FOLDER
+    try:
+        return _restore(checkpoint, assembly, loader, ema, same_data=same_data)
+    except FOREIGN as error:  # of a file that was changed together with its hash in the manifest
+        if is_out_of_memory(error) or assembly.world.size > 1:  # a failed collective raises the same types
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        message = f"{checkpoint.path} holds something else than a run saves ({reason}). Choose an earlier checkpoint."
+        raise UserError(message) from error
+
+
+def _restore(
+    checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, ema: Ema | None, *, same_data: bool
+) -> TrainState:
+    folder, manifest = checkpoint.path / STATE_FOLDER, checkpoint.manifest
     assembly.trained.load(checkpoint.path)
     _load_modules(assembly, folder)
     # To the CPU first: the optimizer moves its state to the device of its parameters.
@@ -130,6 +151,8 @@ def load_checkpoint(
     # Mapped where parts of it are copied elsewhere, one at a time.
     mapped = shared or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
+    if (content["global_step"], content["epoch"]) != (manifest.step, manifest.epoch):
+        raise ValueError("its state is of another step or epoch than its manifest")
     content = load_shards(content, folder, parameters)
     try:
         host = assembly.release.host if assembly.release is not None else None

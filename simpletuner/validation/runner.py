@@ -143,7 +143,7 @@ class Renderer:
 
 def warn_of_one_colour(frames: Sequence[Image], path: Path) -> None:
     """Log a warning if every frame of a rendered picture or clip is plain; NaN is rendered black."""
-    ranges = (each for frame in frames for each in frame.convert("RGB").getextrema())
+    ranges: Any = (each for frame in frames for each in frame.convert("RGB").getextrema())  # of each channel
     if all(high - low <= 1 for low, high in ranges):
         logger.warning(
             "%s shows one colour only: the weights have diverged, or the VAE is broken or needs vae_dtype fp32.", path
