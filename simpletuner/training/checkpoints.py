@@ -56,10 +56,10 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.pt"
 MODULE_SUFFIX = ".module.safetensors"
-# What reading anything else than a saved state raises.
+# What reading anything but a saved state raises.
 FOREIGN = (
-    LookupError, TypeError, AttributeError, ValueError, RuntimeError, OSError, EOFError, UnpicklingError, struct.error,
-    SafetensorError,
+    LookupError, TypeError, AttributeError, ValueError, RuntimeError, FileNotFoundError, EOFError, UnpicklingError,
+    struct.error, SafetensorError,
 )  # fmt: skip
 
 
@@ -123,19 +123,19 @@ def load_checkpoint(
         same_data: datasets and batch size are unchanged; otherwise the epoch starts over.
 
     Raises:
-        UserError: the checkpoint is damaged, holds NaN or infinity, or was made with other trained layers or another
-            optimizer.
+        UserError: the checkpoint is damaged or edited, holds NaN or infinity, or was made with other trained layers or
+            another optimizer.
     """
     damaged = damaged_files(checkpoint)
     if damaged:
         raise UserError(f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint.")
     try:
         return _restore(checkpoint, assembly, loader, ema, same_data=same_data)
-    except FOREIGN as error:  # of a file that was changed together with its hash in the manifest
+    except FOREIGN as error:  # a file was changed together with its hash in the manifest
         if is_out_of_memory(error) or assembly.world.size > 1:  # a failed collective raises the same types
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        message = f"{checkpoint.path} holds something else than a run saves ({reason}). Choose an earlier checkpoint."
+        message = f"{checkpoint.path} holds what no run saves ({reason}). Choose an earlier checkpoint."
         raise UserError(message) from error
 
 
@@ -152,7 +152,9 @@ def _restore(
     mapped = shared or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
     if (content["global_step"], content["epoch"]) != (manifest.step, manifest.epoch):
-        raise ValueError("its state is of another step or epoch than its manifest")
+        position = f"step {content['global_step']} of epoch {content['epoch']}"
+        said = f"its manifest says step {manifest.step} of epoch {manifest.epoch}"
+        raise UserError(f"{checkpoint.path} holds {position}, {said}. Choose an earlier checkpoint.")
     content = load_shards(content, folder, parameters)
     try:
         host = assembly.release.host if assembly.release is not None else None

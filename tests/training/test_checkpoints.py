@@ -12,16 +12,27 @@ import pytest
 import torch
 
 from simpletuner.config.schema import CheckpointConfig
-from simpletuner.errors import DiskFullError
+from simpletuner.errors import DiskFullError, UserError
 from simpletuner.reporting.events import CheckpointSaved, Event, EventStream
 from simpletuner.training import checkpoints
-from simpletuner.training.checkpoints import CheckpointWriter
-from simpletuner.training.manifest import Identity, damaged_files, describe_files, open_checkpoint
+from simpletuner.training.checkpoints import STATE_FILE, CheckpointWriter, load_checkpoint, write_checkpoint
+from simpletuner.training.manifest import (
+    STATE_FOLDER,
+    Identity,
+    Manifest,
+    damaged_files,
+    describe_files,
+    open_checkpoint,
+    write_manifest,
+)
 from simpletuner.training.state import TrainState
 from simpletuner.training.step import StepReport
+from simpletuner.training.trained import WEIGHTS_FILE
 from simpletuner.world import World
 from tests.training.assembly import make_assembly
 from tests.training.sharded_run import Batches
+
+IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "full", 1, seed=1, datasets="", versions={})
 
 
 class Sharers(World):
@@ -34,11 +45,10 @@ class Sharers(World):
 def make_writer(folder: Path, assembly: Any, seen: list[Event]) -> CheckpointWriter:
     """Of a full fine-tune whose weights two processes share."""
     assembly.trained.sharers = Sharers(0, 2, 0, 2)
-    identity = Identity("kandinsky5-image", "t2i-lite-sft", "full", 1, seed=1, datasets="", versions={})
     loader: Any = Batches(None)  # type: ignore[arg-type]
     config = CheckpointConfig(checkpoint_step_interval=100)
     return CheckpointWriter(
-        folder, config, loader, None, identity, {}, EventStream(seen.append), lambda state: {}, in_shards=False
+        folder, config, loader, None, IDENTITY, {}, EventStream(seen.append), lambda state: {}, in_shards=False
     )
 
 
@@ -84,3 +94,40 @@ def test_a_checkpoint_that_cannot_be_completed_ends_the_run(
         ask(writer, assembly, TrainState(2))
     assert list(tmp_path.iterdir()) == []
     assert seen == []
+
+
+def edit_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    torch.save(change(torch.load(path, weights_only=True)), path)
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "text": (lambda folder: (folder / STATE_FILE).write_text("a state"), "holds what no run saves"),
+    "nothing": (lambda folder: (folder / STATE_FILE).write_bytes(b""), "holds what no run saves"),
+    "list": (lambda folder: edit_state(folder / STATE_FILE, list), "holds what no run saves"),
+    "key": (lambda folder: edit_state(folder / STATE_FILE, lambda s: s | {"optimizer": 7}), "holds what no run saves"),
+    "absent": (lambda folder: (folder / STATE_FILE).unlink(), "holds what no run saves"),
+    "step": (
+        lambda folder: edit_state(folder / STATE_FILE, lambda state: state | {"global_step": 9}),
+        "holds step 9 of epoch 1, its manifest says step 2 of epoch 1",
+    ),
+    "weights": (lambda folder: (folder / WEIGHTS_FILE).write_text("weights"), "holds what no run saves"),
+}
+
+
+@pytest.fixture(scope="module")
+def lora(t2i_checkpoint: Path) -> Any:
+    return make_assembly(t2i_checkpoint)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_was_edited_together_with_its_hash_is_said(tmp_path: Path, lora: Any, name: str) -> None:
+    (edit, words), batches = FOREIGN[name], Batches(None)  # type: ignore[arg-type]
+    loader: Any = batches
+    write_checkpoint(tmp_path / "checkpoint-2", lora, TrainState(2, 1), loader, None, IDENTITY, {}, {})()
+    edit(tmp_path / "checkpoint-2" / STATE_FOLDER)
+    write_manifest(tmp_path / "checkpoint-2", Manifest(2, 1, IDENTITY, describe_files(tmp_path / "checkpoint-2")))
+    checkpoint = open_checkpoint(tmp_path / "checkpoint-2")
+    assert checkpoint is not None
+    with pytest.raises(UserError, match=words) as caught:
+        load_checkpoint(checkpoint, lora, loader, None, same_data=True)
+    assert len(str(caught.value).splitlines()) == 1
