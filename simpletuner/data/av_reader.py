@@ -36,6 +36,11 @@ UNSPECIFIED, MATRICES = 2, {"bt709": 1, "bt601": 6}
 UNIT, RIGHT_ANGLE = 1 << 16, 0.01
 # Tags may be in any encoding: PyAV 19 decodes them all, older releases must be told to skip what is not UTF-8.
 TAGS: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
+# FFmpeg's formats of clips and, for a better message, of pictures and sound. Playlists would open further files.
+FORMATS = (
+    "mov", "matroska", "avi", "mpeg", "mpegts", "mpegvideo", "flv", "asf", "ogg", "rm", "mxf", "dv", "ivf", "nut",
+    "gif", "wav", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe",
+)  # fmt: skip
 # The most frames that a decoder delays to restore display order (the limit of H.264 and HEVC).
 REORDERED = 16
 
@@ -123,9 +128,7 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     if check_regular(path, LARGEST_CLIP)[0] == 0:
         raise MediaError("is empty")
     try:
-        # A playlist named like a clip must not fetch anything from the network.
-        options = {"protocol_whitelist": "file"}
-        with av.open(f"file:{path}", options=options, **TAGS) as container:
+        with _open(path) as container:
             yield container, _clip_of(container)
     except MemoryError:
         raise
@@ -135,6 +138,14 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         # FFmpeg also reports damaged data as I/O errors: if the whole file can be read, the data is damaged.
         content_hash(path)
         raise MediaError(f"cannot be decoded: {error.strerror}") from error
+
+
+def _open(path: Path) -> InputContainer:
+    options = {"protocol_whitelist": "file", "format_whitelist": ",".join(FORMATS)}
+    try:
+        return av.open(f"file:{path}", options=options, **TAGS)
+    except av.ArgumentError as error:  # the format is not listed
+        raise MediaError("is named like a clip, but in another format") from error
 
 
 def _clip_of(container: InputContainer) -> VideoStream:

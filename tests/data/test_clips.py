@@ -152,6 +152,13 @@ def test_broken_clips_are_found_without_decoding_them(name: str, folder: Path) -
     assert ("truncated" in str(probed.value)) == (name.startswith("cut") and name != "cut.mp4")
 
 
+def test_a_playlist_does_not_open_its_neighbours(folder: Path) -> None:
+    playlist = folder / "list.mp4"
+    playlist.write_text("ffconcat version 1.0\nfile h264.mp4\n")
+    with pytest.raises(MediaError, match="is named like a clip, but in another format"):
+        probe_clip(playlist)
+
+
 @pytest.mark.parametrize("name", [name for name in BROKEN if not name.startswith(("cut", "picture"))])
 def test_broken_clips_give_no_frames(name: str, folder: Path) -> None:
     with pytest.raises(MediaError):
