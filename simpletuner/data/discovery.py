@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -150,6 +151,9 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
             yield prefix, ("unreadable", "is a link to a folder that has already been listed")
             continue
         visited.add(identity)
+        if identity[0] in _kernel_devices():
+            yield prefix or ".", ("unreadable", "holds what the kernel tells, no files")
+            continue
         below = []
         for entry in entries:
             name = prefix + entry.name
@@ -160,6 +164,12 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
             else:
                 yield name, problem
         stack += sorted(below)
+
+
+@cache
+def _kernel_devices() -> frozenset[int]:
+    """Where the kernel answers instead of a disk, in hundreds of thousands of files."""
+    return frozenset(os.stat(folder).st_dev for folder in ("/proc", "/sys") if os.path.ismount(folder))
 
 
 def name_problem(name: str) -> tuple[Reason, str] | None:
