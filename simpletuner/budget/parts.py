@@ -150,7 +150,7 @@ def _dropped_parameters(plan: Plan, encoders: Sequence[Part]) -> int:
 
 
 def count_parameters(part: Part) -> int:
-    """Parameters in the safetensors files of a part; 0 if it has none on this machine."""
+    """Parameters in the files of a part; 0 if it has none on this machine, or they do not tell."""
     return sum(math.prod(shape) for shape in part.weight_shapes().values())
 
 

@@ -169,7 +169,7 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
 @cache
 def _kernel_devices() -> frozenset[int]:
     """Where the kernel answers instead of a disk, in hundreds of thousands of files."""
-    return frozenset(os.stat(folder).st_dev for folder in ("/proc", "/sys") if os.path.ismount(folder))
+    return frozenset(folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount())
 
 
 def name_problem(name: str) -> tuple[Reason, str] | None:

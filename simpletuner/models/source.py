@@ -17,6 +17,7 @@ from typing import Any
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem, UserError, shorten
 from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, read_header
+from simpletuner.models.pickled import pickled_shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -140,14 +141,17 @@ class Part:
         return _fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the weights that would be loaded; empty if not safetensors or not on this machine.
+        """Names and shapes of the weights that would be loaded; empty if they do not say, or are not on this machine.
 
         Raises:
             WeightsError: a file is damaged.
         """
         folder = self.local_folder()
-        files = [path for path in sorted(folder.glob("*.safetensors")) if self._has_variant(path)] if folder else []
-        return {name: shape for path in files for name, shape in tensor_shapes(path).items()}
+        for pattern, shapes_of in (("*.safetensors", tensor_shapes), ("*pytorch_model*.bin", pickled_shapes)):
+            files = [path for path in sorted(folder.glob(pattern)) if self._has_variant(path)] if folder else []
+            if files:
+                return {name: shape for path in files for name, shape in shapes_of(path).items()}
+        return {}
 
     def weight_files(self) -> dict[str, Path]:
         """The safetensors file of each weight, as diffusers chooses them; empty if it loads another format."""

@@ -346,7 +346,7 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     targets = resolve_targets(value, spec, problems)
     if config.model.model_type != "lora":
         return targets
-    # Only safetensors files list their weights without being loaded; others are checked then.
+    # Old formats do not list their weights without being loaded; they are checked then.
     shapes = source["transformer"].weight_shapes()
     if config.lora.lora_type == "lycoris":
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS

@@ -1,0 +1,57 @@
+"""Names and shapes of weights in `.bin` files, as torch.save writes them. Free of torch; runs nothing in them."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+
+def pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a file of torch.save; empty if it is older than torch 1.6, or holds anything else."""
+    status = path.stat()
+    return _shapes(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
+    """Cached by size and modification time: several parts of a plan ask for the same file."""
+    if not zipfile.is_zipfile(path):
+        return {}
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.endswith("/data.pkl"):
+                with archive.open(name) as file:
+                    try:
+                        weights = _Shapes(file).load()
+                    except Exception:  # noqa: BLE001 - damaged opcodes raise anything; loading tells what is wrong
+                        return {}
+                return weights if isinstance(weights, dict) and all(map(_is_shape, weights.values())) else {}
+    return {}
+
+
+class _Shapes(pickle.Unpickler):
+    """Reads the shape of a tensor instead of the tensor, and refuses whatever a file of weights does not need."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name.endswith("Storage"):
+            return None
+        return {
+            ("collections", "OrderedDict"): dict,
+            ("torch._utils", "_rebuild_tensor_v2"): _shape_of,
+            ("torch._utils", "_rebuild_parameter"): partial(_shape_of, None, None),
+        }[module, name]
+
+    def persistent_load(self, pid: Any) -> None:
+        """The values of a tensor, which are not read."""
+
+
+def _shape_of(storage: None, offset: int, shape: tuple[int, ...], *rest: Any) -> tuple[int, ...]:
+    """What torch rebuilds a tensor from, reduced to its shape."""
+    return shape
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(length) is int for length in value)
