@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from simpletuner.errors import UserError
 from simpletuner.run import lock
-from simpletuner.run.lock import LOCK_FILE, Owner, create_in_place, hold, lock_output, this_process
+from simpletuner.run.lock import LOCK_FILE, Owner, create_in_place, hold, lock_output, take_over, this_process
 from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
@@ -195,6 +196,32 @@ def test_whoever_has_lost_its_lock_ends(tmp_path: Path, monkeypatch: pytest.Monk
         write_lock(tmp_path, other)
         assert ended.wait(60)
     assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == "elsewhere", "it is not removed either"
+
+
+@pytest.mark.parametrize("successor", [None, "elsewhere"])
+def test_a_lock_that_was_replaced_meanwhile_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, successor: str | None
+) -> None:
+    """Another process took it over, and ended; perhaps a third one holds the folder now."""
+    path = tmp_path / LOCK_FILE
+    write_lock(tmp_path, replace(this_process(), started="0"))
+
+    def hold_too_late(file: BinaryIO) -> None:
+        path.unlink()
+        if successor:
+            write_lock(tmp_path, replace(this_process(), host=successor))
+
+    monkeypatch.setattr(lock, "hold", hold_too_late)
+    assert not take_over(path, this_process().content)
+    assert path.exists() == (successor is not None)
+    assert successor is None or successor in path.read_text()
+
+
+def test_a_run_that_ends_leaves_the_lock_of_another(tmp_path: Path) -> None:
+    with lock_output(tmp_path):
+        counted(tmp_path)
+        write_lock(tmp_path, replace(this_process(), host="elsewhere"))
+    assert "elsewhere" in (tmp_path / LOCK_FILE).read_text()
 
 
 def test_a_lock_without_content_is_said_and_not_judged(tmp_path: Path) -> None:
