@@ -15,6 +15,7 @@ from simpletuner.config.schema import OptimizerConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.techniques.base import Technique
 from simpletuner.training import step
+from simpletuner.training.finite import not_finite
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import clip_gradients, gradient_size
 from tests.closeness import ROTATION, distance
@@ -142,6 +143,21 @@ def test_clipping(method: str) -> None:
     else:
         assert flat.norm().item() == pytest.approx(2.0)
         assert flat[0] / flat[1] == pytest.approx(-0.75)
+
+
+@pytest.mark.parametrize("method", ["value", "norm"])
+def test_a_process_may_hold_nothing_of_a_weight(method: str) -> None:
+    """One with fewer rows than processes; its part counts as 0."""
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (0, 2)]
+    for each in parameters:
+        each.grad = torch.full_like(each, 3.0)
+    config = OptimizerConfig(max_grad_norm=1.0, grad_clip_method=method)  # type: ignore[arg-type]
+    measured = {name: size.item() for name, size in gradient_size(parameters, config).items()}
+    assert list(measured.values()) == [pytest.approx(3.0 if method == "value" else 18**0.5)]
+    clip_gradients(parameters, config, measured)
+    assert parameters[1].grad is not None
+    assert parameters[1].grad.tolist() == [pytest.approx(1.0 if method == "value" else 0.5**0.5)] * 2
+    assert not_finite({"nothing": parameters[0], "all": torch.tensor([1.0, torch.nan])}) == ["all"]
 
 
 def test_noise_depends_on_the_place_in_the_run_alone(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
