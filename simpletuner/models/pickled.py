@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class _Shapes(pickle.Unpickler):
         return {
             ("collections", "OrderedDict"): dict,
             ("torch._utils", "_rebuild_tensor_v2"): _shape_of,
-            ("torch._utils", "_rebuild_parameter"): partial(_shape_of, None, None),
+            ("torch._utils", "_rebuild_parameter"): _same,
         }[module, name]
 
     def persistent_load(self, pid: Any) -> None:
@@ -50,6 +50,11 @@ class _Shapes(pickle.Unpickler):
 
 def _shape_of(storage: None, offset: int, shape: tuple[int, ...], *rest: Any) -> tuple[int, ...]:
     """What torch rebuilds a tensor from, reduced to its shape."""
+    return shape
+
+
+def _same(shape: tuple[int, ...], *rest: Any) -> tuple[int, ...]:
+    """A parameter is rebuilt from a tensor."""
     return shape
 
 

@@ -152,9 +152,9 @@ def _restore(
     mapped = shared or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
     if (content["global_step"], content["epoch"]) != (manifest.step, manifest.epoch):
-        position = f"step {content['global_step']} of epoch {content['epoch']}"
+        found = f"step {content['global_step']} of epoch {content['epoch']}"
         said = f"its manifest says step {manifest.step} of epoch {manifest.epoch}"
-        raise UserError(f"{checkpoint.path} holds {position}, {said}. Choose an earlier checkpoint.")
+        raise UserError(f"{checkpoint.path} holds {found}, {said}. Choose an earlier checkpoint.")
     content = load_shards(content, folder, parameters)
     try:
         host = assembly.release.host if assembly.release is not None else None
