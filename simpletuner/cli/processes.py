@@ -157,13 +157,13 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
         raise ConfigError(missing)
     terminal = sys.stderr
     if not place.is_leader:
-        silence()
+        leave_terminal()
 
     def prepare(watch: Watch) -> None:
         if place.is_main:
             watch.ended = complain
         else:
-            silence()
+            leave_terminal()
         if place.is_leader or (place.rank == 1 and LAUNCHER not in os.environ):
             watch.bereft = partial(print, file=terminal, flush=True)
 
@@ -175,7 +175,7 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
             raise together(world, error) from error
 
 
-def silence() -> None:
+def leave_terminal() -> None:
     """Only the first process has a terminal; a machine that cannot join speaks before."""
     sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the very end
 
