@@ -120,7 +120,7 @@ def _check_resolution(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
 
 def _check_cropping(dataset: Dataset) -> Iterator[Problem]:
     """What is cropped only because of the multiple that sides are rounded to."""
-    if dataset.config.crop or not dataset.samples:
+    if dataset.config.crop or not dataset.config.is_trained or not dataset.samples:  # others follow a trained one
         return
     share, sample = max(((_cropped(each.geometry), each) for each in dataset.samples), key=itemgetter(0))
     if share > MOST_CROPPED:
