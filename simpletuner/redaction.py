@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -17,8 +19,12 @@ SECRET_NAME = re.compile(
     r"|(?:^|[_\-.])key$|webhook[_-]?url|callback[_-]?url",
     re.IGNORECASE,
 )
-# Shorter values ("1", "true", "none") are no secrets, and hiding them would garble every line of the log.
-SHORTEST_SECRET = 8
+# Shorter values ("1", "true", "none"), a bare "https://" and "--------" are no secrets, and hiding them would garble
+# every line of the log.
+SHORTEST_SECRET, FEWEST_CHARACTERS = 8, 5
+# What somebody begins to type into a form is often a word that the page needs, too: "training", "learning_rate".
+LONGEST_WORD = 15
+WORD = re.compile(r"[A-Z]?[a-z]+(?:[ _.-][a-z]+)*")
 
 # What is recognised by its shape, wherever it stands. A pattern hides its group `secret`.
 SHAPES = tuple(
@@ -42,12 +48,39 @@ SHAPES = tuple(
 REFERENCE = re.compile(r"\{env:[^}]*\}")
 
 _known_secrets: set[str] = set()
+_passing_secrets: ContextVar[set[str] | None] = ContextVar("_passing_secrets", default=None)
 
 
 def hide(secret: str) -> None:
     """Hide this exact text from now on, for secrets that no pattern can recognise (a webhook's own address)."""
-    if len(secret) >= SHORTEST_SECRET:
+    passing = _passing_secrets.get()
+    if not is_worth_hiding(secret):
+        return
+    if passing is None:
         _known_secrets.add(secret)
+    elif not is_word(secret):
+        passing.add(secret)
+
+
+@contextmanager
+def hidden_for_now() -> Iterator[None]:
+    """Forget at the end what is hidden in the block, and hide no words: one request must not garble other answers."""
+    before = _passing_secrets.set(set())
+    try:
+        yield
+    finally:
+        _passing_secrets.reset(before)
+
+
+def is_worth_hiding(text: str) -> bool:
+    """Whether a text can be a secret."""
+    rest = re.sub(r"^https?://", "", text)
+    return len(rest) >= SHORTEST_SECRET and len(set(rest)) >= FEWEST_CHARACTERS
+
+
+def is_word(text: str) -> bool:
+    """Whether a text looks like a word or a key."""
+    return len(text) <= LONGEST_WORD and WORD.fullmatch(text) is not None
 
 
 def hide_secrets(settings: Mapping[str, Any]) -> None:
@@ -67,7 +100,8 @@ def redact(text: str) -> str:
     A secret is what was given to `hide`, the value of an environment variable with a telling name (HF_TOKEN,
     WANDB_API_KEY), and what looks like one (`Bearer …`, `api_key=…`, `hf_…`, a webhook address).
     """
-    for secret in sorted(_known_secrets | _environment_secrets(), key=len, reverse=True):
+    secrets = _known_secrets | (_passing_secrets.get() or set()) | _environment_secrets()
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     for shape in SHAPES:
         text = shape.sub(_hide_group, text)
@@ -92,7 +126,7 @@ def _redact_value(value: Any) -> Any:
 
 def _environment_secrets() -> set[str]:
     values = (os.environ[name] for name in os.environ if _is_secret_name(name))
-    return {value for value in values if len(value) >= SHORTEST_SECRET}
+    return set(filter(is_worth_hiding, values))
 
 
 @cache  # each payload and log line asks for every environment variable

@@ -11,7 +11,7 @@ import pytest
 
 from simpletuner.atomic import build_folder
 from simpletuner.errors import Problem
-from simpletuner.redaction import _known_secrets, redact, redact_settings
+from simpletuner.redaction import HIDDEN, _known_secrets, hidden_for_now, hide, redact, redact_settings
 from tests.complaints import complaint
 from tests.workspace import DATASETS, Workspace
 
@@ -66,6 +66,25 @@ def test_names_that_end_in_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNPOD_KEY", "0123456789abcdef")
     assert redact("with 0123456789abcdef") == "with [hidden]"
     assert redact_settings({"S3_KEY": "abc", "keyboard": "abc"}) == {"S3_KEY": "[hidden]", "keyboard": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("text", "in_run", "in_request"),
+    [
+        ("https://", False, False),
+        ("--------", False, False),
+        ("learning_rate", True, False),
+        ("hunter22", True, True),
+        ("https://example.org/a", True, True),
+    ],
+)
+def test_what_is_worth_hiding(text: str, in_run: bool, in_request: bool) -> None:
+    with hidden_for_now():
+        hide(text)
+        assert (HIDDEN in redact(f"<{text}>")) == in_request
+    assert redact(f"<{text}>") == f"<{text}>", "a request is over"
+    hide(text)
+    assert (HIDDEN in redact(f"<{text}>")) == in_run
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", "..", "tab\tbed", "a\\b"])

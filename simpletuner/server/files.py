@@ -31,7 +31,7 @@ from simpletuner.config.locate import EXAMPLES, dataset_file, example_names
 from simpletuner.config.schema import option_names
 from simpletuner.errors import Problem
 from simpletuner.plan.draft import Draft
-from simpletuner.redaction import REFERENCE, SECRET_NAME, redact
+from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact
 from simpletuner.server.folders import without_outside
 from simpletuner.server.project import EXAMPLE, Project, Refusal, problems_json, project_of, read_object
 
@@ -282,6 +282,7 @@ def unmasked(value: Any, old: Any, key: str = "") -> Any:
     if value == SECRET:
         if masked(old, key) != SECRET:
             raise Refusal(422, [Problem(key, "was to stay what it is, but is not set; enter it again.")])
+        hide(old)
         return old
     if isinstance(value, dict):
         known = old if isinstance(old, dict) else {}

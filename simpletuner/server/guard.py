@@ -20,6 +20,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from simpletuner.redaction import hidden_for_now
 from simpletuner.server.live import BUTTONS
 from simpletuner.server.project import Refusal
 
@@ -142,7 +143,8 @@ class Guard:
                 self.access.check(scope["method"], scope["path"], Headers(scope=scope), *asked)
             except Refusal as refusal:
                 app = refusal.answer()
-        await app(scope, limited(receive), send_secured)
+        with hidden_for_now():
+            await app(scope, limited(receive), send_secured)
 
     def first_visit(self, scope: Scope) -> Response | None:
         """The answer to the printed address, which keeps its token as a cookie; None for all others."""

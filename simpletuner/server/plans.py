@@ -23,7 +23,7 @@ from simpletuner.config.json_files import json_kind
 from simpletuner.config.locate import DATASET_FILE, read_env_layer
 from simpletuner.errors import Problem
 from simpletuner.plan.draft import Draft, Judgement
-from simpletuner.redaction import hide_secrets, redact
+from simpletuner.redaction import redact
 from simpletuner.server.files import dataset_path, entries_in, unmasked, values_in
 from simpletuner.server.folders import check_dataset_paths, check_path, without_outside
 from simpletuner.server.project import SANDBOX, Project, Refusal, chosen_by, problems_json, project_of, read_object
@@ -73,7 +73,6 @@ class Unsaved:
         path = dataset_path(project, file, values)
         if entries is not None:
             entries = unmasked(entries, entries_in(project, path), "datasets")
-        hide_secrets({"values": values, "datasets": entries})
         return cls(file, values, entries, path)
 
     def judge(self, project: Project) -> tuple[Judgement, list[Problem], list[Problem]]:

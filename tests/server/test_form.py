@@ -16,8 +16,10 @@ from starlette.testclient import TestClient
 
 from simpletuner.config.schema import all_options
 from simpletuner.plan.draft import Draft
+from simpletuner.redaction import redact
 from simpletuner.server.app import create_app
 from simpletuner.server.form import COMMON, DATASET_KEYS, SECTIONS, TABS, fields, greyed
+from simpletuner.server.guard import Access, Guard
 from simpletuner.server.plans import run_while_wanted
 from simpletuner.server.project import Project
 from tests.data.web import picture, serve
@@ -268,3 +270,20 @@ def test_secrets_stay_on_the_server(client: TestClient, workspace: Workspace) ->
     assert answer.status_code == 200
     assert "s3cr3t" not in answer.text
     assert "s3cr3t" not in client.post("/api/plan", json={"values": opened["values"]}).text
+
+
+def test_what_one_request_hides_garbles_no_other(client: TestClient, workspace: Workspace) -> None:
+    guarded = TestClient(Guard(client.app, Access()), base_url="http://localhost:8001")
+    typed = ["https://", "training", "learning_rate", "0123456789abcdef"]
+    for secret in typed:
+        ask(
+            guarded,
+            "/api/training/validate",
+            values={"hub_token": secret, "seed": secret},
+            datasets=[{"token": secret}],
+        )
+    assert redact(" ".join(typed)) == " ".join(typed)
+    workspace.write_config(hub_token="t0p-b0x-opensesame")
+    values = guarded.get("/api/configs/config").json()["values"]
+    answer = ask(guarded, "/api/training/validate", values=values | {"seed": "t0p-b0x-opensesame is no learning_rate"})
+    assert "'[hidden] is no learning_rate' is not a whole number." in [each["message"] for each in answer["problems"]]
