@@ -168,8 +168,15 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     page.get_by_role("tab", name="Run").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("output")
     page.get_by_role("button", name="New", exact=True).click()
-    page.get_by_label("Name, for").fill("second")
-    page.get_by_role("button", name="Create", exact=True).click()
+    dialog = page.get_by_role("dialog", name="New config")
+    refusals = {"": "Give it a name", "../evil": "Give it a name", "config": "There is a config config already."}
+    for name, refusal in refusals.items():
+        dialog.get_by_label("Name, for").fill(name)
+        dialog.get_by_role("button", name="Create", exact=True).click()
+        expect(dialog.get_by_role("alert")).to_contain_text(refusal)
+    dialog.get_by_label("Name, for").fill("second")
+    dialog.get_by_role("button", name="Create", exact=True).click()
+    expect(dialog).to_be_hidden()
     expect(page.locator("#config")).to_have_value("second")
     page.get_by_role("tab", name="Basic").click()
     page.get_by_label("Output Folder", exact=True).fill("there")

@@ -1,5 +1,5 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, isDirty, open, remember, save, sentences, showField, state, tell, element } from "./form.js";
+import { api, ask, bindField, changes, isDirty, open, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
 
@@ -216,8 +216,13 @@ page("#add-config").addEventListener("click", async () => {
   if (!(await maySwitch())) return;
   const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
   from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name })));
-  if ((await ask(page("#new"))) !== "create" || !/^\w[\w.-]*$/.test(name.value)) return;
-  await openConfig(name.value, from.value || name.value);
+  for (let refused = ""; ; ) {
+    page("#new .bad").textContent = refused;
+    if ((await ask(page("#new"))) !== "create") return;
+    refused = await refuseName(name.value.trim());
+    if (!refused) break;
+  }
+  await openConfig(name.value.trim(), from.value || name.value.trim());
 });
 addEventListener("hashchange", openTab);
 addEventListener("beforeunload", (event) => isDirty() && event.preventDefault());

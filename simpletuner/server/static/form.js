@@ -142,6 +142,13 @@ export async function open(name) {
   return null;
 }
 
+// Why a new config cannot have this name; empty if it can.
+export async function refuseName(name) {
+  if (!/^\w[\w.-]*$/.test(name)) return "Give it a name of letters, digits and . _ -";
+  const { config } = await load(name);
+  return config.ok ? `There is a config ${name} already.` : config.status === 404 ? "" : sentences(config).join("; ");
+}
+
 // What the page had of a file that is gone. Secrets were never sent to it.
 const withoutSecrets = (value) => JSON.parse(JSON.stringify(value, (key, inner) => (isSecret(inner) ? undefined : Array.isArray(inner) ? inner.filter((each) => !isSecret(each)) : inner)));
 const secretsIn = (value) => Object.entries(value ?? {}).flatMap(([key, inner]) => (isSecret(inner) ? [key] : typeof inner === "object" ? secretsIn(inner) : []));
@@ -156,11 +163,8 @@ async function restore(path) {
     const choice = await ask(dialog), name = choice === "new" ? page("#gone-name").value.trim() : state.config;
     if (choice === "drop") await open(state.config);
     if (!["restore", "new"].includes(choice)) return false;
-    refused = choice === "new" && !/^\w[\w.-]*$/.test(name) ? "Give it a name of letters, digits and . _ -" : "";
-    if (refused) continue;
-    const { config } = await load(name);
-    if (choice === "restore") return saveAgain(config.ok ? null : withoutSecrets(state.values), entries);
-    refused = config.ok ? `There is a config ${name} already.` : config.status === 404 ? "" : sentences(config).join("; ");
+    if (choice === "restore") return saveAgain((await load(name)).config.ok ? null : withoutSecrets(state.values), entries);
+    refused = await refuseName(name);
     if (refused) continue;
     const touched = datasetsChanged() ? entries : [];
     state.config = name;
