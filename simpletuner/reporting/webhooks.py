@@ -33,7 +33,8 @@ from simpletuner.reporting.payloads import Payload, Payloads
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = 5.0  # seconds, of a delivery and of the end of a run
+TIMEOUT = 5.0  # seconds for a connection, and for a message
+PATIENCE = 30.0  # for a message that is never dropped, and for what is left at the end of a run
 WAITING = 64  # messages in a queue
 SECONDS_BETWEEN_WARNINGS = 60.0
 MOST_REDIRECTS = 3
@@ -85,6 +86,13 @@ class Outbox:
             self._closed = True
             self._changed.notify()
 
+    def hurry(self) -> None:
+        """Drop all that may be dropped."""
+        with self._changed:
+            kept = deque(message for message in self._messages if _worth(message) == KEPT)
+            self.dropped += len(self._messages) - len(kept)
+            self._messages = kept
+
 
 KEPT = 2
 
@@ -133,9 +141,15 @@ class Delivery:
             "failed",
         )  # an error follows
 
-    def finish(self, deadline: float) -> None:
-        """Deliver what is left, until a time of `time.monotonic`."""
+    def close(self, deadline: float) -> None:
+        """Take no further events, and deliver what is left, until a time of `time.monotonic`."""
         self.outbox.close()
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def finish(self, deadline: float) -> None:
+        """Deliver what is left of the messages that are never dropped, until a time of `time.monotonic`."""
+        self.outbox.close()
+        self.outbox.hurry()
         self._thread.join(max(0.0, deadline - time.monotonic()))
         lost = self.outbox.dropped + len(self.outbox)
         if lost:
@@ -143,7 +157,7 @@ class Delivery:
 
     def _run(self) -> None:
         token = {"X-API-Key": self.hook.auth_token} if self.hook.auth_token else {}
-        with httpx.Client(timeout=TIMEOUT, verify=self._tls, headers=token) as client:
+        with httpx.Client(verify=self._tls, headers=token) as client:
             while (payload := self.outbox.take()) is not None:
                 try:
                     self._post(client, payload)
@@ -155,25 +169,31 @@ class Delivery:
     def _post(self, client: httpx.Client, payload: Payload) -> None:
         content = discord_form(self.hook, payload, self.folder) if self.hook.webhook_type == "discord" else None
         body = content or {"json": inlined(payload, self.folder, self.images)}
+        patience = httpx.Timeout(PATIENCE if _worth(payload) == KEPT else TIMEOUT, connect=TIMEOUT)
         url = httpx.URL(self.hook.address)
         for _ in range(MOST_REDIRECTS):
             # Redirects of httpx turn a POST into a GET without a body.
-            request = client.build_request("POST", url, **body)
+            request = client.build_request("POST", url, timeout=patience, **body)
             hide(str(request.url))  # libraries log it in this form
             response = client.send(request, stream=True)  # the answer itself is of no interest
             response.close()
             if response.is_error:
-                self._warn(response.status_code)
+                self._complain(logging.WARNING, f"answers with status {response.status_code}.")
             target = response.next_request
-            if target is None or response.status_code == 303 or not is_same_host(url, target):
+            if target is None or response.status_code == 303:
+                return
+            if not is_same_host(url, target):
+                place = target.url.copy_with(path="/", query=None, fragment=None, userinfo=b"")
+                said = f"answers with status {response.status_code}: it has moved to {place}, where nothing is sent."
+                self._complain(logging.ERROR, f"{said} Change webhook_config if that is right.")
                 return
             url = target.url
 
-    def _warn(self, status: int) -> None:
+    def _complain(self, level: int, said: str) -> None:
         now = time.monotonic()
         if self._warned_at is None or now - self._warned_at >= SECONDS_BETWEEN_WARNINGS:
             self._warned_at = now
-            logger.warning("The webhook at %s answers with status %d.", self.hook.host, status)
+            logger.log(level, "The webhook at %s %s", self.hook.host, said)
 
 
 @functools.cache
@@ -251,7 +271,7 @@ def still_jpeg(path: Path) -> bytes:
 
 @contextmanager
 def delivered(config: RunConfig, folder: Path, events: EventStream, job_id: str) -> Iterator[None]:
-    """Send the events of a run to its webhooks; what waits at the end is delivered within `TIMEOUT`."""
+    """Send the events of a run to its webhooks; what waits at the end is delivered within `TIMEOUT` or `PATIENCE`."""
     project = config.tracking.tracker_project_name
     settings, deliveries = config.webhooks, []
     for hook in settings.hooks:
@@ -262,6 +282,8 @@ def delivered(config: RunConfig, folder: Path, events: EventStream, job_id: str)
     try:
         yield
     finally:
-        deadline = time.monotonic() + TIMEOUT
+        now = time.monotonic()
         for delivery in deliveries:
-            delivery.finish(deadline)
+            delivery.close(now + TIMEOUT)
+        for delivery in deliveries:
+            delivery.finish(now + PATIENCE)

@@ -23,11 +23,13 @@ import pytest
 from PIL import Image
 
 from simpletuner.config.webhooks import Hook
+from simpletuner.plan.draft import Draft
 from simpletuner.reporting import webhooks
 from simpletuner.reporting.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    EventStream,
     MediaRendered,
     Notice,
     PreviewGrew,
@@ -36,7 +38,7 @@ from simpletuner.reporting.events import (
 )
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.payloads import Payloads, read_events
-from simpletuner.reporting.webhooks import LONGEST_TEXT, WAITING, Delivery, Outbox
+from simpletuner.reporting.webhooks import LONGEST_TEXT, WAITING, Delivery, Outbox, delivered
 from simpletuner.validation.clip_writer import write_mp4
 from tests.processes import PATIENCE, free_port
 from tests.run.test_interruption import PREVIEWED
@@ -60,6 +62,7 @@ class Receiver:
     url: str = ""
     status: int = 204
     location: str | None = None
+    late: float | None = None  # it answers after so many seconds
     answers: threading.Event = field(default_factory=threading.Event)
     got: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
 
@@ -78,7 +81,7 @@ def served(receiver: Receiver) -> Iterator[Receiver]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             receiver.got.append((self.path, {key.lower(): value for key, value in self.headers.items()}, body))
-            receiver.answers.wait()
+            receiver.answers.wait(receiver.late)
             self.send_response(receiver.status)
             if receiver.location is not None:
                 self.send_header("Location", receiver.location)
@@ -116,6 +119,7 @@ def deliver(target: Hook, folder: Path, *events: Event, images: str = "data_uri"
     delivery = Delivery(target, Payloads(every=0), folder, images)
     for event in events:
         delivery(event)
+    delivery.close(time.monotonic() + PATIENCE)
     delivery.finish(time.monotonic() + PATIENCE)
     return delivery
 
@@ -214,7 +218,7 @@ def test_discord_gets_a_still_of_a_clip_that_is_too_large(
     [("127.0.0.1", 307, True), ("127.0.0.1", 302, True), ("127.0.0.1", 303, False), ("localhost", 307, False)],
 )
 def test_redirects_stay_on_their_host(
-    receiver: Receiver, tmp_path: Path, host: str, status: int, follows: bool
+    receiver: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, status: int, follows: bool
 ) -> None:
     with served(Receiver()) as target:
         target.answers.set()
@@ -223,6 +227,23 @@ def test_redirects_stay_on_their_host(
         deliver(hook(receiver.url, auth_token="open sesame"), tmp_path, Notice("hello"))
         assert len(target.got) == follows
         assert [body for *_, body in target.got] == [receiver.got[0][-1]] * follows, "the message, not an empty GET"
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    place = receiver.location.removesuffix(SECRET_PATH)
+    error = f"The webhook at 127.0.0.1 answers with status 307: it has moved to {place}/, where nothing is sent."
+    assert told == ([f"{error} Change webhook_config if that is right."] if host == "localhost" else [])
+
+
+def test_the_end_reaches_a_slow_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhooks, "TIMEOUT", 0.3)
+    with served(Receiver(late=0.4)) as slow:
+        target = {"webhook_type": "raw", "callback_url": slow.url}
+        config, events = Draft(tmp_path / "config.json", {"webhook_config": target}).config, EventStream()
+        with delivered(config, tmp_path, events, "job"):
+            for number in range(20):
+                events.publish(Notice(str(number)))
+            events.publish(StateChanged("finished", 50, 50, "done"))
+        assert "completed" in [payload.get("data", {}).get("status") for payload in slow.payloads]
+        assert len(slow.got) < 20, "the rest gave way"
 
 
 def test_a_refusal_is_told_once_a_minute_without_the_address(
