@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from simpletuner.errors import ConfigError, UserError, WriteError
+from simpletuner.errors import ConfigError, DiskFullError, UserError
 from simpletuner.reporting.html import FOLDER as REPORTING
 from simpletuner.server import callback, edit, files, live, machine
 from simpletuner.server.control import Runs
@@ -63,7 +63,7 @@ def shared(name: str, request: Request) -> Response:
 def refused(request: Request, error: Exception) -> Response:
     """Answers a `Refusal`, and what the command line would end with."""
     if not isinstance(error, Refusal):
-        status = 507 if isinstance(error, WriteError) else 422
+        status = 507 if isinstance(error, DiskFullError) else 422
         error = Refusal(status, error.problems if isinstance(error, ConfigError) else str(error))
     return error.answer()
 

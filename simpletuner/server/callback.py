@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from simpletuner.atomic import writing_to
+from simpletuner.errors import WriteError
 from simpletuner.redaction import redact
 from simpletuner.server.project import Refusal, project_of, read_object
 
@@ -37,8 +39,15 @@ async def receive_event(request: Request) -> Response:
 
 def keep(file: Path, event: dict[str, Any]) -> None:
     """Append an event as one line; a full file is moved aside and replaces the one before it."""
-    with _writing, writing_to(file):
-        if file.is_file() and file.stat().st_size > LARGEST_FILE:
+    with _writing:
+        size = file.stat().st_size if file.is_file() else 0
+        if size > LARGEST_FILE:
             file.replace(file.with_name(f"{file.name}.1"))
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(redact(json.dumps(event, ensure_ascii=False)) + "\n")
+            size = 0
+        try:
+            with writing_to(file), file.open("a", encoding="utf-8") as stream:
+                stream.write(redact(json.dumps(event, ensure_ascii=False)) + "\n")
+        except WriteError:
+            if file.is_file():
+                os.truncate(file, size)  # half a line would spoil the next one
+            raise

@@ -196,13 +196,14 @@ def file_of(run: Run, path: str) -> Response:
     """A picture, clip or the report of a run; ranges are answered, which players need.
 
     Raises:
-        Refusal: 404 if it is something else, or outside the folder.
+        Refusal: 404 if it is something else, or outside the folder; 400 if it cannot be a path.
     """
-    if "\0" in path:
-        raise Refusal(404, f"There is no preview {path!r}.")
-    file = (run.folder / path).resolve()
+    try:
+        file = (run.folder / path).resolve()
+        inside = file.is_relative_to(run.folder.resolve()) and file.is_file()
+    except (OSError, ValueError):  # a NUL, or a name that is too long
+        raise Refusal(400, f"{path[:80]!r} is not a path.") from None
     is_report = file == run.folder.resolve() / REPORT_FILE
-    inside = file.is_relative_to(run.folder.resolve()) and file.is_file()
     if not inside or not (is_report or file.suffix.lower() in SHOWN):
         raise Refusal(404, f"There is no preview {path!r}.")
     return FileResponse(file, headers=SANDBOX if is_report else None)

@@ -183,9 +183,10 @@ def test_previews_are_served_in_ranges_and_nothing_else_is(page: TestClient, pro
     for path in (
         "validation_images/link.png", "weights.safetensors", EVENTS_FILE, "../config/config.json",
         "..%2f..%2fconfig%2fconfig.json", "%2e%2e/config/config.json", "validation_images", "absent.png",
-        "a%00b.png",
     ):  # fmt: skip
         assert page.get(f"/media/{run}/{path}").status_code == 404, path
+    for path in ("%00", "bird%00.png", "x" * 300 + ".png"):
+        assert page.get(f"/media/{run}/{path}").status_code == 400, path
     report = page.get(f"/report/{run}")
     assert report.text == "<script>1</script>"
     assert "sandbox allow-scripts" in report.headers["content-security-policy"], "it must not act for the page"
