@@ -13,6 +13,7 @@ from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.fit import check_fit, choose
 from simpletuner.budget.ways import check_ways
 from simpletuner.config.arguments import Arguments
+from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import check_capability
 from simpletuner.errors import Problem
@@ -31,6 +32,7 @@ def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
     """
     plan, budget = weigh_plan(arguments, problems)
     problems.extend(check_devices(plan.config.launch.local_processes))
+    problems.extend(check_unset([*plan.config.publish, *plan.config.webhooks], fatal=True))
     raise_if_fatal(problems)
     return plan, budget
 

@@ -49,7 +49,7 @@ def _settings(output_dir: Path, tokens: list[str], problems: list[Problem]) -> t
     Raises:
         UserError: there is no run, or a setting is wrong.
     """
-    from simpletuner.config.json_files import read_json
+    from simpletuner.config.json_files import check_unset, read_json
     from simpletuner.config.load import build_group, canonical, raise_if_fatal
     from simpletuner.config.publishing import KEY, PublishConfig, check_publishing, without_hidden
     from simpletuner.training.manifest import find_checkpoints
@@ -69,6 +69,7 @@ def _settings(output_dir: Path, tokens: list[str], problems: list[Problem]) -> t
     settings = build_group(PublishConfig, {**old, **given}, problems)
     if not settings.stores or "hub_model_id" in given:
         settings = settings.model_copy(update={"push_to_hub": True})
+    problems.extend(check_unset(settings, fatal=True))
     project = recorded["tracker_project_name"]
     problems.extend(each for each in check_publishing(settings, project, lambda key: key in given) if each.fatal)
     raise_if_fatal(problems)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from simpletuner.redaction import SECRET_NAME, hide
 # A comma before a closing bracket, and every string (so that commas inside strings are left alone).
 TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
+UNSET = "needs the environment variable {}, which is not set"
 DEEPEST_NESTING = 100
 Pairs = list[tuple[str, Any]]
 
@@ -87,16 +89,18 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
     return value
 
 
-def expand_environment(value: Any, where: str, problems: list[Problem], *, secret: bool = False) -> Any:
+def expand_environment(
+    value: Any, where: str, problems: list[Problem], *, secret: bool = False, keep_unset: bool = False
+) -> Any:
     """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a problem.
 
     Args:
         secret: hide the variables' values in all output. Variables whose names look like secrets are always hidden.
+        keep_unset: leave unset variables as they are, for `check_unset`.
     """
-    if isinstance(value, dict):
-        return {key: expand_environment(inner, where, problems, secret=secret) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [expand_environment(inner, where, problems, secret=secret) for inner in value]
+    if isinstance(value, dict | list):
+        inside = partial(expand_environment, where=where, problems=problems, secret=secret, keep_unset=keep_unset)
+        return {key: inside(each) for key, each in value.items()} if isinstance(value, dict) else [*map(inside, value)]
     if not isinstance(value, str):
         return value
 
@@ -105,10 +109,19 @@ def expand_environment(value: Any, where: str, problems: list[Problem], *, secre
         if secret or SECRET_NAME.search(name):
             hide(os.environ.get(name, ""))
         if name not in os.environ:
-            problems.append(Problem(where, f"{value!r} needs the environment variable {name}, which is not set."))
+            if keep_unset:
+                return match.group()
+            problems.append(Problem(where, f"{value!r} {UNSET.format(name)}."))
         return os.environ.get(name, "")
 
     return ENVIRONMENT_REFERENCE.sub(lookup, value)
+
+
+def check_unset(settings: Iterable[tuple[str, Any]], *, fatal: bool) -> Iterator[Problem]:
+    """Unset variables in settings that only sending needs: fatal where something is to be sent."""
+    for key, value in settings:
+        for name in dict.fromkeys(ENVIRONMENT_REFERENCE.findall(repr(value))):
+            yield Problem(key, f"{UNSET.format(name)}{'' if fatal else '; training will need it'}.", fatal=fatal)
 
 
 def same_value(one: Any, other: Any) -> bool:

@@ -32,6 +32,8 @@ from simpletuner.errors import ConfigError, Problem
 from simpletuner.redaction import hide_secrets
 
 GroupType = TypeVar("GroupType", bound=Group)
+# Sections whose values nothing needs before something is sent.
+SENDING = ("Publishing", "Webhooks")
 FAMILY_DEFAULT = "family default"
 FAMILY_FIXED = "fixed by the family"
 CHOSEN = "chosen by offload auto"
@@ -188,7 +190,9 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
             problems.append(foreign_key_problem(written, key, raw, source) or unknown)
             continue
         name = names[key].name
-        value = expand_environment(raw, name, problems, secret=names[key].may_hold_secret)
+        value = expand_environment(
+            raw, name, problems, secret=names[key].may_hold_secret, keep_unset=names[key].section in SENDING
+        )
         if value == "":  # an empty resume_from_checkpoint asks for a new run; unset is latest
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:

@@ -133,7 +133,7 @@ def parse_objects(key: str, value: object) -> object:
         path, problems = Path(value).expanduser(), list[Problem]()
         if not path.is_file():
             raise ValueError("does not exist; it is a file, an object or a list of objects")
-        value = expand_environment(read_json(path, problems), key, problems, secret=True)
+        value = expand_environment(read_json(path, problems), key, problems, secret=True, keep_unset=True)
         if fatal := [problem.message.removesuffix(".") for problem in problems if problem.fatal]:
             raise ValueError("; ".join(fatal))
         hide_secrets({key: value})

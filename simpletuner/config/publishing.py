@@ -24,7 +24,7 @@ from simpletuner.config.option import (
     parse_objects,
 )
 from simpletuner.errors import Problem, did_you_mean
-from simpletuner.redaction import HIDDEN, hide_secrets
+from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
 
 KEY = "publishing_config"
@@ -176,7 +176,7 @@ def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
     # Imported late: most runs do not need it.
     from huggingface_hub import constants, get_token
 
-    if not REPOSITORY.fullmatch(repository_name(name or project)):
+    if not (REPOSITORY.fullmatch(repository_name(name or project)) or REFERENCE.search(name or "")):
         key, rule = "hub_model_id" if name else "tracker_project_name", "letters, digits, '-', '_' and '.'"
         yield Problem(key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora.")
     if constants.HF_HUB_OFFLINE:

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import Flag, Group, Integer, Text, option, parse_flag, parse_objects
 from simpletuner.errors import Problem
+from simpletuner.redaction import REFERENCE
 
 KEY = "webhook_config"
 NO_VERIFY = "SIMPLETUNER_SSL_NO_VERIFY"
@@ -87,7 +88,7 @@ def check_webhooks(config: WebhookConfig, is_explicit: Callable[[str], bool]) ->
         key = "webhook_url" if hook.webhook_type == "discord" else "callback_url"
         if not hook.address:
             yield Problem(f"{where}.{key}", f"is required for a {hook.webhook_type} webhook: its address.")
-        elif not _host(hook.address):
+        elif not (_host(hook.address) or REFERENCE.search(hook.address)):
             yield Problem(f"{where}.{key}", "is no address of the form https://host/path or http://host/path.")
         elif hook.auth_token and not (hook.auth_token.isascii() and hook.auth_token.isprintable()):
             yield Problem(f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters.")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from simpletuner.config.arguments import COMMAND_LINE
 from simpletuner.config.crepa import check_blocks, check_crepa
+from simpletuner.config.json_files import check_unset
 from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
 from simpletuner.config.lora import check_kind
@@ -184,6 +185,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
         yield from check_typed(config.publish)
     yield from config.preservation.check(config.model.model_type)
     yield from check_webhooks(config.webhooks, config.is_explicit)
+    yield from check_unset([*config.publish, *config.webhooks], fatal=False)
     yield from check_crepa(config.crepa, config.is_explicit)
     if config.crepa.needs_encoder:
         yield from VisionEncoder(config.crepa.crepa_encoder).problems()

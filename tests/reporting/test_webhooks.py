@@ -323,19 +323,36 @@ def test_what_gives_way_in_a_full_queue() -> None:
         ({"webhook_type": "slack"}, "is not one of: discord, raw."),
         ({"webhook_type": "raw", "callback_url": "http://a", "log_level": "loud"}, "is not one of: critical, error"),
         ({"callback_url": "http://a"}, "webhook_type: is required."),
-        ({"webhook_type": "raw", "callback_url": "{env:NO_SUCH_HOOK}"}, "needs the environment variable NO_SUCH_HOOK"),
         ("hooks.json", "is not valid JSON"),
-        ("env.json", "needs the environment variable NO_SUCH_HOOK"),
     ],
 )
 def test_bad_settings_end_the_plan(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], value: object, complaint: str
 ) -> None:
     workspace.path("hooks.json").write_text("[{]")
-    workspace.path("env.json").write_text('{"webhook_type": "raw", "callback_url": "{env:NO_SUCH_HOOK}"}')
     workspace.write_config(webhook_config=value)
     assert workspace.run("plan") == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_an_unset_variable_ends_only_what_sends(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], in_file: bool
+) -> None:
+    target = {"webhook_type": "raw", "callback_url": "{env:NO_SUCH_HOOK}", "auth_token": "{env:NO_SUCH_HOOK}"}
+    workspace.path("hooks.json").write_text(json.dumps(target))
+    store = {"provider": "s3", "bucket": "b", "secret_key": "{env:NO_SUCH_KEY}"}
+    workspace.write_config(webhook_config="hooks.json" if in_file else target, publishing_config=store)
+    told = "needs the environment variable NO_SUCH_{}, which is not set"
+    assert workspace.run("plan") == 0
+    shown = capsys.readouterr().out
+    assert f"webhook_config: {told.format('HOOK')}; training will need it" in shown
+    assert f"publishing_config: {told.format('KEY')}; training will need it" in shown
+    assert workspace.run("train") == 2
+    refused = capsys.readouterr().err
+    assert f"error: webhook_config: {told.format('HOOK')}." in refused
+    assert f"error: publishing_config: {told.format('KEY')}." in refused
+    assert not workspace.path("output").exists()
 
 
 def test_the_plan_shows_hosts_only(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
