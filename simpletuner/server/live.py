@@ -27,7 +27,7 @@ from simpletuner.reporting.payloads import EVENTS_FILE, last_id, offset_after
 from simpletuner.reporting.previews import build_grid
 from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.server.control import Runs, ask, cancel
-from simpletuner.server.project import SANDBOX, Refusal, read_object
+from simpletuner.server.project import SANDBOX_WITH_CLIPS, Refusal, read_object
 from simpletuner.server.runs import Run, record_in
 from simpletuner.server.story import Tail
 
@@ -206,7 +206,7 @@ def file_of(run: Run, path: str) -> Response:
     is_report = file == run.folder.resolve() / REPORT_FILE
     if not inside or not (is_report or file.suffix.lower() in SHOWN):
         raise Refusal(404, f"There is no preview {path!r}.")
-    return FileResponse(file, headers=SANDBOX if is_report else None)
+    return FileResponse(file, headers=SANDBOX_WITH_CLIPS if is_report else None)
 
 
 def head(run: Run) -> dict[str, Any]:

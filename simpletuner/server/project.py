@@ -21,6 +21,9 @@ from simpletuner.reporting.html import POLICY
 EXAMPLE = "examples/"  # begins the names of packaged configs
 # Pages of other commands hold their scripts, so they get an origin of their own: they can call nothing here.
 SANDBOX = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-popups"}
+# A report loads large clips from its folder, so it keeps its origin. Its policy lets it send nothing, open no window
+# and embed no page.
+SANDBOX_WITH_CLIPS = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-same-origin"}
 CONFIG_NAME = re.compile(r"\w[\w.-]*")
 
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from simpletuner.reporting.events import MediaRendered, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, MediaFile, MediaRecord
+from simpletuner.reporting.report import REPORT_FILE
 from simpletuner.server.control import run_id
 from simpletuner.server.runs import Run
+from simpletuner.validation.clip_writer import write_mp4
 from tests.server.page import ending_runs, opened, serving
 from tests.server.test_runs import STEPS, own, tell
 from tests.workspace import Workspace
@@ -152,3 +155,23 @@ def test_all_runs_are_one_click_away_and_addresses_last(page: Any, project: Work
     page.reload()
     expect(page.get_by_role("heading", level=1)).to_have_text("other")
     expect(page.locator(".run-list a[aria-current=true]")).to_contain_text("other")
+
+
+def test_a_report_plays_its_large_clips_and_calls_nothing(browser: Any, tmp_path: Path) -> None:
+    folder = tmp_path.resolve() / "output"
+    (folder / "validation_images").mkdir(parents=True)
+    tell(folder, *STEPS)
+    write_mp4(folder / "validation_images/bird.mp4", [Image.new("RGB", (64, 32), "red")] * 5, 8)
+    script = "fetch('/api/configs/').then(() => 'called', () => 'refused').then((told) => { document.title = told })"
+    clip = '<video src="validation_images/bird.mp4" preload="auto"></video>'
+    (folder / REPORT_FILE).write_text(f"<!DOCTYPE html>{clip}<script>{script}; window.opened = open('/')</script>")
+    with opened(browser, folder.parent) as page:
+        statuses: list[int] = []
+        page.on("response", lambda response: statuses.append(response.status) if "mp4" in response.url else None)
+        page.goto(page.url.partition("#")[0] + f"report/{run_id(folder)}")
+        expect(page).to_have_title("refused")
+        page.wait_for_function("document.querySelector('video').networkState !== 2", timeout=10_000)
+        assert statuses
+        assert set(statuses) <= {200, 206}
+        assert page.evaluate("window.opened") is None
+        assert len(page.context.pages) == 1
