@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import (
     BOTO3,
+    JSON_OR_FILE,
     Flag,
     Group,
     Text,
@@ -103,7 +104,7 @@ class PublishConfig(Group):
         None,
         "S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2), "
         "`bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md.",
-        form="JSON or file",
+        form=JSON_OR_FILE,
     )
     post_checkpoint_script: Text | None = option(
         None,

@@ -197,9 +197,7 @@ class Run:
         state, message = self._judge(owner, is_alive, story, last.get("step", 0), self.console if is_silent else "")
         return state, message, story
 
-    def _judge(
-        self, owner: Owner | None, is_alive: bool, story: Story, step: int, console: str
-    ) -> tuple[Status, str]:
+    def _judge(self, owner: Owner | None, is_alive: bool, story: Story, step: int, console: str) -> tuple[Status, str]:
         is_elsewhere = owner is not None and owner.host != socket.gethostname()
         if story.status in ENDED:
             return ENDED[story.status], story.message
