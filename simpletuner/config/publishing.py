@@ -190,7 +190,7 @@ def _check_script(key: str, script: str, known: Sequence[str]) -> Iterator[Probl
     for word in re.findall(r"\{(\w+)\}", script):
         if word not in known:
             hint = did_you_mean(word, known) or f" There are: {', '.join(known)}."
-            yield Problem(key, f"{{{word}}} is no placeholder of it and stays as it is.{hint}", fatal=False)
+            yield Problem(key, f"{{{word}}} is not a placeholder here and stays as it is.{hint}", fatal=False)
     try:
         program = shlex.split(script)[:1]
     except ValueError as error:

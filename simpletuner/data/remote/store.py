@@ -36,7 +36,7 @@ class DownloadError(Exception):
 
 
 class UnfetchedError(UserError):
-    """Files of a remote dataset are not here, and nobody may be asked for them now."""
+    """Files of a remote dataset are not here, and this plan fetches none."""
 
     def __init__(self, files: str) -> None:
         super().__init__(f"{files} not fetched yet; `simpletuner plan` fetches them.")
@@ -107,7 +107,7 @@ class Store:
         wanted: suffixes of files that the dataset takes.
         retry_failed: try again what failed in an earlier run.
         forgiven: try again what failed for a reason with these words, since a setting has changed.
-        fetches: what is missing may be asked for.
+        fetches: whether missing files are downloaded.
     """
 
     def __init__(
