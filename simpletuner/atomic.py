@@ -162,15 +162,15 @@ def why_unwritable(error: BaseException, folder: Path) -> str:
 
     A source file that cannot be read does not count.
     """
-    if isinstance(error, FileNotFoundError) and not folder.is_dir():
-        return "its folder was moved or deleted"
-    if isinstance(error, OSError) and error.errno in UNWRITABLE_CODES:
-        is_ours = error.errno not in NOT_PERMITTED  # the others name no file if writing itself fails
-        if error.filename is not None:
-            is_ours = Path(error.filename).is_relative_to(folder)
-        return os.strerror(error.errno or 0) if is_ours else ""
-    earlier = error.__cause__ or error.__context__
-    return why_unwritable(earlier, folder) if earlier is not None else ""
+    for each in causes(error):
+        if isinstance(each, FileNotFoundError) and not folder.is_dir():
+            return "its folder was moved or deleted"
+        if isinstance(each, OSError) and each.errno in UNWRITABLE_CODES:
+            is_ours = each.errno not in NOT_PERMITTED  # the others name no file if writing itself fails
+            if each.filename is not None:
+                is_ours = Path(each.filename).is_relative_to(folder)
+            return os.strerror(each.errno or 0) if is_ours else ""
+    return ""
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -178,12 +178,18 @@ def is_disk_full(error: BaseException) -> bool:
 
     torch.save fails a second time while closing its archive, so the chain of earlier errors is searched too.
     """
-    if isinstance(error, OSError) and error.errno in DISK_FULL_CODES:
-        return True
-    if any(words in str(error).lower() for words in DISK_FULL_WORDS):
-        return True
-    earlier = error.__cause__ or error.__context__
-    return earlier is not None and is_disk_full(earlier)
+    return any(
+        (isinstance(each, OSError) and each.errno in DISK_FULL_CODES)
+        or any(words in str(each).lower() for words in DISK_FULL_WORDS)
+        for each in causes(error)
+    )
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came from; what `from None` hides was about something else."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) -> None:

@@ -44,7 +44,7 @@ def header_end(head: bytes) -> int:
     """
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     if length > LONGEST_HEADER:
-        raise ValueError("it has no header")
+        raise ValueError("it has no header (perhaps it is a pointer that git lfs has not replaced)")
     return LENGTH_BYTES + length
 
 

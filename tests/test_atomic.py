@@ -97,6 +97,13 @@ def test_a_failing_disk_names_the_path_and_keeps_the_old_file(
         raise OSError(code, os.strerror(code), "/elsewhere/source")
 
 
+def test_an_error_that_was_dealt_with_is_no_reason(tmp_path: Path) -> None:
+    error = ValueError("another")
+    error.__context__, error.__suppress_context__ = OSError(errno.EIO, "of a file that was read"), True  # from None
+    with pytest.raises(ValueError, match="another"), writing_to(tmp_path / "file"):
+        raise error
+
+
 def test_a_full_disk_is_recognised_in_the_words_of_native_writers(tmp_path: Path) -> None:
     with pytest.raises(DiskFullError), writing_to(tmp_path):
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")

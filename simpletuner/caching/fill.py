@@ -72,8 +72,8 @@ def fill_texts(entries: Sequence[TextEntry], load: Callable[[], TextEncoder], si
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(WRITERS) as writers:
         for group in _of_one_length(entries, encoder, size):
-            # Filled to the same number of rows, by which kernels round: an entry is the same whatever is encoded
-            # beside it, so also after a killed run.
+            # Padded to a fixed batch, since kernels round differently by batch size: an entry does not depend on what
+            # is encoded beside it, so a run that continues a fill makes the same.
             filled = group + group[-1:] * (size - len(group))
             for entry, embeds in zip(group, encode(filled), strict=False):
                 writes.append(writers.submit(_write, entry, embeds, encode.most or size))

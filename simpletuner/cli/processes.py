@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 EXTRA = "ACCELERATE_EXTRA_ARGS"
 # How long a failed process lingers, so that process 0 can print the error before a launcher ends all.
 LINGER = 3.0
-LAUNCHER = "SIMPLETUNER_LAUNCHER"  # set for the processes that this program starts: it says how they ended
+LAUNCHER = "SIMPLETUNER_LAUNCHER"  # set for processes that this program starts, whose ends it reports
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -79,7 +79,7 @@ def why_not_launched(error: str, arguments: Any, plan: Plan) -> str:
     if "timed out" in error.lower() or "timeout" in error.lower():
         return (
             f"{EXTRA}: within {launch.start_timeout} s, {launch.num_machines} machines have not met at {where}. Start "
-            "the same command on all of them, with the first one's address, an open port, and a machine_rank each; "
+            "the same command on all of them, with the first one's address, an open port and different machine_ranks; "
             "start_timeout allows more time."
         )
     return f"accelerate launch: {error.partition(chr(10))[0]}"
@@ -150,7 +150,7 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
 
     Args:
         place: as a launcher has set it.
-        start_limit: seconds in which all processes must have come.
+        start_limit: seconds within which all processes must join.
     """
     missing = settle_meeting(place, os.environ)
     if missing:
@@ -176,7 +176,7 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
 
 
 def leave_terminal() -> None:
-    """Only the first process has a terminal; a machine that cannot join speaks before."""
+    """Discard output: only the first process prints once all have joined."""
     sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the very end
 
 

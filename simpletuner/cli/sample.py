@@ -39,7 +39,7 @@ def sample(
     ema: UseEma = False,
     output: Output = None,
 ) -> None:
-    """Render from a result: sample OUTPUT_DIR --prompt "...". A checkpoint or a LoRA file will do as well.
+    """Render from a result: sample OUTPUT_DIR --prompt "...". Also takes a checkpoint or a LoRA file.
 
     Everything is as in the run's previews. Settings override that: --resolution, --frames, --steps, --guidance, --seed,
     --negative-prompt, and those of train. Without a source it is the base model of model_family=NAME or example=NAME.

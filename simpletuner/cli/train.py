@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def uncollected() -> Iterator[None]:
     """Import or plan without garbage collection, and exempt the result from it.
 
-    Importing torch and listing many files create long-lived objects, which every later collection would visit in vain.
+    Importing torch and listing many files create long-lived objects, which later collections would scan for nothing.
     Does nothing if torch is imported already: the process is then not ours, and neither are its objects.
     """
     if "torch" in sys.modules or not gc.isenabled():

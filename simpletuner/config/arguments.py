@@ -29,7 +29,7 @@ class Arguments:
     Attributes:
         settings: keys and values in the order given; a bare flag has the value True.
         selectors: `env`, `example` and the like.
-        fetches: files of remote datasets may be asked for; otherwise a plan takes those that are here.
+        fetches: whether files of remote datasets are downloaded; if not, those that are here are used.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)

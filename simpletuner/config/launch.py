@@ -22,7 +22,7 @@ class LaunchConfig(Group):
         1, "Machines; ACCELERATE_EXTRA_ARGS says which one this is and where the first one is.", ge=1
     )
     start_timeout: Integer = option(
-        600, "Seconds that processes wait at start until all have come; then those that are missing are named.", ge=1
+        600, "Seconds to wait for all processes at start; after that, the run ends and names the missing ones.", ge=1
     )
     dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = option(
         None,

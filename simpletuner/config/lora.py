@@ -54,7 +54,7 @@ class LoraConfig(Group):
     )
     export_energy: Number = option(
         0.99,
-        "Share of each layer's squared update that the published LoRA of another kind keeps, if export_rank allows.",
+        "Energy kept when another adapter is converted to a LoRA (limited by export_rank).",
         gt=0,
         le=1,
     )

@@ -26,6 +26,7 @@ from simpletuner.redaction import hide_secrets
 
 # More than any key can mean, of steps, weights or sizes: a typo that would take days or gigabytes to show.
 LARGEST_NUMBER = 1_000_000_000
+JSON_OR_FILE = "JSON or file"  # the form of keys that also take the path of a JSON file
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
 
@@ -274,7 +275,7 @@ class Option:
     def may_hold_secret(self) -> bool:
         """Whether values from `{env:...}` are hidden: true of texts for services elsewhere."""
         outside = self.section in ("Tracking", "Publishing", "Webhooks")
-        return outside and self.type_name in ("text", "list", "JSON", "JSON or file")
+        return outside and self.type_name in ("text", "list", "JSON", JSON_OR_FILE)
 
     @property
     def is_flag(self) -> bool:
@@ -294,9 +295,8 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
     limits: dict[str, float] = {}
     for constraint in field.metadata:
         for bound in ("ge", "gt", "le", "lt"):
-            if (
-                hasattr(constraint, bound) and getattr(constraint, bound) < LARGEST_NUMBER
-            ):  # that one goes without saying
+            # LARGEST_NUMBER goes without saying.
+            if hasattr(constraint, bound) and getattr(constraint, bound) < LARGEST_NUMBER:
                 limits[bound] = getattr(constraint, bound)
     return Option(
         name=name,

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import (
     BOTO3,
+    JSON_OR_FILE,
     Flag,
     Group,
     Text,
@@ -103,7 +104,7 @@ class PublishConfig(Group):
         None,
         "S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2), "
         "`bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md.",
-        form="JSON or file",
+        form=JSON_OR_FILE,
     )
     post_checkpoint_script: Text | None = option(
         None,
@@ -189,7 +190,7 @@ def _check_script(key: str, script: str, known: Sequence[str]) -> Iterator[Probl
     for word in re.findall(r"\{(\w+)\}", script):
         if word not in known:
             hint = did_you_mean(word, known) or f" There are: {', '.join(known)}."
-            yield Problem(key, f"{{{word}}} is no placeholder of it and stays as it is.{hint}", fatal=False)
+            yield Problem(key, f"{{{word}}} is not a placeholder here and stays as it is.{hint}", fatal=False)
     try:
         program = shlex.split(script)[:1]
     except ValueError as error:

@@ -28,7 +28,7 @@ class ScheduledSamplingConfig(Group):
     """Scheduled sampling"""
 
     scheduled_sampling_max_step_offset: Integer = option(
-        0, "Most sampling steps by which the model itself makes an input; see docs/experimental/SCHEDULED_SAMPLING.md.",
+        0, "Maximum number of sampler steps rolled out to make an input; see docs/experimental/SCHEDULED_SAMPLING.md.",
         ge=0,
     )  # fmt: skip
     scheduled_sampling_probability: Number = option(0.0, "Probability per sample, without a ramp.", ge=0, le=1)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import Flag, Group, Integer, Text, option, parse_flag, parse_objects
+from simpletuner.config.option import JSON_OR_FILE, Flag, Group, Integer, Text, option, parse_flag, parse_objects
 from simpletuner.errors import Problem
 from simpletuner.redaction import REFERENCE
 
@@ -66,7 +66,7 @@ class WebhookConfig(Group):
             None,
             "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
             "`callback_url`, a list of them, or a file with either.",
-            form="JSON or file",
+            form=JSON_OR_FILE,
         )
     )
     webhook_reporting_interval: Integer = option(

@@ -50,7 +50,7 @@ class DataContext:
         output_dir: of the run.
         frame_rate: default frames per second of clips; None for picture families.
         train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step.
-        fetches: files of remote datasets are asked for and downloaded; otherwise those that are here count.
+        fetches: whether files of remote datasets are downloaded; if not, those that are here are used.
         seed: for crop positions and random aspects. None, if the user set no seed, makes them depend on file names
             alone, so that the next run, which draws another seed, finds its latents in the cache.
         caching: of the run: how caches are written, which files are moved, and how many threads read files.

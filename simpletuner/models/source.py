@@ -49,11 +49,10 @@ def weights_header(path: Path) -> dict[str, Any]:
         return _header(path, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise WeightsError(f"cannot be read: {error.strerror}") from None
+    except WeightsError:
+        raise
     except ValueError as error:
-        if isinstance(error, WeightsError):
-            raise
-        pointer = "perhaps it is a pointer that git lfs has not replaced"
-        raise WeightsError(f"is not a safetensors file: {error} ({pointer})") from None
+        raise WeightsError(f"is not a safetensors file: {error}") from None
 
 
 @lru_cache(maxsize=256)

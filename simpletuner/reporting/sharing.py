@@ -20,7 +20,7 @@ from simpletuner.world import World
 
 Value = TypeVar("Value")
 Start = Callable[[EventStream], AbstractContextManager[RunningPhase]]
-# Takes a result and its place among those of all processes; places can be sorted.
+# Takes (index, result); indices order the results of all processes.
 Keep = Callable[[Any, Value], object]
 Work = Callable[[ProgressBar, Keep[Value]], object]
 POLL_SECONDS = 0.1

@@ -126,7 +126,7 @@ class Hub:
         return get_session().get(f"{self._api.endpoint}/api/models/{self.repository}{path}", headers=headers)
 
     def upload(self, upload: Upload) -> str:
-        """Upload in one commit; large files that have arrived are not sent again. Returns the address."""
+        """Upload in one commit, without large files that were already uploaded. Returns the address."""
         from huggingface_hub import CommitOperationAdd
 
         added = [CommitOperationAdd(path, local) for path, local in upload.files.items()]

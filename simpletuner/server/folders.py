@@ -13,24 +13,23 @@ from typing import Any
 from simpletuner.config.datasets import PATH_KEYS, DatasetConfig
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.locate import resolve_alias
-from simpletuner.config.option import parse_path
+from simpletuner.config.option import JSON_OR_FILE, parse_path
 from simpletuner.config.schema import all_options
 from simpletuner.errors import Problem
 from simpletuner.server.project import Project, Refusal
 
 WEIGHTS = ("_name_or_path", "init_lora")  # ends of keys
-FORM_OF_FILES = "JSON or file"
 
 
 @cache
 def path_keys() -> frozenset[str]:
     """The settings that name a file or folder, weights aside."""
-    paths = (each for each in all_options().values() if parse_path in each.parsers or each.form == FORM_OF_FILES)
+    paths = (each for each in all_options().values() if parse_path in each.parsers or each.form == JSON_OR_FILE)
     return frozenset(each.name for each in paths if not each.name.endswith(WEIGHTS))
 
 
 def without_outside(project: Project, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The settings whose paths the page may touch, and a problem for each other one."""
+    """The settings whose paths the page may touch, and a problem for every path that it may not."""
     kept, problems = dict[str, Any](), list[Problem]()
     for key, value in values.items():
         known = canonical(Layer("", [(key, value)]), []).items()

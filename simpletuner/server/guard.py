@@ -44,13 +44,18 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-# Where a server tells its application, in the state of a request, how to ask whether its user made the connection.
+# In the state of a request: a function that tells whether the user of this process made its connection.
 OWN_USER = "is_own_user"
 NEEDS_TOKEN = (
     "This page is for the user who started it. Open /?token=TOKEN with the token in {}; programs send it as X-API-Key."
 )
 # Not a redirect: a browser that came from another site would follow one without the new cookie.
 WELCOME = '<!DOCTYPE html><meta http-equiv="refresh" content="0; url=/"><title>simpletuner</title>'
+
+
+def nobody() -> bool:
+    """The answer where a server does not know whose a connection is."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Access:
     in_run: bool = False
 
     def check(
-        self, method: str, path: str, headers: Mapping[str, str], is_own_user: Callable[[], bool] = lambda: False
+        self, method: str, path: str, headers: Mapping[str, str], is_own_user: Callable[[], bool] = nobody
     ) -> None:
         """Raise unless a request may be answered.
 
@@ -83,7 +88,9 @@ class Access:
         if not self.knows(headers.get("host", "")):
             raise Refusal(403, f"This page is not {headers.get('host', '')!r}; open it as localhost or {self.host}.")
         if not (self.token is None or self.has_token(headers) or (is_own(self.host) and is_own_user())):
-            raise Refusal(401, NEEDS_TOKEN.format(self.source))
+            # Strangers on the network need not know the user's name and folders.
+            place = self.source if is_own(self.host) else "the address that the server printed"
+            raise Refusal(401, NEEDS_TOKEN.format(place))
         if is_foreign(method, headers):
             raise Refusal(403, "The request comes from another site.")
         if method not in SAFE:
@@ -139,8 +146,8 @@ class Guard:
         app: ASGIApp = self.first_visit(scope) or self.app
         if app is self.app:
             try:
-                asked = [scope["state"][OWN_USER]] if OWN_USER in scope.get("state", {}) else []
-                self.access.check(scope["method"], scope["path"], Headers(scope=scope), *asked)
+                is_own_user = scope.get("state", {}).get(OWN_USER, nobody)
+                self.access.check(scope["method"], scope["path"], Headers(scope=scope), is_own_user)
             except Refusal as refusal:
                 app = refusal.answer()
         with hidden_for_now():

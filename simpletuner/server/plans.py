@@ -18,9 +18,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.atomic import write_json
+from simpletuner.config.arguments import EXTRA_ARGUMENTS, parse_arguments
 from simpletuner.config.datasets import read_datasets
 from simpletuner.config.json_files import json_kind
-from simpletuner.config.locate import DATASET_FILE, read_env_layer
+from simpletuner.config.locate import DATASET_FILE, read_env_file, read_env_layer
 from simpletuner.errors import Problem
 from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import redact
@@ -82,7 +83,9 @@ class Unsaved:
         """
         values, outside = without_outside(project, self.values)
         if self.environment.is_file():
-            outside += without_outside(project, dict(read_env_layer(self.environment, []).values))[1]
+            extra = read_env_file(self.environment, []).get(EXTRA_ARGUMENTS, "")
+            beside = [*read_env_layer(self.environment, []).values, *parse_arguments([], [], extra).settings]
+            outside += without_outside(project, dict(beside))[1]
         judgement, problems = Draft(self.file).judge(values), list[Problem]()
         names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
         with TemporaryDirectory() as folder:
@@ -97,7 +100,7 @@ class Unsaved:
 
     @property
     def environment(self) -> Path:
-        """Weaker settings beside the file."""
+        """The config.env beside the file."""
         return self.file.with_name(ENVIRONMENT)
 
     def write(self, folder: Path) -> list[str]:

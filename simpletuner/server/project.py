@@ -103,7 +103,8 @@ class Project:
 
     def config_names(self) -> list[str]:
         """The names of the configs that exist, also of those that may not be opened."""
-        found = filter(os.path.isfile, self.folder.glob("config/*/config.json"))  # which raises nothing
+        # Unlike Path.is_file, os.path.isfile raises nothing for a folder that may not be entered.
+        found = filter(os.path.isfile, self.folder.glob("config/*/config.json"))
         has_main = any(os.path.isfile(self.folder / path) for path in ("config.json", "config/config.json"))  # noqa: PTH113
         named = sorted(path.parent.name for path in found)
         return [*(["config"] if has_main else []), *filter(CONFIG_NAME.fullmatch, named)]

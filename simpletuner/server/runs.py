@@ -101,7 +101,7 @@ class Run:
                 if row["step"] != self._last.get("step"):
                     self._last.clear()
                 self._last.update(row)
-            return self._story, dict(self._last)
+            return self._story.copy(), dict(self._last)
 
     @property
     def damage(self) -> str:
@@ -149,7 +149,9 @@ class Run:
             UserError: it does not say so.
         """
         path = self.folder / LOCK_FILE
-        return read_owner(path, path.read_bytes()) if path.is_file() else None
+        with suppress(FileNotFoundError):  # released meanwhile
+            return read_owner(path, path.read_bytes()) if path.is_file() else None
+        return None
 
     @property
     def pid(self) -> int | None:
@@ -185,19 +187,21 @@ class Run:
 
     def judge(self) -> tuple[Status, str, Story]:
         """The state of the run, a sentence about it, and what its newest session has told."""
-        (story, last), owner = self.read(), self.owner
+        # Before its events: a run that ends meanwhile was alive, or has told how it ended.
+        owner, is_alive = self.owner, self.pid is not None
+        story, last = self.read()
         # Which session spoke is seen from the number of the last event before it; clocks may be set meanwhile.
         is_silent, before = story.id == self.started.get("after"), owner.after if owner else -1
         if is_silent or story.id <= before:
             story = Story(progress=story.progress)
-        state, message = self._judge(owner, story, last.get("step", 0), self.console if is_silent else "")
+        state, message = self._judge(owner, is_alive, story, last.get("step", 0), self.console if is_silent else "")
         return state, message, story
 
-    def _judge(self, owner: Owner | None, story: Story, step: int, console: str) -> tuple[Status, str]:
+    def _judge(self, owner: Owner | None, is_alive: bool, story: Story, step: int, console: str) -> tuple[Status, str]:
         is_elsewhere = owner is not None and owner.host != socket.gethostname()
         if story.status in ENDED:
             return ENDED[story.status], story.message
-        if self.pid is not None or (is_elsewhere and time.time() - self.seen < SILENCE):
+        if is_alive or (is_elsewhere and time.time() - self.seen < SILENCE):
             where = f"On {owner.host}. " if owner and is_elsewhere else ""
             return "running" if story.status in IN_LOOP else "starting", where + story.message
         if is_elsewhere:

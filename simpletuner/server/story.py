@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -108,6 +108,10 @@ class Story:
     def begin(self, job_id: str = "", progress: Mapping[str, Any] | None = None) -> None:
         """Forget everything."""
         self.__init__(job_id, progress=dict(progress or {}))  # type: ignore[misc]
+
+    def copy(self) -> Story:
+        """The story so far, for a thread that uses it while another one adds to it."""
+        return replace(self, stages=dict(self.stages), growing=dict(self.growing))
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Take in the next event. What the page counts with is a number, or an exception is raised."""

@@ -1,4 +1,4 @@
-"""Who opens the page: the user at the other end of a connection within this machine; all others know a token.
+"""Who opens the page: the user at the other end of a connection within this machine; all others need a token.
 
 Linux lists the sockets of a machine with their users. Forwarded ports belong to whoever forwards them: `ssh -L` to the
 user who logged in, the relays of WSL and of most containers to root. Free of torch.

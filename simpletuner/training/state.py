@@ -101,7 +101,7 @@ class Assembly:
         world: the processes that train together.
         is_sharded: whether each process holds a part of every weight only, so that they compute everything together.
         passes: forward passes of this session's steps.
-        take_requests: what the main process was asked for since the last call; all processes learn it in a step.
+        take_requests: new requests on rank 0, shared with the step's losses.
     """
 
     adapter: FamilyAdapter

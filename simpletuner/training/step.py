@@ -124,7 +124,7 @@ class _Losses:
         return [len(names) for names in self.names]
 
     def on_host(self, more: Sequence[Tensor] = ()) -> tuple[HostLosses, Iterator[float]]:
-        """The same as numbers, and some more numbers, read from the device at once."""
+        """Copies the losses and extra scalars to the host in one transfer."""
         scalars = [*self.total, *self.diffusion, *(value for extra in self.extra for value in extra.values())]
         flat = [torch.stack(scalars), *self.per_sample, *self.timesteps, *(each[None] for each in more)]
         numbers = iter(torch.cat(flat).tolist())

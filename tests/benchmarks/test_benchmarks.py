@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compile_graphs, many_files, real_size, startup
+from benchmarks import compile_graphs, many_files, page_memory, real_size, startup
 from benchmarks.models import SHAPES
+from simpletuner.reporting.metrics import METRICS_FILE, read_rows
+from simpletuner.reporting.payloads import EVENTS_FILE
 from tests.workspace import Workspace
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -38,6 +40,7 @@ ELSEWHERE = {
     "first_gpus",
     "cost_table",
     "many_files",
+    "page_memory",
     "real_size",
 }  # their parts have tests of their own
 
@@ -119,3 +122,11 @@ def test_a_missing_package_of_the_dev_extra_is_named(monkeypatch: pytest.MonkeyP
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(SystemExit, match=r"skimage.*dev"):
         importlib.import_module("benchmarks.chain")
+
+
+def test_a_run_of_many_steps_is_one_as_it_is_recorded(tmp_path: Path) -> None:
+    page_memory.write_run(tmp_path / "run", 5)
+    assert [row["step"] for row in read_rows(tmp_path / "run" / METRICS_FILE)] == [1, 2, 3, 4]
+    events = list(map(json.loads, (tmp_path / "run" / EVENTS_FILE).read_text().splitlines()))
+    assert [each["id"] for each in events] == list(range(1, len(events) + 1))
+    assert len(events) == 6

@@ -131,9 +131,9 @@ def test_what_would_start_after_the_end(switch: dict[str, Any], key: str) -> Non
         (
             "post_checkpoint_script",
             "true {global_steps}",
-            "{global_steps} is no placeholder of it and stays as it is. Did",
+            "{global_steps} is not a placeholder here and stays as it is. Did",
         ),
-        ("post_checkpoint_script", "true {remote_checkpoint_path}", "{remote_checkpoint_path} is no placeholder of it"),
+        ("post_checkpoint_script", "true {remote_checkpoint_path}", "{remote_checkpoint_path} is not a placeholder"),
         ("post_checkpoint_script", "true {local_checkpoint_path} {global_step} {tracker_run_name} {}", ""),
     ],
 )

@@ -242,6 +242,13 @@ def test_nothing_outside_the_project_is_touched(
     assert looked == []
 
 
+@pytest.mark.parametrize("line", ["CACHE_DIR=/elsewhere", "TRAINER_EXTRA_ARGS='--seed=1 --cache-dir /elsewhere'"])
+def test_config_env_leads_nowhere_outside(line: str, client: TestClient, workspace: Workspace) -> None:
+    workspace.path("config/config.env").write_text(f"{line}\n")
+    answer = client.post("/api/training/start", json={"config": "config"})
+    assert (answer.status_code, [each["key"] for each in answer.json()["problems"]]) == (422, ["cache_dir"])
+
+
 def test_every_file_is_shown_as_it_is_trained(client: TestClient, workspace: Workspace) -> None:
     shown = client.get("/dataset?config=config")
     assert "p0.png" in shown.text

@@ -172,6 +172,34 @@ def test_the_folder_says_what_became_of_a_run(
     assert status["can"]["cancel"] == (is_active and "elsewhere" not in message)
 
 
+def test_a_run_that_ends_while_it_is_judged_was_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(tmp_path, *STEPS)
+    own(tmp_path)
+    run, read = Run("run", tmp_path), Run.read
+
+    def read_and_end(self: Run) -> Any:
+        found = read(self)
+        ended("finished")(tmp_path)
+        (tmp_path / LOCK_FILE).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Run, "read", read_and_end)
+    assert run.judge()[0] == "running"
+    assert run.judge()[0] == "completed"
+    monkeypatch.setattr(Path, "is_file", lambda path: True)  # as it was a moment before
+    assert run.owner is None
+
+
+def test_what_a_thread_reads_does_not_change_under_it(tmp_path: Path) -> None:
+    tell(tmp_path, *STEPS, PhaseStarted("Encoding"))
+    run = Run("run", tmp_path)
+    before = run.read()[0]
+    stages = list(before.stages)
+    tell(tmp_path, PhaseStarted("Loading"))
+    assert len(run.read()[0].stages) == 1
+    assert list(before.stages) == stages
+
+
 def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SESSION, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -36,7 +36,7 @@ class DownloadError(Exception):
 
 
 class UnfetchedError(UserError):
-    """Files of a remote dataset are not here, and nobody may be asked for them now."""
+    """Files of a remote dataset are not here, and this plan fetches none."""
 
     def __init__(self, files: str) -> None:
         super().__init__(f"{files} not fetched yet; `simpletuner plan` fetches them.")
@@ -107,7 +107,7 @@ class Store:
         wanted: suffixes of files that the dataset takes.
         retry_failed: try again what failed in an earlier run.
         forgiven: try again what failed for a reason with these words, since a setting has changed.
-        fetches: what is missing may be asked for.
+        fetches: whether missing files are downloaded.
     """
 
     def __init__(
@@ -135,6 +135,7 @@ class Store:
 
     def here(self, prefix: str) -> list[Item]:
         """What was downloaded from addresses that begin alike, for plans that ask nobody."""
+        # `tuple` reads nothing: they are here.
         items = [Item(each.key, each.name, tuple, each.version, each.size) for each in self._done.values()]
         return [item for item in items if item.key.startswith(prefix) and self.name_of(item)]
 

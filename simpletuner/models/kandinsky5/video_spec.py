@@ -92,7 +92,8 @@ def check_sizes(
             at = f", as {_sizes(used[:1])} is sampled" if used else ""
             message = (
                 f"{_sizes(strange)} of {name}: the pipeline samples this size with {theirs}, it is trained with "
-                f"{write_rope_scale(scale)}{at}. Correct if you will sample at that size, wrong if at the bucket's."
+                f"{write_rope_scale(scale)}{at}. Samples of the bucket's size would differ from training; "
+                "ignore this if you will sample at another size."
             )
             problems.append(Problem("rope_scale", message, fatal=False))
     return problems
