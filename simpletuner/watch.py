@@ -42,6 +42,7 @@ SILENT_SECONDS = 300.0
 GRACE_SECONDS = 20.0  # for a checkpoint that is being written, and for the last words
 BYTES_OF_LIFE = 100 << 20  # less may be a log or a display, which go on without the main thread
 LONGEST_BEAT = 1 << 16  # bytes
+ROOM = 1 << 18  # bytes for the reports that a silent process has not read: a full buffer looks as if it were cut off
 CUT_OFF = "cannot be reached any more: its machine or the network is down"
 GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
@@ -93,6 +94,7 @@ class Link:
         self.connection, self.beat = connection, beat
         self.silent, self.is_open, self.end, self._unread = 0, True, GONE, b""
         connection.settimeout(POLL_SECONDS)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, ROOM)
         if sys.platform == "linux":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_OFF_SECONDS))
 
@@ -183,11 +185,11 @@ class Links:
         self._strangers: list[Link] = []  # which have not reported yet
         self._selector = selectors.DefaultSelector()
 
-    def listen(self) -> int:
-        """Let others connect to this process; returns the port."""
-        dual = socket.has_dualstack_ipv6()
+    def listen(self, address: str = "") -> int:
+        """Let others connect to an IPv4 address of this machine, or to all of its addresses; returns the port."""
+        dual = not address and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, backlog=self.size, dualstack_ipv6=dual)
+        listener = socket.create_server((address, 0), family=family, backlog=self.size, dualstack_ipv6=dual)
         self._selector.register(listener, selectors.EVENT_READ)
         return int(listener.getsockname()[1])
 
@@ -416,9 +418,10 @@ class Watch:
             if is_late:
                 os._exit(code)
             return
-        self.writing.acquire(timeout=GRACE_SECONDS)
-        if self._left_alone.is_set():  # meanwhile, so the main thread has released the lock
-            self.writing.release()
+        is_held = self.writing.acquire(timeout=GRACE_SECONDS)
+        if self._left_alone.is_set():  # meanwhile
+            if is_held:
+                self.writing.release()
             return
         # Apart: the main thread may hold what this needs.
         last_words = threading.Thread(target=self.ended, args=(message, code), daemon=True)

@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from simpletuner.errors import Problem, UserError, shorten
+from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
 from simpletuner.watch import EXCHANGE_SECONDS, GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
 
 Value = TypeVar("Value")
@@ -30,7 +30,8 @@ START_SECONDS = 600.0  # in which all processes must have come
 ROOM = 4096  # size of the first, fixed-size message of a gather
 # torchrun keeps the store, and the same one when it starts all processes again.
 KEPT_BY_LAUNCHER, ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
-FIRST = "process 0"  # key of its host, its port and the run's key
+FIRST = "process 0"  # key of its host, its address and port, and the run's key
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class World:
     def is_main(self) -> bool:
         """Whether this process writes what is written once: files, the record, the terminal."""
         return self.rank == 0
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all processes run on this machine."""
+        return self.local_size == self.size
 
     @property
     def is_leader(self) -> bool:
@@ -216,6 +222,7 @@ def connect(
 
     Raises:
         UserError: they have not, or cannot reach each other.
+        SimpleTunerError: one of them has failed meanwhile.
     """
     # Imported here so that the commands which never train stay free of torch.
     from torch import distributed
@@ -226,14 +233,32 @@ def connect(
     prepare(watch)
     watch.enforce()
     try:
-        backend, patience = take_device(place), timedelta(seconds=2 * limit)
-        distributed.init_process_group(backend, None, patience, place.size, place.rank, store)
-        control = distributed.new_group(backend="gloo", timeout=PATIENCE)
+        control = _connect_groups(place, store, watch)
         yield ConnectedWorld(*astuple(place), control=control, watch=watch)
         distributed.barrier(control)
         distributed.destroy_process_group()
     finally:
         watch.close()
+
+
+def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
+    """Connect the processes for tensors; returns the group for values.
+
+    Raises:
+        SimpleTunerError: this process or another one has failed.
+    """
+    from torch import distributed
+
+    try:
+        backend, patience = take_device(place), timedelta(seconds=2 * watch.limit)
+        distributed.init_process_group(backend, None, patience, place.size, place.rank, store)
+        return distributed.new_group(backend="gloo", timeout=PATIENCE)
+    except (RuntimeError, ValueError) as error:  # from a GPU or the network
+        reason = str(error).partition("\n")[0]
+        known = watch.known(4 * POLL_SECONDS)  # the cause may be another process
+        message, _ = known or watch.fail(f"Process {watch.own} cannot join the others: {reason}", 1)
+        watch.linger(GRACE_SECONDS)
+        raise SimpleTunerError(message) from error
 
 
 def take_device(place: World) -> str:
@@ -302,15 +327,16 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
         if store.add("first", 1) > 1:
             other = json.loads(store.get(FIRST))[0]
             raise UserError(f"RANK: process 0 runs already on {other}, so process {watch.own} is one too many.")
-        store.set(FIRST, json.dumps([watch.own.host, watch.links.listen(), watch.links.key]))
+        address = LOOPBACK if place.is_on_one_machine else ""
+        store.set(FIRST, json.dumps([watch.own.host, address, watch.links.listen(address), watch.links.key]))
     else:
         while not store.check([FIRST]):  # in Python, where Ctrl-C is heard
             if time.monotonic() > deadline:
                 raise UserError("MASTER_ADDR: process 0 did not come in time; start_timeout allows more.")
             time.sleep(POLL_SECONDS / 10)
-        host, port, key = json.loads(store.get(FIRST))
+        host, address, port, key = json.loads(store.get(FIRST))
         watch = Watch(place.rank, place.size, key, limit)
-        watch.links.add(Link(_reach(host, port, deadline), Beat(0, place.size, host, key)), 0)
+        watch.links.add(Link(_reach(host, address, port, deadline), Beat(0, place.size, host, key)), 0)
     # Process 0 is the one that says who is missing.
     missing = watch.begin(deadline - time.monotonic() + (0.0 if place.is_main else GRACE_SECONDS))
     if missing and place.is_main:
@@ -326,16 +352,16 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
     return watch
 
 
-def _reach(host: str, port: int, deadline: float) -> socket.socket:
-    """A connection to the watch of process 0, by the address that the user gave or by its name.
+def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket:
+    """A connection to the watch of process 0: at its only address, else at the one that the user gave, or by its name.
 
     Raises:
         UserError: there is none.
     """
     while True:
-        for address in dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host)):
+        for each in [address] if address else dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host)):
             try:
-                return socket.create_connection((address, port), timeout=10)
+                return socket.create_connection((each, port), timeout=10)
             except OSError as error:
                 reason = error
         if time.monotonic() > deadline:
@@ -394,9 +420,9 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
     """Set what torch and accelerate need to know for `env://`; returns what only the user knows."""
-    here = place.local_size == place.size
+    here = place.is_on_one_machine
     job = _number(environment, "SLURM_JOB_ID") or 0
-    first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or ("127.0.0.1" if here else "")
+    first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
     found = {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
     values = {name: environment.get(name) or value for name, value in found.items()}
     environment.update({name: value for name, value in values.items() if value})

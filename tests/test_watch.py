@@ -198,6 +198,33 @@ def test_processes_of_runs_of_different_sizes(joined: Joined) -> None:
     assert f"process 1 on {HOST} is one of 3, 0 on {HOST} is one of 2" in told[1]
 
 
+def test_on_one_machine_no_other_can_connect(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")  # as torchrun may name an address of the network
+    _, second = both(joined(World(0, 2, 0, 2), World(1, 2, 1, 2)))
+    address, port = second.links.found[0].connection.getpeername()
+    assert address == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+
+
+def test_whoever_ends_by_itself_is_not_ended_though_a_write_takes_long(joined: Joined) -> None:
+    first, _ = both(joined(World(0, 2), World(1, 2)))
+
+    class Busy:
+        """Another thread writes till now, and the main thread gets the lock before the watch does."""
+
+        def acquire(self, timeout: float) -> bool:
+            first._left_alone.set()
+            return False
+
+        def release(self) -> None:
+            raise RuntimeError("release unlocked lock")
+
+    first._left_alone.clear()
+    first.writing = Busy()  # type: ignore[assignment]
+    first._end("gone", 1, is_late=False)
+
+
 def test_a_stranger_is_ignored(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     port = second.links.found[0].connection.getpeername()[1]

@@ -69,6 +69,25 @@ def test_a_process_that_is_killed_while_they_connect(tmp_path: Path) -> None:
     assert (tmp_path / "0.txt").read_text() == f"Process 1 on {socket.gethostname()} {GONE}. 1"
 
 
+def fail_early(rank: int, folder: Path) -> None:
+    def prepare(watch: Watch) -> None:
+        watch.ended = lambda message, code: (folder / f"{rank}.txt").write_text(f"{message} {code}")  # type: ignore[assignment]
+
+    def busy() -> bool:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with ...")
+
+    if rank == 1:
+        torch.cuda.is_available = busy
+    with connect(World(rank, 2), f"file://{folder}/meeting", prepare=prepare):
+        pass
+
+
+def test_a_process_that_fails_while_they_connect(tmp_path: Path) -> None:
+    assert in_two_processes(fail_early, tmp_path) == [1, 1]
+    reason = "cannot join the others: CUDA error: all CUDA-capable devices are busy or unavailable"
+    assert (tmp_path / "0.txt").read_text() == f"Process 1 on {socket.gethostname()} {reason} 1"
+
+
 def hang(rank: int, folder: Path, where: str) -> None:
     with connect(World(rank, 2), f"file://{folder}/meeting") as world:
         told = folder / f"{rank}.txt"

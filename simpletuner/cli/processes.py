@@ -28,7 +28,7 @@ from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerErr
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.requests import signals_as_interrupt
-from simpletuner.watch import GONE, Watch
+from simpletuner.watch import GONE, GRACE_SECONDS, Watch
 from simpletuner.world import START_SECONDS, ConnectedWorld, World, connect, settle_meeting
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
     code = exit_code(error)
     at_once = code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError))
     if at_once and not world.is_main:
-        world.watch.known(LINGER)  # all end at once; the first process has more to finish, and its end ends this one
+        # All end at once. The first process has more to finish, such as trackers, and its end ends this one.
+        world.watch.known(GRACE_SECONDS if isinstance(error, Interrupted) else LINGER)
     known, own = world.first_failure(error), full_text(error)
     if not world.is_main:
         if known is None and not isinstance(error, SimpleTunerError):

@@ -89,7 +89,7 @@ def write_checkpoint(
         content = _state_of(assembly, state, loader, ema)
         if in_shards and sharers.size > 1:
             # What this machine has written, the main process can flush.
-            content = save_shards(content, folder / STATE_FOLDER, flush=sharers.local_size < sharers.size)
+            content = save_shards(content, folder / STATE_FOLDER, flush=not sharers.is_on_one_machine)
         elif sharers.size > 1:
             content = gather_shards(content, keep=sharers.is_main)
         sharers.on_main(partial(_write_rest, folder, assembly, content, settings))

@@ -10,19 +10,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from simpletuner.cli.processes import describe, differences
+from simpletuner.cli.processes import LINGER, describe, differences, joined
 from simpletuner.cli.train import parse_settings
+from simpletuner.errors import Interrupted
 from simpletuner.plan.build import make_plan
+from simpletuner.world import World
 from tests.closeness import ROTATION, distance
-from tests.processes import PATIENCE, finish, free_port, printed, run_into, start, train
+from tests.processes import PATIENCE, finish, free_port, printed, run_into, run_together, start, train
 from tests.run.test_resume import assert_equal, training_state
 from tests.workspace import DATASETS, Workspace
 
@@ -261,6 +265,24 @@ def test_a_stop_of_one_process_stops_all_after_a_step(workspace: Workspace, rank
         or workspace.path(f"output/checkpoint-{step}").is_dir()
     )
     assert f"Stopped at step {step}" in printed(workspace)
+
+
+def stop_together(place: World, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with suppress(Interrupted, typer.Exit), joined(place) as world:
+        try:
+            world.barrier()
+            raise Interrupted("Stopped")
+        finally:
+            if place.is_main:
+                time.sleep(LINGER + 2)
+                Path("finished").touch()
+
+
+def test_the_first_process_has_time_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_together(2, stop_together, free_port())
+    assert Path("finished").exists()
 
 
 @pytest.mark.slow
