@@ -170,6 +170,7 @@ VARIABLES = (
         "0",
     ),
     Variable(("SIMPLETUNER_PAGE_TOKEN",), "The token of the web page, instead of the one in its file."),
+    Variable(("XDG_STATE_HOME",), "Where that file, `simpletuner/page-token`, stands.", "`~/.local/state`"),
     Variable(("SIMPLETUNER_SSL_NO_VERIFY",), "true sends webhooks without checking the receiver's certificate."),
     Variable(("VENV_PATH",), "The Python environment that `train.sh` uses.", "the active one, `.venv`, `venv`",
              "train.sh"),
