@@ -53,7 +53,7 @@ def test_a_start_digests_every_key_once_and_reads_every_header_once(
     headers: list[Path] = []
     monkeypatch.setattr(keys, "hash_text", lambda text: hashed.append(text) or hash_text(text))
     monkeypatch.setattr(source, "read_header", lambda path: headers.append(path) or read_header(path))
-    source._shapes.cache_clear()
+    source._header.cache_clear()
     assert workspace.run("cache", "fill", *settings) == 0
     pictures = 8
     digests = [text for text in hashed if '"kind":' in text]
