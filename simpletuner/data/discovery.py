@@ -152,7 +152,7 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
             continue
         visited.add(identity)
         if identity[0] in _kernel_devices():
-            yield prefix or ".", ("unreadable", "holds what the kernel tells, no files")
+            yield prefix or ".", ("unreadable", "belongs to the kernel (/proc, /sys)")
             continue
         below = []
         for entry in entries:

@@ -91,7 +91,7 @@ def check_shapes(part: Part) -> None:
     """
     found, settings = part.weight_shapes(), part.read_config()
     if not found or settings is None:
-        return  # the files do not tell; they are checked when they are loaded
+        return  # unknown formats are checked when they are loaded
     with told_plainly(part), torch.device("meta"):
         model = getattr(diffusers, settings["_class_name"]).from_config(settings)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -18,18 +18,18 @@ def pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 @lru_cache(maxsize=256)
 def _shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
     """Cached by size and modification time: several parts of a plan ask for the same file."""
-    if not zipfile.is_zipfile(path):
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            with archive.open(name) as file:
+                weights = _Shapes(file).load()
+    except Exception:  # noqa: BLE001 - damaged archives and opcodes raise anything; loading tells what is wrong
         return {}
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if name.endswith("/data.pkl"):
-                with archive.open(name) as file:
-                    try:
-                        weights = _Shapes(file).load()
-                    except Exception:  # noqa: BLE001 - damaged opcodes raise anything; loading tells what is wrong
-                        return {}
-                return weights if isinstance(weights, dict) and all(map(_is_shape, weights.values())) else {}
-    return {}
+    return dict(weights) if isinstance(weights, dict) and all(map(_is_shape, weights.values())) else {}
+
+
+class _StateDict(dict[str, Any]):
+    """Unlike a dict it takes attributes: `state_dict()` of a module has its versions in one."""
 
 
 class _Shapes(pickle.Unpickler):
@@ -39,7 +39,7 @@ class _Shapes(pickle.Unpickler):
         if module == "torch" and name.endswith("Storage"):
             return None
         return {
-            ("collections", "OrderedDict"): dict,
+            ("collections", "OrderedDict"): _StateDict,
             ("torch._utils", "_rebuild_tensor_v2"): _shape_of,
             ("torch._utils", "_rebuild_parameter"): _same,
         }[module, name]

@@ -140,7 +140,7 @@ class Part:
         return _fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the weights that would be loaded; empty if they do not say, or are not on this machine.
+        """Names and shapes of the weights that would be loaded; empty if unknown or not on this machine.
 
         Raises:
             WeightsError: a file is damaged.

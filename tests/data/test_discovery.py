@@ -80,7 +80,7 @@ def test_what_the_kernel_tells_is_not_walked(tmp_path: Path) -> None:
     (tmp_path / "process").symlink_to("/proc/self")
     found = scan(tmp_path)
     assert found.files == ("a.png",)
-    assert found.ignored == {"process/": ("unreadable", "holds what the kernel tells, no files")}
+    assert found.ignored == {"process/": ("unreadable", "belongs to the kernel (/proc, /sys)")}
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:

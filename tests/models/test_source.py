@@ -174,6 +174,15 @@ def test_pickled_weights_have_the_shapes_that_safetensors_have(copy: Path) -> No
         assert model[role].weight_shapes() == expected != {}
 
 
+def test_what_a_module_saves_is_read_and_damage_is_not(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 3).state_dict(), tmp_path / "pytorch_model.bin")
+    assert pickled_shapes(tmp_path / "pytorch_model.bin") == {"weight": (3, 2), "bias": (3,)}
+    content = (tmp_path / "pytorch_model.bin").read_bytes()
+    for number, mark in enumerate((b"PK\x01\x02", b"PK\x03\x04")):  # of its list of files, and of a file
+        (tmp_path / f"{number}.bin").write_bytes(content.replace(mark, b"XXXX", 1))
+        assert pickled_shapes(tmp_path / f"{number}.bin") == {}
+
+
 class Evil:
     """Runs a function where it is unpickled."""
 
