@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
+from simpletuner.world import launched
 
 RATES_FILE = "device_rates.json"
 
@@ -180,8 +181,10 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
         memory, rates = planned_gigabytes * 2**30, rates_of(like)
         return Device(name, memory, host if gpu else None, True, rates, f"as fast as {like}, assumed")
     if gpu:
-        users = query_users() if gpu.taken else ""
-        device = Device(gpu.name, gpu.memory, host, True, rates_of(gpu.name), "rates assumed", gpu.taken, users)
+        # Processes that a launcher started must decide alike, and hold memory of the device themselves by now.
+        taken = gpu.taken if launched(os.environ) is None else 0.0
+        users = query_users() if taken else ""
+        device = Device(gpu.name, gpu.memory, host, True, rates_of(gpu.name), "rates assumed", taken, users)
     else:
         flops = usable_cores() * CORE_FLOPS
         device = Device("CPU", host, host, False, Rates(flops, flops, CPU_BYTES, CPU_BYTES), "rates assumed")

@@ -93,6 +93,15 @@ def test_parts_of_a_gpu(
     assert found[1] == pytest.approx(gigabytes * 2**30)
 
 
+def test_processes_of_a_launcher_plan_for_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "query_gpu", lambda: Gpu(WHOLE, 80e9, 6e8))
+    monkeypatch.setattr(module, "query_users", lambda: "python (process 7)")
+    assert find_device().taken > 0
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (find_device().taken, find_device().users) == (0, "")
+
+
 def test_a_part_is_slower() -> None:
     assert rates_of(LARGE).matmul == pytest.approx(3 / 7 * rates_of(WHOLE).matmul)
     assert rates_of(LARGE).transfer == rates_of(WHOLE).transfer
