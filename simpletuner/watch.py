@@ -310,8 +310,10 @@ class Watch:
         """A context that all processes enter, and in which they wait for each other."""
         self.mark()
         self._exchange = what, time.monotonic()
-        yield
-        self._exchange = None
+        try:
+            yield
+        finally:
+            self._exchange = None
 
     def known(self, seconds: float) -> Failure | None:
         """The verdict, for which this waits some seconds. From now on, the main thread ends this process."""
