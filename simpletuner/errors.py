@@ -88,10 +88,10 @@ OUT_OF_MEMORY_TEXTS = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on any device."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without importing it
+        return True
     is_native = isinstance(error, RuntimeError | ImportError | OSError)
-    return isinstance(error, MemoryError) or (
-        is_native and any(sign in str(error).lower() for sign in OUT_OF_MEMORY_TEXTS)
-    )
+    return is_native and any(sign in str(error).lower() for sign in OUT_OF_MEMORY_TEXTS)
 
 
 def full_text(error: BaseException) -> str:
