@@ -69,7 +69,9 @@ class QwenCaptioner:
         """Describe each request by greedy decoding, in at most `most` tokens."""
         tokenizer = self.processor.tokenizer
         rows = [self._prepare(request) for request in requests]
-        inputs = {name: _left_padded(rows, name) for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+        start = int(rows[0]["input_ids"][0])  # in every prompt: transformers 5.17 takes padding for words already used
+        fillers = {"input_ids": start, "attention_mask": 0, "mm_token_type_ids": 0}
+        inputs = {name: _left_padded([row[name] for row in rows], filler) for name, filler in fillers.items()}
         visual = {name: [row[name] for row in rows if name in row] for row in rows for name in row.keys() - inputs}
         inputs |= {name: torch.cat(tensors) for name, tensors in visual.items()}
         written = self.qwen.generate(
@@ -123,9 +125,9 @@ class QwenCaptioner:
         return single.permute(0, 2, 3, 1, 4, 5).flatten(0, 1).flatten(1)
 
 
-def _left_padded(rows: Sequence[dict[str, Tensor]], name: str) -> Tensor:
-    """Rows of one length, filled with zeros before their beginning, which the attention mask hides."""
-    return pad_sequence([row[name] for row in rows], batch_first=True, padding_side="left")
+def _left_padded(rows: list[Tensor], filler: int) -> Tensor:
+    """Rows of one length, filled before their beginning, which the attention mask hides."""
+    return pad_sequence(rows, batch_first=True, padding_value=filler, padding_side="left")
 
 
 def _shrunk(picture: Image, most: int) -> Image:
