@@ -72,7 +72,7 @@ def train_in_plain_torch(assembly: Assembly, window: list[Batch], limit: float, 
 
 
 @pytest.mark.parametrize(("first", "with_scaler"), [(2, False), (3, False), (3, True)])
-@pytest.mark.parametrize(("limit", "method"), [(0.0, "norm"), (0.04, "norm"), (0.001, "value")])
+@pytest.mark.parametrize(("limit", "method"), [(0.0, "norm"), (0.02, "norm"), (0.001, "value")])
 def test_a_step_is_what_plain_torch_does(
     t2i_checkpoint: Path, first: int, with_scaler: bool, limit: float, method: str
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_step_is_what_plain_torch_does(
         assert_moved_alike(tried.parameters[name], expected, start[name])
         assert not torch.equal(expected, start[name]), name
     sizes = [report.metrics["grad_norm" if method == "norm" else "grad_absmax"] for report in reports]
-    assert not limit or min(sizes) > limit, "every step was clipped"
+    assert not limit or min(sizes) > 2 * limit, "clipping halves every step at least, a hundred times the tolerance"
     assert all(parameter.grad is None for parameter in tried.parameters.values())
 
 
