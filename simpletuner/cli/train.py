@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.server import PORT, open_page
-from simpletuner.config.launch import LaunchConfig
 from simpletuner.errors import ConfigError, Problem, UserError
 from simpletuner.world import World, launched
 
@@ -55,14 +54,12 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "--dry_run", help="Check everything, print the plan, start nothing.")
     ] = False,
-    page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run while it lasts.")] = False,
+    page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run.")] = False,
     page_port: Annotated[
         int | None,
         typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535),
     ] = None,
-    no_auth: Annotated[
-        bool, typer.Option("--no-auth", "--no_auth", help="Let other users of this machine use the page, too.")
-    ] = False,
+    no_auth: Annotated[bool, typer.Option("--no-auth", "--no_auth", help="Let all local users use the page.")] = False,
     replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the step that left FOLDER.")] = None,
     bisect: Annotated[bool, typer.Option("--bisect", help="With --replay: find the sample at fault.")] = False,
 ) -> None:
@@ -106,6 +103,7 @@ def train(
 
 def start_limit(arguments: Arguments) -> float:
     """`start_timeout` of the configuration; what is wrong with that is reported by all processes together."""
+    from simpletuner.config.launch import LaunchConfig
     from simpletuner.plan.build import read_settings
 
     try:

@@ -232,6 +232,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(
     monkeypatch.setattr(records, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
     workspace.write_config(checkpoint_step_interval=1)
     assert workspace.train() == 1
+    monkeypatch.chdir(workspace.folder)
     with pytest.raises(ValueError, match="closed file"):
         opened[0].append(3, {})
     message = capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_settings_are_checked_before_anything_starts(page: TestClient, project: 
     assert problem["message"] == "is not a known key. Did you mean 'max_train_steps'?"
     post(page, "start", 404, config="another")
     post(page, "start", 400, settings=[])
-    assert post(page, "start", 403, settings={"output_dir": "/tmp"})["problems"]
+    assert post(page, "start", 422, settings={"output_dir": "/tmp"})["problems"]
     assert not project.path("output").exists()
 
 
