@@ -86,6 +86,7 @@ def _stores_with_keys(origin: str, recorded: Any, problems: list[Problem]) -> An
     values = canonical(read_config_file(Path(origin), found), found) if Path(origin).is_file() else {}
     problems.extend(each for each in found if each.where == KEY)
     if values.get(KEY) is None:
-        message = f"its keys are not recorded, and {origin!r} does not hold them; give them again: --{KEY}=stores.json."
+        nowhere = f", and {origin!r} does not hold them" if origin else ""
+        message = f"its keys are not recorded{nowhere}; give them again: --{KEY}=stores.json."
         problems.append(Problem(KEY, message, fatal=False))
     return values.get(KEY) or recorded
