@@ -107,7 +107,7 @@ class Story:
 
     def begin(self, job_id: str = "", progress: Mapping[str, Any] | None = None) -> None:
         """Forget everything."""
-        self.__init__(job_id, progress=dict(progress or {}))  # type: ignore[misc]
+        vars(self).update(vars(Story(job_id, progress=dict(progress or {}))))
 
     def copy(self) -> Story:
         """The story so far, for a thread that uses it while another one adds to it."""

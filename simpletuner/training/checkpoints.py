@@ -33,6 +33,7 @@ from simpletuner.atomic import build_folder_together, open_atomically, write_jso
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import UserError, is_out_of_memory
+from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.reporting.events import CheckpointSaved, EventStream
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import refuse_not_finite, stop_if_result_not_finite
@@ -132,7 +133,8 @@ def load_checkpoint(
     try:
         return _restore(checkpoint, assembly, loader, ema, same_data=same_data)
     except FOREIGN as error:  # a file was changed together with its hash in the manifest
-        if is_out_of_memory(error) or assembly.world.size > 1:  # a failed collective raises the same types
+        is_of_device = is_out_of_memory(error) or isinstance(error, DEVICE_FAILURES)
+        if is_of_device or assembly.world.size > 1:  # a failed collective raises the same types
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         message = f"{checkpoint.path} holds what no run saves ({reason}). Choose an earlier checkpoint."

@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,3 +132,17 @@ def test_a_file_that_was_edited_together_with_its_hash_is_said(tmp_path: Path, l
     with pytest.raises(UserError, match=words) as caught:
         load_checkpoint(checkpoint, lora, loader, None, same_data=True)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_failure_of_the_device_is_no_fault_of_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, failure: type[RuntimeError]
+) -> None:
+    def restore(*given: Any, **named: Any) -> None:
+        raise failure("of the device")
+
+    monkeypatch.setattr(checkpoints, "damaged_files", lambda checkpoint: [])
+    monkeypatch.setattr(checkpoints, "_restore", restore)
+    alone: Any = SimpleNamespace(world=World())
+    with pytest.raises(failure, match="of the device"):
+        load_checkpoint(alone, alone, alone, None, same_data=True)
