@@ -3,9 +3,9 @@
     python -m benchmarks.first_gpu
 
 Each section runs in a process of its own with a time limit, so one that fails, hangs or runs out of memory is
-reported with what it found, and the others go on. Results go to benchmarks/results/<device>.json as soon as they are
-there. The variants of a section run one after the other, each with the device for itself, so that their peaks are
-their own.
+reported with what it found, and the others go on. Those processes are forks of one that has imported torch and never
+touches the device. Results go to benchmarks/results/<device>.json as soon as they are there. The variants of a section
+run one after the other, each with the device for itself, so that their peaks are their own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
 from benchmarks.timing import write_json
 
@@ -41,12 +45,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="these sections; by default all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/<device>.json")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything together")
-    parser.add_argument("--section", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.section:
-        run_section(options)
-        return
-    sys.exit(run_all(options))
+    parser.add_argument("--patience", type=float, default=1.0, metavar="FACTOR", help="multiplies every time limit")
+    sys.exit(run_all(parser.parse_args()))
 
 
 def run_all(options: argparse.Namespace) -> int:
@@ -54,7 +54,7 @@ def run_all(options: argparse.Namespace) -> int:
     from benchmarks.gpu_sections import SECTIONS
     from simpletuner.reporting.environment import describe_device
 
-    device = describe_device() if options.device == "cuda" else "cpu"
+    device = run_forked(lambda: print(describe_device()), 60)[1].strip() if options.device == "cuda" else "cpu"
     if options.device == "cuda" and "CUDA" not in device:
         print(f"There is no CUDA device here ({device}); try --device cpu --size tiny.", file=sys.stderr)
         return 2
@@ -64,12 +64,11 @@ def run_all(options: argparse.Namespace) -> int:
         print(f"No such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}.", file=sys.stderr)
         return 2
     print(f"{device}, size {options.size}")
-    ends = time.monotonic() + 60 * options.minutes
+    ends = time.monotonic() + 60 * options.minutes * options.patience
     results: dict[str, Any] = {}
     for name in options.only or SECTIONS:
-        results[name] = in_its_own_process(
-            section_words(name, options), min(SECTIONS[name][1], ends - time.monotonic())
-        )
+        limit = min(SECTIONS[name][1] * options.patience, ends - time.monotonic())
+        results[name] = result_of(partial(run_forked, partial(run_section, name, options)), limit)
         show_section(name, results[name])
         content = {"title": "First run on a device", "size": options.size, "sections": results}
         write_json(path, content, device)
@@ -77,22 +76,21 @@ def run_all(options: argparse.Namespace) -> int:
     return 1 if any(result["state"] == "failed" for result in results.values()) else 0
 
 
-def section_words(name: str, options: argparse.Namespace) -> list[str]:
-    """The command of a section."""
-    words = ["-m", "benchmarks.first_gpu", "--section", name, "--device", options.device, "--size", options.size]
-    return [sys.executable, *words]
+# Exit code, None for a process that was killed at its limit, and what it wrote to stdout and stderr.
+Ended = tuple[int | None, str, str]
 
 
-def in_its_own_process(words: Sequence[str], limit: float) -> dict[str, Any]:
+def result_of(run: Callable[[float], Ended], limit: float) -> dict[str, Any]:
     """What became of a section: its state, lines and seconds.
 
     Args:
+        run: starts its process.
         limit: seconds that it may take.
     """
     if limit <= 0:
         return {"state": "skipped", "reason": "the time of the whole run is used up", "seconds": 0.0, "lines": []}
     started = time.monotonic()
-    code, out, errors = run_process(words, limit)
+    code, out, errors = run(limit)
     whole = [line for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
     told: list[dict[str, Any]] = [json.loads(line) for line in whole]
     lines = [each for each in told if "value" in each]
@@ -111,8 +109,8 @@ def cause(errors: str) -> str:
     return raised[0] if several else "".join(errors.strip().splitlines()[-1:])
 
 
-def run_process(words: Sequence[str], limit: float) -> tuple[int | None, str, str]:
-    """Run a program for at most so many seconds: its exit code, None when it was killed, and what it wrote until then.
+def run_process(words: Sequence[str], limit: float) -> Ended:
+    """Run a program for at most so many seconds.
 
     It is killed with all that it started: compilers would hold its output open, and the device's memory.
     """
@@ -130,11 +128,35 @@ def run_process(words: Sequence[str], limit: float) -> tuple[int | None, str, st
     return process.returncode, out, errors
 
 
-def run_section(options: argparse.Namespace) -> None:
+def run_forked(work: Callable[[], None], limit: float) -> Ended:
+    """As `run_process`, for a function: its process has imported what this one has."""
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+        process = get_context("fork").Process(target=_in_a_session, args=(work, out, errors))
+        process.start()
+        try:
+            process.join(limit)
+            code = process.exitcode
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.ident or 0, signal.SIGKILL)
+            process.kill()
+            process.join()
+        return code, *(file.seek(0) or file.read() for file in (out, errors))
+
+
+def _in_a_session(work: Callable[[], None], out: IO[str], errors: IO[str]) -> None:
+    os.setsid()
+    for file, number in ((out, 1), (errors, 2)):  # what libraries and compilers write goes there, too
+        os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = out, errors
+    work()
+
+
+def run_section(name: str, options: argparse.Namespace) -> None:
     """In the process of a section."""
     from benchmarks.gpu_sections import SECTIONS, Machine
 
-    function, _ = SECTIONS[options.section]
+    function, _ = SECTIONS[name]
     tell(function(Machine(options.device, options.size)))
 
 

@@ -18,10 +18,11 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.first_gpu import MINUTES, RESULTS, SIZES, file_name, in_its_own_process, show_section, tell
+from benchmarks.first_gpu import MINUTES, RESULTS, SIZES, file_name, result_of, run_process, show_section, tell
 from benchmarks.timing import write_json
 
 LIMIT = 100.0  # seconds for one case with one number of processes
@@ -68,7 +69,7 @@ def run_all(options: argparse.Namespace) -> int:
         for case in options.only or CASES:
             group = f"{case}, {count} process{'es' if count > 1 else ''}"
             words = worker_words(case, count, max(counts), options)
-            result = results[group] = in_its_own_process(words, min(LIMIT, ends - time.monotonic()))
+            result = results[group] = result_of(partial(run_process, words), min(LIMIT, ends - time.monotonic()))
             result["lines"] += speed_ups(result, results.get(f"{case}, 1 process", result), count)
             show_section(group, result)
             write_json(path, {"title": "Scaling", "size": options.size, "groups": results}, device)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,35 +42,46 @@ def test_all_sections_fit_into_the_time() -> None:
 
 
 def test_everything_in_one_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setitem(SECTIONS, "peaks", (SECTIONS["peaks"][0], PATIENCE))
-    options = argparse.Namespace(
-        device="cpu", size="tiny", only=["peaks"], json=tmp_path / "results" / "cpu.json", minutes=30.0
-    )
-    assert first_gpu.run_all(options) == 0
-    content = json.loads(options.json.read_text())
+    path = tmp_path / "results" / "cpu.json"
+    flags = ["--device", "cpu", "--size", "tiny", "--only", "peaks", "--json", str(path), "--patience", "20"]
+    words = [sys.executable, "-m", "benchmarks.first_gpu", *flags]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(path.read_text())
     assert content["environment"]["device"] == "cpu"
     assert {name: result["state"] for name, result in content["sections"].items()} == {"peaks": "done"}
-    assert "matmul 256^3 float32" in capsys.readouterr().out
+    assert "matmul 256^3 float32" in done.stdout
+
+
+def section(name: str) -> dict[str, Any]:
+    """A section in a process of its own."""
+    work = partial(first_gpu.run_section, name, argparse.Namespace(device="cpu", size="tiny"))
+    return first_gpu.result_of(partial(first_gpu.run_forked, work), PATIENCE)
 
 
 def test_a_section_that_cannot_run_here_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    first_gpu.run_section(argparse.Namespace(device="cpu", size="tiny", section="pcie"))
-    said = capsys.readouterr().out.strip()
-    result = first_gpu.in_its_own_process(["echo", said], PATIENCE)
+    result = section("pcie")
     assert (result["state"], result["lines"]) == ("skipped", [])
     first_gpu.show_section("pcie", result)
     assert "needs CUDA" in capsys.readouterr().out
 
 
+def hang() -> None:
+    """Starts a process that outlives it."""
+    subprocess.Popen(["sleep", "3600"])
+    print(json.dumps(vars(Line("first", 1.0, "s"))), flush=True)
+    time.sleep(3600)
+
+
 def test_a_section_that_fails_or_hangs_is_told() -> None:
-    broken = first_gpu.in_its_own_process([sys.executable, "-c", "{}['no such section']"], PATIENCE)
+    broken = section("no such section")
     assert (broken["state"], broken["reason"]) == ("failed", "KeyError: 'no such section'")
-    hangs = ["sleep", "3600"]
-    slow = first_gpu.in_its_own_process(hangs, 0.2)
-    assert (slow["state"], slow["reason"]) == ("failed", "took longer than 0 s")
-    late = first_gpu.in_its_own_process(hangs, -1)
+    slow = first_gpu.result_of(partial(first_gpu.run_forked, hang), 1.0)
+    assert (slow["state"], slow["reason"]) == ("failed", "took longer than 1 s")
+    assert [line["name"] for line in slow["lines"]] == ["first"]
+    late = first_gpu.result_of(partial(first_gpu.run_forked, hang), -1)
     assert late["state"] == "skipped"
 
 
@@ -87,17 +99,18 @@ def test_what_a_section_found_before_its_time_was_up_is_kept(tmp_path: Path, mon
         return process
 
     monkeypatch.setattr(first_gpu.subprocess, "Popen", start)
-    result = first_gpu.in_its_own_process(["peaks"], 0.2)
+    result = first_gpu.result_of(partial(first_gpu.run_process, ["peaks"]), 0.2)
     assert (result["state"], result["reason"]) == ("failed", "took longer than 0 s")
     assert [each["name"] for each in result["lines"]] == ["first"]
 
 
 def test_a_failure_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = {"peaks": {"state": "failed", "reason": "out of memory", "seconds": 1.0, "lines": []}}
-    done = {"state": "done", "reason": "", "seconds": 1.0, "lines": [vars(Line("a", 1.0, "s"))]}
-    monkeypatch.setattr(first_gpu, "section_words", lambda name, options: name)
-    monkeypatch.setattr(first_gpu, "in_its_own_process", lambda name, limit: results.get(name, done))
-    options = argparse.Namespace(device="cpu", size="tiny", only=None, json=tmp_path / "cpu.json", minutes=1.0)
+    failed = {"state": "failed", "reason": "out of memory", "seconds": 1.0, "lines": []}
+    results = [failed, *({"state": "done", "reason": "", "seconds": 1.0, "lines": []} for _ in SECTIONS)]
+    monkeypatch.setattr(first_gpu, "result_of", lambda run, limit: results.pop(0))
+    options = argparse.Namespace(
+        device="cpu", size="tiny", only=None, json=tmp_path / "cpu.json", minutes=1.0, patience=1.0
+    )
     assert first_gpu.run_all(options) == 1
     states = [result["state"] for result in json.loads(options.json.read_text())["sections"].values()]
     assert states == ["failed", *["done"] * (len(SECTIONS) - 1)]
