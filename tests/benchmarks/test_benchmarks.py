@@ -12,27 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compile_graphs, many_files, page_memory, real_size, startup
+from benchmarks import many_files, real_size, startup
 from benchmarks.models import SHAPES
-from simpletuner.reporting.metrics import METRICS_FILE, read_rows
-from simpletuner.reporting.payloads import EVENTS_FILE
 from tests.workspace import Workspace
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALLEST = {
-    "cache_store": "--entries 2",
     "chain": "--size tiny --clips 1",
-    "checkpoint_kinds": "--size tiny",
-    "compile_graphs": "--size tiny",
     "data_wait": "--size tiny --steps 2",
-    "latent_cache": "--pictures 1",
-    "offload": "--size tiny --batches 1",
     "planned_peak": "--size tiny",
     "startup": "--only help",
     "step": "--size tiny --batches 1 --steps 1",
-    "text_cache": "--captions 1 --kinds sana",
     "tread": "",
-    "webhooks": "--size tiny --steps 1",
 }
 ELSEWHERE = {
     "ablation",
@@ -40,7 +31,6 @@ ELSEWHERE = {
     "first_gpus",
     "cost_table",
     "many_files",
-    "page_memory",
     "real_size",
 }  # their parts have tests of their own
 
@@ -63,7 +53,6 @@ def signals() -> Iterator[None]:
 def test_it_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compile_graphs, "BUCKETS", compile_graphs.BUCKETS[:1])
     monkeypatch.setitem(SHAPES, "deep", replace(SHAPES["deep"], latents=(1, 8, 8)))
     file = tmp_path / "ratios.json"
     words = SMALLEST[name].split()
@@ -122,11 +111,3 @@ def test_a_missing_package_of_the_dev_extra_is_named(monkeypatch: pytest.MonkeyP
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(SystemExit, match=r"skimage.*dev"):
         importlib.import_module("benchmarks.chain")
-
-
-def test_a_run_of_many_steps_is_one_as_it_is_recorded(tmp_path: Path) -> None:
-    page_memory.write_run(tmp_path / "run", 5)
-    assert [row["step"] for row in read_rows(tmp_path / "run" / METRICS_FILE)] == [1, 2, 3, 4]
-    events = list(map(json.loads, (tmp_path / "run" / EVENTS_FILE).read_text().splitlines()))
-    assert [each["id"] for each in events] == list(range(1, len(events) + 1))
-    assert len(events) == 6
