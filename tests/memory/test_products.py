@@ -14,8 +14,9 @@ from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.errors import ConfigError
 from simpletuner.memory.offload import attach
-from simpletuner.memory.precision import QuantisedLinear, pack
-from simpletuner.memory.products import FEW, QuantisedProducts, check_device, use_quantised_products
+from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts, pack
+from simpletuner.memory.products import check_device, use_quantised_products
+from simpletuner.memory.rounding import FEW
 from simpletuner.speed.first_gradients import FirstGradients
 from simpletuner.training.assemble import load_for_sampling
 from tests.closeness import distance
@@ -169,21 +170,41 @@ def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:
     assert all(isinstance(each.form, QuantisedProducts) for each in layers)
 
 
+FP8 = {"base_model_precision": "fp8-quanto", "quantized_matmul": True}
+DYNAMIC = {"text_encoder_1_precision": "int8dq-torchao"}
+
+
 @pytest.mark.parametrize(
-    ("device", "hip", "capability", "reason"),
+    ("settings", "device", "hip", "capability", "problem"),
     [
-        ("mps", None, None, "needs an NVIDIA GPU, not mps"),
-        ("cuda", "6.4", None, "needs an NVIDIA GPU, not ROCm"),
-        ("cuda", None, (8, 6), "fp8-quanto needs a GPU of compute capability 8.9; this one has 8.6"),
+        (FP8, "mps", None, None, "quantized_matmul: needs an NVIDIA GPU, not mps; set it to false."),
+        (FP8, "cuda", "6.4", None, "quantized_matmul: needs an NVIDIA GPU, not ROCm; set it to false."),
+        (
+            FP8, "cuda", None, (8, 6),
+            "quantized_matmul: fp8-quanto needs a GPU of compute capability 8.9; this one has 8.6. Set "
+            "base_model_precision int8-quanto, or quantized_matmul false.",
+        ),
+        (DYNAMIC, "mps", None, None, "text_encoder_1_precision: needs an NVIDIA GPU, not mps; set it to int8-torchao."),
+        (
+            DYNAMIC, "cuda", None, (7, 0),
+            "text_encoder_1_precision: int8dq-torchao needs a GPU of compute capability 7.5; this one has 7.0. Use "
+            "int8-torchao.",
+        ),
     ],
-)
+)  # fmt: skip
 def test_devices_without_the_products(
-    monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, capability: tuple[int, int], reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    device: str,
+    hip: str | None,
+    capability: tuple[int, int],
+    problem: str,
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    config = PrecisionConfig(base_model_precision="fp8-quanto", quantized_matmul=True)
-    with pytest.raises(ConfigError, match=f"^quantized_matmul: {reason}"):
+    config = PrecisionConfig(**settings)
+    with pytest.raises(ConfigError) as raised:
         check_device(config, torch.device(device))
+    assert [str(each) for each in raised.value.problems] == [problem]
     check_device(config, CPU)
     check_device(PrecisionConfig(), torch.device(device))
