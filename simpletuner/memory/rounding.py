@@ -32,10 +32,11 @@ TINY = torch.finfo(torch.float32).tiny
 
 def round_rows(rows: Tensor, fold: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows M K, times a scale per column if there is one, as levels of a dtype and their scales, float32 M 1."""
-    exact = rows.to(torch.float32, copy=True) if fold is None else rows * fold
     largest = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
-    scale = torch.linalg.vector_norm(exact, math.inf, -1, keepdim=True).div_(largest).clamp_min_(TINY)
-    exact.div_(scale)
+    folded = rows if fold is None else rows * fold
+    norm = torch.linalg.vector_norm(folded, math.inf, -1, keepdim=True, dtype=torch.float32)
+    scale = norm.div_(largest).clamp_min_(TINY)
+    exact = rows / scale if fold is None else folded.div_(scale)  # float32 for bf16 rows too, without a copy of them
     return (exact.round_() if dtype is torch.int8 else exact).to(dtype).contiguous(), scale
 
 
@@ -50,15 +51,18 @@ def multiply(rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, column
     """
     rounded, scale = round_rows(rows, fold, levels.dtype)
     if levels.dtype is torch.int8:
-        out = torch._int_mm(rounded, levels) * scale
-        return (out if columns is None else out.mul_(columns)).to(rows.dtype)
+        sums = torch._int_mm(rounded, levels)
+        out = torch.empty_like(sums, dtype=rows.dtype)  # the last product rounds to it, without a float32 copy
+        return torch.mul(sums, scale, out=out) if columns is None else torch.mul(sums * scale, columns, out=out)
     if columns is None:
         columns = scale.new_ones((1, levels.shape[1]))
     # Kernels with scales per row write bf16 only; on a CPU torch 2.11 has none.
     if rows.device.type == "cpu":
         out = (rounded.float() @ levels.float()).mul_(scale).mul_(columns).bfloat16()
     else:
-        out = torch._scaled_mm(rounded, levels, scale, columns, out_dtype=torch.bfloat16)
+        # Sums in the registers of the tensor cores are faster, with fewer bits on Ada and Hopper; gradients keep all.
+        quick, dtype = fold is None, torch.bfloat16
+        out = torch._scaled_mm(rounded, levels, scale, columns, out_dtype=dtype, use_fast_accum=quick)
     return out.to(rows.dtype)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import PrecisionConfig
@@ -107,6 +108,48 @@ def test_compiled_products_are_equal(name: str) -> None:
     compiled: Any = torch.compile(found, backend="aot_eager", fullgraph=True, dynamic=True)
     gradients = [torch.autograd.grad(each(inputs).sin().sum(), inputs)[0] for each in (found, compiled)]
     assert torch.equal(*gradients)
+
+
+class Calls(TorchDispatchMode):
+    """The operations that are called, with their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.found.append((function.overloadpacket.__name__, result))
+        return result
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_int8_products_write_no_needless_float32_numbers(training: bool) -> None:
+    """Forward the scaled rows, these rounded, and the sums once; backward the folded gradient instead of the sums."""
+    found, inputs = layer("int8-quanto", dtype=torch.bfloat16), draw(4, 9, 64, dtype=torch.bfloat16)
+    gradient, outputs = torch.ones(4, 9, 48, dtype=torch.bfloat16), found(inputs)
+    with Calls() as calls:
+        outputs.backward(gradient) if training else found(inputs)
+    large = [
+        name
+        for name, each in calls.found
+        if isinstance(each, Tensor) and each.dtype == torch.float32 and each.numel() >= 36 * 48
+    ]
+    assert large == (["mul", "div_", "round_"] if training else ["div", "round_", "mul"])
+
+
+def test_only_forward_products_accumulate_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On `meta`, where as on a GPU no product runs in float32."""
+    asked: list[bool] = []
+
+    def scaled(rows: Tensor, levels: Tensor, *scales: Tensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+        asked.append(use_fast_accum)
+        return rows.new_empty((len(rows), levels.shape[1]), dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    found, inputs = layer("fp8-quanto").to("meta"), torch.empty(40, 64, device="meta", requires_grad=True)
+    found(inputs).sum().backward()
+    assert asked == [True, False]
 
 
 def told(records: list[logging.LogRecord]) -> list[str]:
