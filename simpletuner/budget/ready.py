@@ -15,7 +15,7 @@ from simpletuner.budget.ways import check_ways
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import RunConfig, raise_if_fatal
-from simpletuner.config.precision import check_capability
+from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
@@ -81,7 +81,7 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
 
 def check_products_here(config: RunConfig) -> Iterator[Problem]:
     """Whether this machine's GPU has the products that the settings ask for; of another machine's it is unknown."""
-    if config.precision.quantized_matmul and config.offload.plan_device_memory_gb is None:
+    if multiplied(config.precision) and config.offload.plan_device_memory_gb is None:
         yield from check_capability(config.precision, compute_capability())
 
 

@@ -108,6 +108,7 @@ class Quantisation:
         package: an optional package that it needs, if any.
         multiplies: CUDA compute capability from which GPUs multiply these weights without unpacking them
             (`quantized_matmul`); None if they cannot.
+        always: they are multiplied so without being asked.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Quantisation:
     shared: int = 0
     group: int = 128
     multiplies: tuple[int, int] | None = None
+    always: bool = False
 
     @property
     def bytes_per_weight(self) -> float:
@@ -134,11 +136,15 @@ QUANTISATIONS = {
         Quantisation("fp8-quanto", "quanto", "qfloat8_e4m3fn", 8, multiplies=(8, 9)),
         Quantisation("fp8uz-quanto", "quanto", "qfloat8_e4m3fnuz", 8),
         Quantisation("int8-torchao", "torchao", "Int8WeightOnlyConfig", 8, TORCHAO),
-        Quantisation("int8dq-torchao", "torchao", "Int8DynamicActivationInt8WeightConfig", 8, TORCHAO),
+        Quantisation(
+            "int8dq-torchao", "torchao", "Int8DynamicActivationInt8WeightConfig", 8, TORCHAO,
+            multiplies=(7, 5), always=True,
+        ),
         Quantisation("fp8-torchao", "torchao", "Float8WeightOnlyConfig", 8, TORCHAO),
         Quantisation("nf4-bnb", "bnb", "nf4", 4, BITSANDBYTES, shared=4, group=64),
     )
-}
+}  # fmt: skip
+UNPACKED = "int8-torchao"  # like int8dq-torchao, with weights that any device unpacks
 # Known but unsupported names, with the reason and the nearest supported one.
 UNSUPPORTED = {
     "int4-torchao": ("torchao's int4 weights have no gradient for their inputs", "int4-quanto"),
@@ -168,13 +174,13 @@ def check_products(config: PrecisionConfig, model_type: str) -> Iterator[Problem
     """Whether `quantized_matmul` can multiply the weights as they are stored."""
     base = config.base_model_precision
     stored = None if base in UNSUPPORTED else quantisation(base)
-    if not config.quantized_matmul or (stored is not None and stored.multiplies):
+    if not config.quantized_matmul or (stored is not None and stored.multiplies and not stored.always):
         return
     if model_type == "full":
         message = "and model_type full exclude each other: it multiplies frozen weights; use model_type lora."
         yield Problem("quantized_matmul", message)
         return
-    allowed = ", ".join(name for name, each in QUANTISATIONS.items() if each.multiplies)
+    allowed = ", ".join(name for name, each in QUANTISATIONS.items() if each.multiplies and not each.always)
     yield Problem("quantized_matmul", f"multiplies weights stored as {allowed}, not {base!r}: {_why_not(stored)}.")
 
 
@@ -182,9 +188,19 @@ def _why_not(stored: Quantisation | None) -> str:
     """Why weights cannot be multiplied as they are stored."""
     if stored is None:
         return "these are not quantised"
+    if stored.always:
+        return "it multiplies in int8 without this key"
     if stored.library == "torchao":
         return "torchao computes its own products"
     return "GPUs multiply another float8" if stored.bits == 8 else "below 8 bits, scales change within a row"
+
+
+def multiplied(config: PrecisionConfig) -> dict[str, Quantisation]:
+    """How the weights are stored that are multiplied without unpacking them, by the key that asks for it."""
+    names = config.model_dump(include=set(PRECISION_KEYS))
+    found = {key: stored for key, name in names.items() if (stored := quantisation(name)) and stored.always}
+    base = quantisation(config.base_model_precision) if config.quantized_matmul else None
+    return found | ({} if base is None else {"quantized_matmul": base})
 
 
 def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None) -> Iterator[Problem]:
@@ -193,14 +209,20 @@ def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None
     Args:
         capability: of the GPU; None if unknown.
     """
-    stored = quantisation(config.base_model_precision) if config.quantized_matmul else None
-    least = stored.multiplies if stored is not None else None
-    if stored is not None and least is not None and capability is not None and capability < least:
-        needed, found = (".".join(map(str, each)) for each in (least, capability))
-        others = " or ".join(name for name, each in QUANTISATIONS.items() if (each.multiplies or (99, 0)) <= capability)
-        instead = f"Set base_model_precision {others}, or" if others else "Set"
+    for key, stored in multiplied(config).items():
+        if capability is None or stored.multiplies is None or capability >= stored.multiplies:
+            continue
+        needed, found = (".".join(map(str, each)) for each in (stored.multiplies, capability))
         message = f"{stored.name} needs a GPU of compute capability {needed}; this one has {found}."
-        yield Problem("quantized_matmul", f"{message} {instead} quantized_matmul false.")
+        yield Problem(key, f"{message} {_instead(stored, capability)}")
+
+
+def _instead(stored: Quantisation, capability: tuple[int, int]) -> str:
+    if stored.always:
+        return f"Use {UNPACKED}."
+    can = (name for name, each in QUANTISATIONS.items() if (each.multiplies or (99, 0)) <= capability)
+    others = " or ".join(name for name in can if not QUANTISATIONS[name].always)
+    return f"Set base_model_precision {others}, or quantized_matmul false." if others else "Set quantized_matmul false."
 
 
 def check_packages(config: PrecisionConfig) -> Iterator[Problem]:

@@ -7,6 +7,8 @@ numbers whether it shares a step with others in one batch or in the batches of s
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,3 +84,14 @@ def seed_device(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
+
+
+@contextmanager
+def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
+    """A context in which the default generators start from a seed; those of the CPU and of the devices are restored.
+
+    By default torch would save the state of every visible GPU, which takes memory on all of them.
+    """
+    with torch.random.fork_rng({each for each in devices if each.type == "cuda"}):
+        torch.manual_seed(seed)
+        yield

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from simpletuner.config.precision import Quantisation
 from simpletuner.memory.heap import trim_heap
+from simpletuner.memory.rounding import fits, multiply
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Weights that share a scale below 8 bits: the first size that divides the row.
@@ -63,6 +64,43 @@ class ScaledRows(WeightFormat):
         return (levels.to(scale.dtype) if levels.is_floating_point() else levels) * scale
 
 
+class RoundedInputs(ScaledRows):
+    """Products with inputs that are rounded to the bits of the weight; the gradient is that of the unpacked weight."""
+
+    def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
+        levels, scale = packed
+        if not fits(inputs, levels):
+            return super().product(inputs, bias, *packed)
+        out = multiply(inputs.flatten(0, -2), levels.t(), columns=scale.float().t()).unflatten(0, inputs.shape[:-1])
+        return out if bias is None else out + bias
+
+
+class QuantisedProducts(RoundedInputs):
+    """Products in the bits of the weight, with gradients that are rounded to them as well."""
+
+    def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
+        levels, scale = packed
+        if not fits(gradient, levels):
+            return super().input_gradient(gradient, *packed)
+        # Column-major by a copy of one byte per weight.
+        inputs = multiply(gradient.flatten(0, -2), levels.t().contiguous().t(), fold=scale.float().t())
+        return inputs.unflatten(0, gradient.shape[:-1])
+
+
+@dataclass(frozen=True)
+class DynamicWeight(RoundedInputs):
+    """torchao's int8dq: its levels and float32 scales, without its product.
+
+    In every call, torchao's product formats a tensor, and so waits for the GPU; compiled, it fails for few rows. It
+    rounds inputs in steps of 1/127.5 of a row's largest value and clips that value; here the steps are 1/127.
+    """
+
+    dtype: torch.dtype
+
+    def unpack(self, *packed: Tensor) -> Tensor:
+        return super().unpack(*packed).to(self.dtype)
+
+
 @dataclass(frozen=True)
 class ScaledGroups(WeightFormat):
     """2 or 4 bits per weight, and a scale and shift per group: w = scale · level - shift.
@@ -100,7 +138,7 @@ class NormalFloat(WeightFormat):
 
 @dataclass(frozen=True)
 class TorchaoWeight(WeightFormat):
-    """A torchao tensor subclass, reassembled for each use; some also quantise the inputs (int8dq)."""
+    """A torchao tensor subclass, reassembled for each use."""
 
     kind: Any
     names: tuple[str, ...]
@@ -160,6 +198,8 @@ def _pack_torchao(weight: Tensor, kind: str) -> Packed:
     carrier.weight = torch.nn.Parameter(weight, requires_grad=False)
     quantization.quantize_(carrier, getattr(quantization, kind)())
     packed: Any = carrier.weight
+    if kind == "Int8DynamicActivationInt8WeightConfig":
+        return DynamicWeight(weight.dtype), {"data": packed.qdata, "scale": packed.scale}
     listed, settings = packed.__tensor_flatten__()
     tensors = {name: tensor for name in listed if (tensor := getattr(packed, name)) is not None}
     absent = tuple(name for name in listed if name not in tensors)

@@ -1,97 +1,19 @@
-"""Matrix products in the bits of a quantised weight (W8A8): activations and gradients are quantised as well.
-
-With the weight W[n, k] = s[n] · L[n, k], levels L in int8 or float8 (e4m3) and a scale per output channel:
-
-    forward          x[m, k] ≈ a[m] · X[m, k]            y[m, n] = a[m] · s[n] · Σ_k X[m, k] · L[n, k]
-    input gradient   g[m, n] · s[n] ≈ b[m] · G[m, n]     dx[m, k] = b[m] · Σ_n G[m, n] · L[n, k]
-
-a and b are the largest absolute values of a row (a token), divided by the largest level. In the backward pass the
-weight's scale lies along the sum and cannot be taken out of it, so it is folded into the gradient before that is
-quantised: apart from the rounding of x and g · s, both products are exactly those of the unpacked weight. int8 sums
-are exact in int32 for rows of up to 133,000 numbers.
-
-Own code rather than torchao's: its float8 and int8 training keep the weight in bf16 and quantise it anew for each
-product and axis, `Int8QuantizedTrainingLinearWeight` unpacks it for the input gradient, and the inference tensors have
-no quantised backward pass. As in its row-wise recipe, gradients are e4m3, too: scales per row leave e5m2's wider range
-unused.
-"""
+"""Lets the frozen layers of a model multiply in the bits of their weights (`quantized_matmul`), where a GPU can."""
 
 from __future__ import annotations
 
 import logging
-import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from simpletuner.config.precision import check_capability
+from simpletuner.config.precision import UNPACKED, check_capability, multiplied
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.errors import ConfigError, Problem, shorten
-from simpletuner.memory.precision import QuantisedLinear, ScaledRows
+from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts
+from simpletuner.memory.rounding import MULTIPLE
 
 logger = logging.getLogger(__name__)
-
-# `torch._int_mm` needs more rows than this on a GPU; fewer are multiplied with the unpacked weight, on any device.
-FEW = 16
-# Both operations need sizes that are multiples of 8 or 16.
-MULTIPLE = 16
-TINY = torch.finfo(torch.float32).tiny
-
-
-def round_rows(rows: Tensor, fold: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows M K, times a scale per column if there is one, as levels of a dtype and their scales, float32 M 1."""
-    exact = rows.to(torch.float32, copy=True) if fold is None else rows * fold
-    largest = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
-    scale = torch.linalg.vector_norm(exact, math.inf, -1, keepdim=True).div_(largest).clamp_min_(TINY)
-    exact.div_(scale)
-    return (exact.round_() if dtype is torch.int8 else exact).to(dtype).contiguous(), scale
-
-
-def multiply(rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
-    """Rounded rows times levels: M N, in the dtype of `rows`.
-
-    Args:
-        rows: M K.
-        levels: K N, column-major as the kernels on a GPU want it.
-        fold: float32 1 K, to multiply the rows by before they are rounded.
-        columns: float32 1 N, to multiply the result by.
-    """
-    rounded, scale = round_rows(rows, fold, levels.dtype)
-    if levels.dtype is torch.int8:
-        out = torch._int_mm(rounded, levels) * scale
-        return (out if columns is None else out.mul_(columns)).to(rows.dtype)
-    if columns is None:
-        columns = scale.new_ones((1, levels.shape[1]))
-    # Kernels with scales per row write bf16 only; on a CPU torch 2.11 has none.
-    if rows.device.type == "cpu":
-        out = (rounded.float() @ levels.float()).mul_(scale).mul_(columns).bfloat16()
-    else:
-        out = torch._scaled_mm(rounded, levels, scale, columns, out_dtype=torch.bfloat16)
-    return out.to(rows.dtype)
-
-
-class QuantisedProducts(ScaledRows):
-    """A weight whose products are computed in its own bits."""
-
-    def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
-        if is_small(inputs):
-            return super().product(inputs, bias, *packed)
-        levels, scale = packed
-        out = multiply(inputs.flatten(0, -2), levels.t(), columns=scale.float().t()).unflatten(0, inputs.shape[:-1])
-        return out if bias is None else out + bias
-
-    def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
-        if is_small(gradient):
-            return super().input_gradient(gradient, *packed)
-        levels, scale = packed
-        # Column-major by a copy of one byte per weight.
-        inputs = multiply(gradient.flatten(0, -2), levels.t().contiguous().t(), fold=scale.float().t())
-        return inputs.unflatten(0, gradient.shape[:-1])
-
-
-def is_small(inputs: Tensor) -> bool:
-    """Whether there are too few rows for the operations on a GPU."""
-    return math.prod(inputs.shape[:-1]) <= FEW
 
 
 def check_device(config: PrecisionConfig, device: torch.device) -> None:
@@ -100,11 +22,14 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if not config.quantized_matmul or device.type == "cpu":
+    asked = multiplied(config)
+    if not asked or device.type == "cpu":
         return
     if device.type != "cuda" or torch.version.hip:
         name = "ROCm" if device.type == "cuda" else device.type
-        raise ConfigError([Problem("quantized_matmul", f"needs an NVIDIA GPU, not {name}; set it to false.")])
+        values = {key: UNPACKED if stored.always else "false" for key, stored in asked.items()}
+        message = "needs an NVIDIA GPU, not {}; set it to {}."
+        raise ConfigError([Problem(key, message.format(name, value)) for key, value in values.items()])
     if problems := [*check_capability(config, torch.cuda.get_device_capability(device))]:
         raise ConfigError(problems)
 

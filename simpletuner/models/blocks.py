@@ -7,7 +7,7 @@ twice, and a device may have a faster kernel for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,33 @@ class SelfAttention:
             yield
         finally:
             self._call = previous
+
+
+class FreeSizes:
+    """Tells the compiler which sizes change from call to call, while it may compile for them.
+
+    Marking a call's inputs takes longer than launching a kernel. Inputs of shapes that were marked before are not
+    marked again, unless something has been compiled since.
+    """
+
+    def __init__(self) -> None:
+        self._marked: set[object] = set()
+        self._graphs = 0
+
+    def mark(self, inputs: Sequence[Tensor | None], dimensions: Callable[[Tensor], Sequence[int]]) -> None:
+        """Mark those dimensions of the inputs of a call."""
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if graphs != self._graphs:
+            self._graphs = graphs
+            self._marked.clear()
+        kinds = [None if each is None else (each.shape, each.dtype, each.requires_grad) for each in inputs]
+        call = (torch.is_grad_enabled(), *kinds)
+        if call in self._marked:
+            return
+        self._marked.add(call)
+        for tensor in inputs:
+            if tensor is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, [*dimensions(tensor)])
 
 
 @dataclass

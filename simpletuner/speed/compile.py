@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.models.adapter import BlockLayout
-from simpletuner.models.blocks import FastBlocks
+from simpletuner.models.blocks import FastBlocks, FreeSizes
 from simpletuner.speed.recomputation import checkpointed, outside_checkpoints
 
 # Largest accepted relative error of gradients. Compiled code rounds differently: correct blocks are off by thousandths,
@@ -40,6 +40,7 @@ class CompiledPiece:
         sampling: also run compiled code in calls without gradients, that is, in previews.
         strict: raise the compiler's errors instead of falling back.
         ones_are_sizes: see `settle_compiler`.
+        sizes: which of them its inputs have had.
     """
 
     eager: Callable[..., Any]
@@ -47,6 +48,7 @@ class CompiledPiece:
     sampling: bool = False
     strict: bool = False
     ones_are_sizes: bool = True
+    sizes: FreeSizes = field(default_factory=FreeSizes)
 
     def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
         training = torch.is_grad_enabled()
@@ -55,9 +57,7 @@ class CompiledPiece:
             return self.eager(block, hidden, *others)
         settle_compiler(ones_are_sizes=self.ones_are_sizes)
         hidden = with_gradient(hidden) if training else hidden
-        for tensor in (hidden, *others):
-            if tensor is not None:
-                torch._dynamo.maybe_mark_dynamic(tensor, sizes_of(tensor))
+        self.sizes.mark((hidden, *others), sizes_of)
         try:
             return self.compiled(block, hidden, *others)
         except TorchDynamoException as error:

@@ -26,7 +26,7 @@ from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
-from simpletuner.diffusion.seeds import step_seed
+from simpletuner.diffusion.seeds import seeded, step_seed
 from simpletuner.memory.heap import large_tensors_apart
 from simpletuner.memory.offload.attach import attach_offload, place_model
 from simpletuner.memory.offload.block_inputs import BlockInputs
@@ -181,8 +181,7 @@ def _attach(techniques: Sequence[Technique], site: Site, seed: int) -> dict[str,
     """
     modules = {}
     for technique in techniques:
-        with torch.random.fork_rng():
-            torch.manual_seed(step_seed(seed, 0, 0, 0, technique.name))
+        with seeded(step_seed(seed, 0, 0, 0, technique.name), [site.device]):
             technique.attach(site)
         module = technique.module()
         if module is not None:

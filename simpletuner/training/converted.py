@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from simpletuner.config.lora import LoraConfig
+from simpletuner.diffusion.seeds import seeded
 from simpletuner.models.lora_targets import Targets
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
@@ -223,8 +224,7 @@ def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
         most: largest rank, even if it has less.
     """
     matrix = update.flatten(1)
-    with torch.random.fork_rng():  # the method is randomised
-        torch.manual_seed(0)
+    with seeded(0, [matrix.device]):  # the method is randomised
         left, sizes, right = torch.svd_lowrank(matrix, q=min(most + SPARE, *matrix.shape), niter=4)
     kept = sizes.square().cumsum(0) / matrix.square().sum()
     rank = min(int((kept < energy).sum()) + 1, most, len(sizes))

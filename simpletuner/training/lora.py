@@ -21,6 +21,7 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from simpletuner.config.lora import LoraConfig
+from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
 from simpletuner.models.lora_targets import Targets
@@ -202,8 +203,8 @@ def add_lora(
 def inject(transformer: nn.Module, settings: PeftConfig, seed: int, dtype: torch.dtype) -> None:
     """Freeze a diffusers model and add an adapter of peft to it."""
     model: Any = transformer.requires_grad_(False)
-    with torch.random.fork_rng():  # peft draws the initial weights from the global generator
-        torch.manual_seed(seed)
+    # peft draws the initial weights from the global generator
+    with seeded(seed, (each.device for each in transformer.parameters())):
         model.add_adapter(settings, adapter_name=ADAPTER)
     for parameter in transformer.parameters():
         if parameter.requires_grad:  # peft chooses the dtype by the base weights

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from simpletuner.atomic import write_json
 from simpletuner.config.lora import LoraConfig
+from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.lora_targets import weights_of
 from simpletuner.models.lycoris_file import CONFIG_FILE, LycorisFile, read_lycoris
@@ -83,8 +84,8 @@ def add_lycoris(
         raise ConfigError(problems)
     logging.getLogger("LyCORIS").setLevel(logging.ERROR)
     transformer.requires_grad_(False)
-    with torch.random.fork_rng():  # modules draw their initial weights from the global generator
-        torch.manual_seed(seed)
+    # modules draw their initial weights from the global generator
+    with seeded(seed, (each.device for each in transformer.parameters())):
         settings = file.layers(weights_of(weight_shapes(transformer)))
         modules = {name: _wrap(transformer.get_submodule(name), name, file, each) for name, each in settings.items()}
     for module in modules.values():

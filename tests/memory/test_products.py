@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.errors import ConfigError
 from simpletuner.memory.offload import attach
-from simpletuner.memory.precision import QuantisedLinear, pack
-from simpletuner.memory.products import FEW, QuantisedProducts, check_device, use_quantised_products
+from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts, pack
+from simpletuner.memory.products import check_device, use_quantised_products
+from simpletuner.memory.rounding import FEW
 from simpletuner.speed.first_gradients import FirstGradients
 from simpletuner.training.assemble import load_for_sampling
 from tests.closeness import distance
@@ -108,6 +110,48 @@ def test_compiled_products_are_equal(name: str) -> None:
     assert torch.equal(*gradients)
 
 
+class Calls(TorchDispatchMode):
+    """The operations that are called, with their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.found.append((function.overloadpacket.__name__, result))
+        return result
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_int8_products_write_no_needless_float32_numbers(training: bool) -> None:
+    """Forward the scaled rows, these rounded, and the sums once; backward the folded gradient instead of the sums."""
+    found, inputs = layer("int8-quanto", dtype=torch.bfloat16), draw(4, 9, 64, dtype=torch.bfloat16)
+    gradient, outputs = torch.ones(4, 9, 48, dtype=torch.bfloat16), found(inputs)
+    with Calls() as calls:
+        outputs.backward(gradient) if training else found(inputs)
+    large = [
+        name
+        for name, each in calls.found
+        if isinstance(each, Tensor) and each.dtype == torch.float32 and each.numel() >= 36 * 48
+    ]
+    assert large == (["mul", "div_", "round_"] if training else ["div", "round_", "mul"])
+
+
+def test_only_forward_products_accumulate_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On `meta`, where as on a GPU no product runs in float32."""
+    asked: list[bool] = []
+
+    def scaled(rows: Tensor, levels: Tensor, *scales: Tensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+        asked.append(use_fast_accum)
+        return rows.new_empty((len(rows), levels.shape[1]), dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    found, inputs = layer("fp8-quanto").to("meta"), torch.empty(40, 64, device="meta", requires_grad=True)
+    found(inputs).sum().backward()
+    assert asked == [True, False]
+
+
 def told(records: list[logging.LogRecord]) -> list[str]:
     return [each.getMessage() for each in records if "gradients of block 0" in each.getMessage()]
 
@@ -169,21 +213,41 @@ def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:
     assert all(isinstance(each.form, QuantisedProducts) for each in layers)
 
 
+FP8 = {"base_model_precision": "fp8-quanto", "quantized_matmul": True}
+DYNAMIC = {"text_encoder_1_precision": "int8dq-torchao"}
+
+
 @pytest.mark.parametrize(
-    ("device", "hip", "capability", "reason"),
+    ("settings", "device", "hip", "capability", "problem"),
     [
-        ("mps", None, None, "needs an NVIDIA GPU, not mps"),
-        ("cuda", "6.4", None, "needs an NVIDIA GPU, not ROCm"),
-        ("cuda", None, (8, 6), "fp8-quanto needs a GPU of compute capability 8.9; this one has 8.6"),
+        (FP8, "mps", None, None, "quantized_matmul: needs an NVIDIA GPU, not mps; set it to false."),
+        (FP8, "cuda", "6.4", None, "quantized_matmul: needs an NVIDIA GPU, not ROCm; set it to false."),
+        (
+            FP8, "cuda", None, (8, 6),
+            "quantized_matmul: fp8-quanto needs a GPU of compute capability 8.9; this one has 8.6. Set "
+            "base_model_precision int8-quanto, or quantized_matmul false.",
+        ),
+        (DYNAMIC, "mps", None, None, "text_encoder_1_precision: needs an NVIDIA GPU, not mps; set it to int8-torchao."),
+        (
+            DYNAMIC, "cuda", None, (7, 0),
+            "text_encoder_1_precision: int8dq-torchao needs a GPU of compute capability 7.5; this one has 7.0. Use "
+            "int8-torchao.",
+        ),
     ],
-)
+)  # fmt: skip
 def test_devices_without_the_products(
-    monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, capability: tuple[int, int], reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    device: str,
+    hip: str | None,
+    capability: tuple[int, int],
+    problem: str,
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    config = PrecisionConfig(base_model_precision="fp8-quanto", quantized_matmul=True)
-    with pytest.raises(ConfigError, match=f"^quantized_matmul: {reason}"):
+    config = PrecisionConfig(**settings)
+    with pytest.raises(ConfigError) as raised:
         check_device(config, torch.device(device))
+    assert [str(each) for each in raised.value.problems] == [problem]
     check_device(config, CPU)
     check_device(PrecisionConfig(), torch.device(device))

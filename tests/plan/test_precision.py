@@ -116,7 +116,8 @@ def test_what_a_quantised_base_excludes(
         ("int4", "below 8 bits, scales change within a row"),
         ("nf4-bnb", "below 8 bits, scales change within a row"),
         ("fp8uz", "GPUs multiply another float8"),
-        ("int8dq-torchao", "torchao computes its own products"),
+        ("int8-torchao", "torchao computes its own products"),
+        ("int8dq-torchao", "it multiplies in int8 without this key"),
     ],
 )
 def test_bases_that_cannot_be_multiplied(base: str, reason: str) -> None:

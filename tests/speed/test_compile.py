@@ -118,6 +118,51 @@ def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.Mo
     assert graphs() > 0
 
 
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors whose sizes the compiler is told to be dynamic, as they are marked."""
+    found: list[Tensor] = []
+    mark = torch._dynamo.maybe_mark_dynamic
+    monkeypatch.setattr(
+        torch._dynamo, "maybe_mark_dynamic", lambda each, sizes: (found.append(each), mark(each, sizes))
+    )
+    return found
+
+
+def test_sizes_are_marked_until_nothing_is_compiled_any_more(marks: list[Tensor]) -> None:
+    """Each shape once more after anything was compiled; what the marks do not foresee takes no graph for each size."""
+
+    def scale(block: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden * (2 if block.training else 3)
+
+    piece, block = CompiledPiece(scale, torch.compile(scale, backend="eager")), nn.Identity()
+
+    def marked(tokens: int) -> int:
+        before, hidden = len(marks), torch.ones(2, tokens, 4)
+        assert torch.equal(piece(block, hidden), scale(block, hidden))
+        return len(marks) - before
+
+    assert [marked(tokens) for tokens in (5, 5, 5, 5, 7, 7, 7)] == [1, 1, 0, 0, 1, 0, 0]
+    assert graphs() == 1
+    block.eval()
+    assert [marked(tokens) for tokens in (5, 5, 5, 5)] == [0, 1, 1, 0]
+    assert [marked(tokens) for tokens in (6, 8, 9, 9)] == [1, 1, 1, 0]
+    assert graphs() <= 3
+
+
+def test_a_repeated_step_marks_no_sizes(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, marks: list[Tensor]
+) -> None:
+    trace_only(monkeypatch)
+    assembly = make_assembly(t2i_checkpoint, dynamo_backend="aot_eager")
+    found = []
+    for _ in range(3):
+        loss_and_gradients(assembly, bucket(8, 8, 6))
+        clear(assembly)
+        found.append(len(marks))
+    assert 0 < found[0] <= found[1] == found[2]
+
+
 def in_a_thread(work: Callable[[], object]) -> None:
     """As autograd computes gradients of a GPU: torch's settings are those of the thread."""
     with ThreadPoolExecutor(1) as threads:

@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from simpletuner.config.schema import EmaConfig
+from simpletuner.config.tread import Route
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter_sizes import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.lora_targets import weights_of
+from simpletuner.techniques.tread import Tread
 from simpletuner.training.applied import applied_loras
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.converted import LOST, ConvertedAdapter, low_rank
@@ -96,6 +98,15 @@ def test_step_0_and_disabled_are_the_base_model(t2i_checkpoint: Path, kind: str)
     assert distance({"": ours.predict(moved.transformer, batch)}, {"": base}) > 5 * ROTATION
     with moved.trained.disabled():
         assert torch.equal(ours.predict(moved.transformer, batch), base)
+
+
+@pytest.mark.parametrize("kind", ["lokr", "lycoris lokr"])
+def test_other_gpus_are_not_touched(t2i_checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, `fork_rng` saves the state of every visible GPU, which takes memory on all of them."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"touches GPU {device}"))
+    make_assembly(t2i_checkpoint, Tread([Route(0.5, 1, -1)]), **KINDS[kind])
+    low_rank(torch.randn(8, 8), 0.9, 2)
 
 
 def test_updates_are_those_computed_by_hand(t2i_checkpoint: Path) -> None:

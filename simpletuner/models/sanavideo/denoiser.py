@@ -12,6 +12,7 @@ from torch.nn import functional
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import Compiler, Forward
+from simpletuner.models.blocks import FreeSizes
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 
 
@@ -87,7 +88,7 @@ class CompiledOnGrid:
 
     def __init__(self, compiler: Compiler, forward: Forward) -> None:
         bound: Any = forward
-        self.block, self.compiled = bound.__self__, compiler(on_grid)
+        self.block, self.compiled, self.sizes = bound.__self__, compiler(on_grid), FreeSizes()
 
     def __call__(
         self, hidden: Tensor, no_mask: None, text: Tensor, mask: Tensor, timestep: Tensor,
@@ -96,9 +97,8 @@ class CompiledOnGrid:
         grid = (frames, height, width)
         hidden, *tables = (each.unflatten(1, grid) for each in (hidden, *rotary))
         timestep = timestep.unflatten(1, grid if timestep.shape[1] > 1 else (1, 1, 1))
-        for tensor in (hidden, text, mask, timestep, *tables):
-            for dimension in range(4 if tensor.ndim > 3 else 1):  # batch and grid
-                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        inputs = (hidden, text, mask, timestep, *tables)
+        self.sizes.mark(inputs, lambda tensor: range(4 if tensor.ndim > 3 else 1))  # batch and grid
         out: Tensor = self.compiled(self.block, hidden, text, mask, timestep, tables)
         return out
 
