@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from simpletuner.data.sampler import PlannedBatch
 from simpletuner.errors import Interrupted, NonFiniteError, UserError, WriteError, is_out_of_memory
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
-from simpletuner.reporting.environment import describe_environment, package_versions
+from simpletuner.reporting.environment import describe_device, describe_environment, package_versions
 from simpletuner.reporting.events import Event, PhaseEnded, PhaseStarted, StepDone
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.run.rehearsal import unchanged
@@ -38,6 +38,8 @@ from simpletuner.training.step import gradient_size, rehearse_micro_step
 
 FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
 LAST_STEPS = 20  # rows of the record in a failure's folder
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Failure:
         metrics: the last rows of the record.
         memory: in bytes, what the plan expected by phase and the peak at the end of each, and the state of a GPU's
             allocator.
+        unread: what the device did not answer, in one line: after some errors, every call to a GPU fails.
     """
 
     cause: str
@@ -64,6 +67,27 @@ class Failure:
     facts: dict[str, Any]
     metrics: list[dict[str, Any]]
     memory: dict[str, Any]
+    unread: str = ""
+
+
+@dataclass
+class Questions:
+    """Asks a device that may fail every call; what it does not answer is noted."""
+
+    unanswered: list[str] = field(default_factory=list)
+    reason: str = ""
+
+    def ask(self, what: str, call: Callable[[], Found]) -> Found | None:
+        """What `call` returns; None if the device fails it."""
+        try:
+            return call()
+        except RuntimeError as error:
+            self.unanswered.append(what)
+            self.reason = str(error).partition("\n")[0]
+            return None
+
+    def __str__(self) -> str:
+        return f"Could not be read ({self.reason}): {', '.join(self.unanswered)}." if self.unanswered else ""
 
 
 @dataclass
@@ -78,7 +102,8 @@ class Doing:
             case PhaseStarted():
                 self.phase = event.title
             case PhaseEnded():
-                self.peaks[event.phase.title] = peak_memory()
+                with suppress(RuntimeError):  # it would take the place of the error that ended the phase
+                    self.peaks[event.phase.title] = peak_memory()
             case StepDone():
                 self.phase, self.peaks["training"] = f"what follows step {event.step}", peak_memory()
 
@@ -113,13 +138,15 @@ def _leave(session: Session, assembly: Assembly, state: TrainState, doing: Doing
     during = f"step {step}" if batches else doing.phase
     cause, advice = cause_of(error, during, assembly, session.reader, batches, done)
     start, rows = checkpoint_before(plan, done), [*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)]
+    device = Questions()
     memory = {
         "planned": [asdict(each) for each in session.budget.phases],
-        "peaks": {**doing.peaks, "at the failure": peak_memory()},
-        "allocator": torch.cuda.memory_summary().splitlines() if torch.cuda.is_available() else [],
+        "peaks": {**doing.peaks, "at the failure": device.ask("the peak of memory", peak_memory)},
+        "allocator": device.ask("the state of the allocator", _allocator),
     }
+    facts = facts_of(plan, device.ask("the name of the device", describe_device) or "unknown")
     samples, origin = [_describe(each) for each in batches], str(start.path) if start else None
-    failure = Failure(cause, advice, step, samples, origin, facts_of(plan), rows, memory)
+    failure = Failure(cause, advice, step, samples, origin, facts, rows, memory, str(device))
     name = f"{FOLDER}/step-{step}" + ("" if assembly.world.is_main else f"-process-{assembly.world.rank}")
     names = (f"{name}{f'-{number}' if number > 1 else ''}" for number in count(1))
     folder = next(path for name in names if not (path := plan.output_dir / name).exists())
@@ -127,7 +154,11 @@ def _leave(session: Session, assembly: Assembly, state: TrainState, doing: Doing
         write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
         write_json(unfinished / CONFIG_FILE, _explicit_settings(plan))
         write_atomically(unfinished / "traceback.txt", redact("".join(traceback.format_exception(error))))
-    return " ".join(filter(None, (advice, f"What happened: {folder}")))
+    return " ".join(filter(None, (advice, failure.unread, f"What happened: {folder}")))
+
+
+def _allocator() -> list[str]:
+    return torch.cuda.memory_summary().splitlines() if torch.cuda.is_available() else []
 
 
 def cause_of(
@@ -154,8 +185,11 @@ def cause_of(
 
 
 def first_not_finite(assembly: Assembly, reader: BatchReader, batches: Sequence[PlannedBatch], done: int) -> str | None:
-    """Repeat the micro-steps of a step; returns the first module whose output is NaN or infinite."""
-    with watched_outputs(assembly.transformer) as modules:
+    """Repeat the micro-steps of a step; returns the first module whose output is NaN or infinite.
+
+    None as well if the device fails or lacks the memory for blocks that are not compiled.
+    """
+    with watched_outputs(assembly.transformer) as modules, suppress(RuntimeError):
         for micro_step, planned in enumerate(batches):
             with suppress(NonFiniteError):
                 attempt(assembly, reader, planned, done, micro_step)
@@ -185,11 +219,15 @@ def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
     return max(before, key=lambda each: (each.step, not each.rolling), default=None)
 
 
-def facts_of(plan: Plan) -> dict[str, Any]:
-    """What a repetition depends on, by name: every setting without secrets, versions, models and data."""
+def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
+    """What a repetition depends on, by name: every setting without secrets, versions, models and data.
+
+    Args:
+        device: what training runs on; None asks torch.
+    """
     identity = plan.identity(package_versions())
     found = identity.weights | identity.order | {"content of the data": identity.datasets, "seed": plan.seed}
-    return redact_settings(plan.config.flat()) | describe_environment() | found
+    return redact_settings(plan.config.flat()) | describe_environment(device) | found
 
 
 def _explicit_settings(plan: Plan) -> dict[str, Any]:

@@ -132,6 +132,42 @@ def test_the_same_step_bit_for_bit(workspace: Workspace, failing: Any, capsys: p
     assert "Step 3 fails already" in capsys.readouterr().out
 
 
+def test_the_folder_is_written_when_every_call_to_the_gpu_fails(
+    workspace: Workspace, failing: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*given: Any, **named: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for it")
+
+    def break_the_device(noisy: Any, loss: torch.Tensor) -> None:
+        if noisy.place.global_step < 2:
+            return
+        for name in ("item", "tolist", "cpu", "numpy", "to", "__bool__", "__repr__"):
+            monkeypatch.setattr(torch.Tensor, name, refuse)
+        for name in set(torch.cuda.__all__) - {"AcceleratorError", "OutOfMemoryError"}:
+            if callable(function := getattr(torch.cuda, name)) and not isinstance(function, type):
+                monkeypatch.setattr(torch.cuda, name, refuse)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        refuse()
+
+    failing(break_the_device)
+    assert workspace.train("hub_model_id=someone/else", "max_train_steps=8") == 1
+    folder, failure = only_failure(workspace)
+    assert failure["cause"] == "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    (batch,) = failure["batches"]
+    assert all(sample["name"].startswith("pictures/") for sample in batch["samples"])
+    assert [row["step"] for row in failure["metrics"]] == [1, 2]
+    assert failure["facts"]["max_train_steps"] == 8
+    assert failure["unread"] == (
+        "Could not be read (CUDA error: an illegal memory access was encountered): "
+        "the peak of memory, the state of the allocator, the name of the device."
+    )
+    assert json.loads((folder / "config.json").read_text())["max_train_steps"] == 8
+    assert "break_the_device" in (folder / "traceback.txt").read_text()
+    shown = capsys.readouterr().err
+    assert "AcceleratorError: CUDA error: an illegal memory access was encountered" in shown
+    assert failure["unread"] in shown.strip().splitlines()[-1]
+
+
 def test_memory_that_only_the_whole_batch_exceeds(
     workspace: Workspace, failing: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
