@@ -150,9 +150,12 @@ class _ReadingThread(threading.Thread):
         self._planned, self._make_batch = planned, make
         self.ready: queue.Queue[Batch | _Errand | _Failure | None] = queue.Queue(maxsize=ahead)
         self.stopped = threading.Event()
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(self) -> None:
         try:
+            if self._gpu is not None:  # a thread starts with the first, where locking pages would take memory
+                torch.cuda.set_device(self._gpu)
             for each in self._planned:
                 self._put(self._make_batch(each))
             self._put(None)

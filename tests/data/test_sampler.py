@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import CachingConfig
@@ -81,6 +83,18 @@ def planned_by(datasets: list[Dataset]) -> BatchLoader:
     """A loader that hands out the planned batches themselves."""
     sampler = Sampler(datasets, seed=3)
     return BatchLoader(sampler, lambda planned: cast(Any, planned), CachingConfig(), lambda epoch: None, pin=False)
+
+
+def test_batches_are_made_on_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread would lock pages by way of the first GPU, and take memory there."""
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
+    )
+    next(planned_by([make_dataset({"1.0": 9})]))
+    assert calls == [("batch-reader", 3)]
 
 
 def test_a_restart_anywhere_goes_on_exactly() -> None:

@@ -183,10 +183,25 @@ def test_what_locking_leaves_behind(
     image.page_lock(flat, owner)
     assert runtime.locked == ({} if error else {flat.data_ptr(): -(-5000 // image.PAGE) * image.PAGE})
     assert ("could not be locked" in caplog.text) is bool(error)
+    assert "ulimit" not in caplog.text, "the driver does not count pinned pages against it"
     del owner
     gc.collect()
     assert runtime.locked == {}
     assert calls == (["forgot"] if error else ["waited"])
+
+
+def test_memory_is_given_back_quietly_after_the_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    runtime = Runtime(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    flat, owner = image.whole_pages(5000), nn.Identity()
+    image.page_lock(flat, owner)
+    del owner
+    gc.collect()
+    assert runtime.locked == {}
 
 
 @pytest.mark.gpu

@@ -46,10 +46,8 @@ def page_lock(flat: Tensor, owner: object) -> None:
     error = int(runtime.cudaHostRegister(flat.data_ptr(), -(-flat.nbytes // PAGE) * PAGE, 0))
     if error:
         _forget_error()
-        logger.warning(
-            "Offloaded tensors could not be locked in memory (CUDA error %d; see `ulimit -l`): copies will be slower.",
-            error,
-        )
+        # Not by `ulimit -l`: NVIDIA's driver pins pages without counting them against it.
+        logger.warning("Offloaded tensors could not be locked in memory (CUDA error %d): copies will be slower.", error)
         return
     release = weakref.finalize(owner, _unlock, flat.data_ptr())
     release.atexit = False  # at exit the operating system frees it
@@ -57,7 +55,8 @@ def page_lock(flat: Tensor, owner: object) -> None:
 
 def _unlock(address: int) -> None:
     """Unlock after all copies: the streamer may have submitted one that nothing waited for."""
-    torch.cuda.synchronize()
+    with suppress(torch.AcceleratorError):  # on a device that has failed, nothing runs any more
+        torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
