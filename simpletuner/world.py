@@ -78,6 +78,10 @@ class World:
             raise RuntimeError("these processes are not connected; see `connect`")
         return [value]
 
+    def first(self, name: str, value: str) -> str:
+        """The first value that any process gave for a name, without waiting for anybody."""
+        return self.gather(value)[0]
+
     def counters(self) -> Callable[[str, int], int]:
         """What adds to named numbers of all processes and returns their sums, without waiting for anybody.
 
@@ -176,6 +180,12 @@ class ConnectedWorld(World):
         # Whoever loses a process, and whom a launcher ends for it, hears at the next looks which one it was.
         verdict = self.watch.known(4 * POLL_SECONDS if lost or isinstance(error, KeyboardInterrupt) else 0.0)
         return verdict and verdict[0]
+
+    def first(self, name: str, value: str) -> str:
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+        self.watch.mark()
+        return PrefixStore("first", _get_default_store()).compare_set(name, "", value).decode()
 
     def counters(self) -> Callable[[str, int], int]:
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store

@@ -39,6 +39,7 @@ def agree(rank: int, folder: Path) -> None:
             "gather": world.gather("ab"[rank]),
             "slots": list(world.slots(3)),
             "main": world.is_main,
+            "first": [world.first(name, f"{name} of {rank}") for name in ("one", "two")],
         }
         (folder / f"{rank}.json").write_text(json.dumps(found))
         if rank == 0:
@@ -50,6 +51,8 @@ def agree(rank: int, folder: Path) -> None:
 def test_two_processes_agree(tmp_path: Path) -> None:
     assert in_two_processes(agree, tmp_path) == [0, 0]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    first = [each.pop("first") for each in found]
+    assert first[0] == first[1]
     common = {"any": [True, False], "mean": [0.5, 0.1], "broadcast": {"seed": 5}, "gather": ["a", "b"]}
     assert found == [common | {"slots": [0, 1, 2], "main": True}, common | {"slots": [3, 4, 5], "main": False}]
 

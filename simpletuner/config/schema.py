@@ -257,6 +257,11 @@ class SpeedConfig(Group):
         "Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless.",
         default_note="as `speed` says",
     )
+    deterministic: Flag = option(
+        False,
+        "Repeat a run in every bit on a GPU, too: kernels that sum in a fixed order, none chosen by timing. Slower; no "
+        "effect on a CPU, where this always holds.",
+    )
 
 
 class EmaConfig(Group):

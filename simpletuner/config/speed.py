@@ -118,6 +118,9 @@ def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
     elif package is not None and not plain_math(config):
         message = f"{mechanism!r} needs speed_plain_math: diffusers' own blocks use torch's attention."
         yield Problem("attention_mechanism", message)
+    elif mechanism == "xformers" and config.deterministic:
+        message = "'xformers' sums gradients in any order, which deterministic excludes; use diffusers."
+        yield Problem("attention_mechanism", message)
     if mechanism == "sageattention":
         yield Problem("attention_mechanism", "'sageattention' has no backward pass and cannot train; use diffusers.")
     if mechanism == "flex":

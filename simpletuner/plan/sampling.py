@@ -96,6 +96,12 @@ class Weights:
     transformer: Part | None = None
     content: str = ""
 
+    @property
+    def folders(self) -> list[Path]:
+        """Those around the weights, from the outermost; one of them is the output folder of their run."""
+        inner = self.lora or (Path(self.transformer.location, self.transformer.folder) if self.transformer else None)
+        return [] if inner is None else [*reversed(inner.absolute().parents[:3])]
+
     def replace_in(self, source: ModelSource) -> ModelSource:
         """The parts of a base model, with these weights of a full fine-tune."""
         return ModelSource({**source.parts, "transformer": self.transformer}) if self.transformer else source

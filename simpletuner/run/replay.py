@@ -20,6 +20,7 @@ from simpletuner.caching.read import BatchReader
 from simpletuner.config.arguments import Arguments
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.errors import Problem, UserError, shorten
+from simpletuner.models.kernels import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
 from simpletuner.redaction import redact
@@ -81,6 +82,7 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
     for change in changes(failure, plan):
         events.say(change, warning=True)
     prepare_machine(plan)
+    KERNELS.open(None, *plan.output_dir.absolute().parents[2:3])  # those of the run that failed
     accelerator, epoch = make_accelerator(), plan.resume.manifest.epoch if plan.resume else 1
     listing = list_entries(plan, complete_catalogue(plan), epoch)
     caches = CacheFiller(plan, build_adapter(plan), accelerator.device, events, listing)

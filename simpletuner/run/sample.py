@@ -24,6 +24,7 @@ from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.products import check_device
 from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.kernels import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
 from simpletuner.plan.sampling import Weights
@@ -147,6 +148,7 @@ class Studio:
             self.transformer, self.renderer = None, Renderer(self.plan.config, self.plan.frame_rate)
             gc.collect()
             self.adapter = build_adapter(replace(self.plan, source=weights.replace_in(self.plan.source)))
+            KERNELS.open(self.plan.output_dir, *weights.folders)
             self.transformer, self.loaded = load_for_sampling(self.plan.config, self.adapter, self.device), weights
         return self.transformer
 

@@ -26,6 +26,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.products import check_device
+from simpletuner.models.kernels import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import feature_kinds, text_folder
 from simpletuner.reporting.card import CARD_FOLDER
@@ -51,6 +52,8 @@ from simpletuner.training.step import with_noise
 from simpletuner.validation.runner import PREVIEW_FOLDERS
 from simpletuner.world import World
 
+# With one of these, cuBLAS gives the same bits each time, at a cost of memory or speed.
+CUBLAS_KEY, REPEATABLE_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 # Seconds after which no live process is still writing a temporary file in a shared cache.
 ABANDONED = 3600.0
 
@@ -95,6 +98,7 @@ def _run(
         sweep_strays(plan)
         expect_requests(plan.output_dir)  # those of this session count from now on
     world.barrier()
+    KERNELS.open(plan.output_dir, *([plan.resume.path.parent] if plan.resume else []), world=world)
     epoch = plan.resume.manifest.epoch if plan.resume else 1
     caches = prepare_caches(plan, adapter, device, events, epoch=epoch, listing=budget.listing, world=world)
     plan = caches.plan
@@ -228,6 +232,20 @@ def prepare_machine(plan: Plan) -> None:
     # torch prefers cuDNN on Hopper, where its gradients of masked attention may be NaN (pytorch #196678). Attention
     # without a mask still uses it where it is measured to be faster.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    fix_order(plan.config.speed.deterministic)
+
+
+def fix_order(wanted: bool) -> None:
+    """Let torch use only operations whose results do not depend on an order of execution, and refuse others.
+
+    Before the first matrix product, for which cuBLAS reads its setting.
+    """
+    if wanted and os.environ.get(CUBLAS_KEY) not in REPEATABLE_WORKSPACES:
+        os.environ[CUBLAS_KEY] = REPEATABLE_WORKSPACES[0]
+    if wanted != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(wanted)
+    torch.backends.cudnn.benchmark = False  # which chooses convolutions by timing
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes all memory once more
 
 
 def compute_threads(wanted: int) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +16,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from simpletuner.config.speed import ATTENTION_PACKAGES, is_installed
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.blocks import DEVICE_FAILURES, AttentionKernel, torch_attention
+from simpletuner.models.kernels import KERNELS, KernelChoices
 from simpletuner.speed.recomputation import outside_checkpoints
 
-# Torch's own order of preference, unless a measurement reverses it.
-FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+# In torch's own order of preference, unless cuDNN is faster.
 REST = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+ORDERS = {
+    "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *REST),
+    "cuDNN": (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *REST),
+}
 # Kernels round differently, so one after the first must be clearly faster to be chosen.
 MARGIN = 0.97
 
 # Packages that can take the place of torch's flash attention, by torch's name for them.
 NEWER_FLASH = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+OWN_FLASH, FLASH_CALL = "torch's", "flash attention"
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +49,18 @@ def kernel_chooser(mechanism: str, device: torch.device, dtype: torch.dtype) -> 
             raise ConfigError([Problem("attention_mechanism", message)])
         kernel = load_kernel(mechanism)
         return lambda query, key, value: kernel
-    # Neither flash nor cuDNN supports float32.
-    return MeasuredChoice() if device.type == "cuda" and dtype != torch.float32 else None
+    # Neither flash nor cuDNN supports float32. With `deterministic` timing decides nothing: torch's order begins with
+    # flash, whose backward pass then sums in a fixed order, and has no cuDNN, which is switched off by default.
+    times = device.type == "cuda" and dtype != torch.float32 and not torch.are_deterministic_algorithms_enabled()
+    return MeasuredChoice() if times else None
 
 
 def load_kernel(mechanism: str) -> AttentionKernel:
     """The attention function of an installed package, `B S H D` in and out."""
     package = ATTENTION_PACKAGES[mechanism]
     function: Any = getattr(importlib.import_module(package.module), package.function)
+    if torch.are_deterministic_algorithms_enabled():
+        function = partial(function, deterministic=True)
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         result = function(query, key, value)
@@ -61,39 +71,61 @@ def load_kernel(mechanism: str) -> AttentionKernel:
 
 
 class MeasuredChoice:
-    """The fastest kernel in forward plus backward at the largest number of tokens so far: torch's flash, cuDNN's, or an
-    installed FlashAttention 3 or 4, which then takes the place of torch's flash in the whole process."""
+    """The fastest kernel for every shape: torch's flash or cuDNN's, timed with the backward pass where there is one.
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.order = FLASH_FIRST
+    An installed FlashAttention 3 or 4 that is faster at the first shape with a backward pass takes the place of torch's
+    flash in the whole process. Every choice is remembered.
+    """
+
+    def __init__(self, choices: KernelChoices = KERNELS) -> None:
+        self.choices = choices
+        self._kernels: dict[Any, AttentionKernel] = {}
+        self._flash_is_chosen = not installed_flash()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel:
-        if query.shape[1] > self.tokens and torch.is_grad_enabled():
-            self.tokens = query.shape[1]
-            best = self._choose_flash(query, key, value)
-            cudnn = measure(SDPBackend.CUDNN_ATTENTION, query, key, value)
-            self.order = FLASH_FIRST[::-1] if cudnn < MARGIN * best else FLASH_FIRST
-        return self._run
+        call = query.shape, query.dtype, torch.is_grad_enabled()
+        if call not in self._kernels:
+            self._kernels[call] = self._choose(query, key, value)
+        return self._kernels[call]
 
-    def _choose_flash(self, query: Tensor, key: Tensor, value: Tensor) -> float:
-        """Let the fastest flash attention serve the process; its milliseconds."""
-        packages, chosen = installed_flash(), ""
-        if packages:
-            serve("")
-        best = measure(SDPBackend.FLASH_ATTENTION, query, key, value)
-        for name in packages:
-            taken = measure(SDPBackend.FLASH_ATTENTION, query, key, value) if serve(name) else math.inf
-            if taken < MARGIN * best:
-                best, chosen = taken, name
-        if packages:
-            serve(chosen)
-            logger.info("Attention of %d tokens: %s.", query.shape[1], chosen or "torch's own flash or cuDNN")
-        return best
+    def _choose(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel:
+        inputs, trains = (query, key, value), torch.is_grad_enabled()
+        if not self._flash_is_chosen and (trains or self.choices.knows(query.device, FLASH_CALL)):
+            among = (OWN_FLASH, *installed_flash())
+            serve(self.choices.choose(query.device, FLASH_CALL, among, lambda: fastest_flash(among, *inputs)))
+            self._flash_is_chosen = True
+        batch, tokens, heads, width = query.shape
+        directions = "forward and backward" if trains else "forward"
+        name = self.choices.choose(
+            query.device,
+            f"attention {directions}, {batch} x {tokens} tokens, {heads} heads of {width}, {str(query.dtype)[6:]}",
+            ORDERS,
+            lambda: fastest_kernel(*inputs),
+        )
+        return partial(attend_in_order, ORDERS[name])
 
-    def _run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with sdpa_kernel([*self.order, *REST], set_priority=True):
-            return torch_attention(query, key, value)
+
+def attend_in_order(backends: Sequence[SDPBackend], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention by the first kernel that supports the inputs."""
+    with sdpa_kernel([*backends], set_priority=True):
+        return torch_attention(query, key, value)
+
+
+def fastest_kernel(*inputs: Tensor) -> str:
+    """cuDNN's where it is clearly faster."""
+    flash, cudnn = (measure(each, *inputs) for each in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
+    return "cuDNN" if cudnn < MARGIN * flash else "flash"
+
+
+def fastest_flash(among: Sequence[str], *inputs: Tensor) -> str:
+    """One of a package where it is clearly faster than those before it."""
+    best, chosen = math.inf, among[0]
+    for name in among:
+        taken = measure(SDPBackend.FLASH_ATTENTION, *inputs) if serve(name) else math.inf
+        if taken < MARGIN * best:
+            best, chosen = taken, name
+    logger.info("Flash attention is %s, timed at %d tokens.", chosen, inputs[0].shape[1])
+    return chosen
 
 
 def installed_flash() -> list[str]:
@@ -103,7 +135,7 @@ def installed_flash() -> list[str]:
 
 
 def serve(name: str) -> bool:
-    """Let an installed flash attention, or torch's own (""), serve all flash attention of the process.
+    """Let an installed flash attention, or torch's own, serve all flash attention of the process.
 
     torch then runs it under the names of its own operations, so its results are kept by checkpointing like theirs.
 
@@ -112,7 +144,7 @@ def serve(name: str) -> bool:
     """
     torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
     try:
-        if name:
+        if name != OWN_FLASH:
             torch.nn.attention.activate_flash_attention_impl(name)
     except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
         logger.warning("%s is installed but cannot be used: %s", name, error)
@@ -121,7 +153,8 @@ def serve(name: str) -> bool:
 
 
 def measure(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, rounds: int = 3) -> float:
-    """Milliseconds of a forward and backward pass on a CUDA device; infinite if the kernel does not support it."""
+    """Milliseconds of a forward pass on a CUDA device, and of a backward pass unless gradients are switched off;
+    infinite if the kernel does not support it."""
     inputs = [each.detach().requires_grad_() for each in (query, key, value)]
     times = []
     with sdpa_kernel(backend), outside_checkpoints():
@@ -130,7 +163,8 @@ def measure(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, roun
             start.record()
             try:
                 out = torch_attention(*inputs)
-                torch.autograd.grad(out, inputs, out.detach())
+                if torch.is_grad_enabled():
+                    torch.autograd.grad(out, inputs, out.detach())
             except DEVICE_FAILURES:
                 raise
             except RuntimeError:  # no enabled kernel supports these shapes, or cuDNN fails in either direction

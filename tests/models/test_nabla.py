@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.nabla import TileAttention, tile_mask
+from simpletuner.models.kernels import KernelChoices
 from tests.closeness import MODEL, assert_close
 
 CPU = torch.device("cpu")
@@ -122,6 +123,27 @@ def test_tiles_are_those_of_their_ranks() -> None:
     assert 0 < expected.float().mean() < 1
 
 
+def test_tiles_are_found_in_the_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would refuse sums along rows on a GPU, which are in a fixed order there as well."""
+    modes, cumsum = list[bool](), Tensor.cumsum
+
+    def watched(self: Tensor, *given: Any, **named: Any) -> Tensor:
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        return cumsum(self, *given, **named)
+
+    (query, key, _), tiles = draw(5)
+    monkeypatch.setattr(Tensor, "cumsum", watched)
+    torch.use_deterministic_algorithms(True)
+    try:
+        tile_mask(query, key, torch.eye(5, dtype=torch.bool), 0.5)
+        nabla.tile_blocks(tiles)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert set(modes) == {False}
+    assert len(modes) == 5
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_gpu_has_blocks_of_the_backward_pass_that_divide_a_tile(
@@ -201,6 +223,7 @@ class TestChoice:
     @pytest.fixture(autouse=True)
     def fresh(self, monkeypatch: pytest.MonkeyPatch) -> None:
         nabla.choose_attend.cache_clear()
+        monkeypatch.setattr(nabla, "KERNELS", KernelChoices())
         monkeypatch.setattr(nabla, "find_fault", self.find_fault)
 
     def find_fault(self, attend: Any, *_: Any) -> str | None:
@@ -218,10 +241,18 @@ class TestChoice:
         monkeypatch.setattr(nabla, "IMPLEMENTATIONS", ways)
         assert nabla.choose_attend(torch.device("meta"), torch.float32, 64) is nabla.attend_masked
 
+    def test_the_one_of_the_run_is_not_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(nabla, "IMPLEMENTATIONS", {"good": lambda: nabla.attend_masked})
+        self.test_the_first_that_passes(monkeypatch)
+        nabla.choose_attend.cache_clear()
+        monkeypatch.setattr(nabla, "find_fault", lambda *given: 1 / 0)
+        assert nabla.choose_attend(torch.device("meta"), torch.float32, 64) is nabla.attend_masked
+
     def test_none_passes(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         monkeypatch.setattr(nabla, "IMPLEMENTATIONS", {"blocks of 7": lambda: nabla.attend_dense})
         with caplog.at_level(logging.WARNING):
             assert nabla.choose_attend(torch.device("meta"), torch.bfloat16, 64) is nabla.attend_dense
+        assert not nabla.KERNELS.knows(torch.device("meta"), "block-sparse attention (NABLA), 2 heads of 64, bfloat16")
         (record,) = caplog.records
         assert "dense attention instead" in record.getMessage()
         assert "blocks of 7: no kernel" in record.getMessage()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from simpletuner.run.train import CUBLAS_KEY, fix_order
 from tests.workspace import DATASETS, Workspace
 
 LORA = "output/pytorch_lora_weights.safetensors"
@@ -39,12 +42,19 @@ def test_another_seed_is_another_run(workspace: Workspace, finished: Workspace) 
         {"validation_disable": False, "validation_step_interval": 1, "use_ema": True},
         {"report_to": "tensorboard", "checkpoint_step_interval": 1},
         {"dataloader_prefetch": True, "compress_disk_cache": False, "max_workers": 1},
-        {"gradient_checkpointing": False},
+        {"gradient_checkpointing": False, "deterministic": True},
     ],
 )
-def test_watching_changes_nothing(workspace: Workspace, finished: Workspace, watching: dict[str, Any]) -> None:
+def test_watching_changes_nothing(
+    workspace: Workspace, finished: Workspace, watching: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CUBLAS_KEY, "")
     workspace.write_config(**watching)
     assert workspace.train() == 0
+    is_fixed = "deterministic" in watching
+    assert torch.are_deterministic_algorithms_enabled() is is_fixed
+    assert os.environ[CUBLAS_KEY] == (":4096:8" if is_fixed else "")
+    fix_order(False)
     losses = [[line["train_loss"] for line in run.metrics()] for run in (finished, workspace)]
     assert losses[0] == losses[1]
     assert finished.path(LORA).read_bytes() == workspace.path(LORA).read_bytes()

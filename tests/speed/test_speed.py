@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import ConfigError
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
+from simpletuner.models.kernels import KernelChoices
 from simpletuner.speed import attention
 from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
 from simpletuner.speed.recomputation import LeftToRecomputation, Recomputed
@@ -226,7 +227,7 @@ def test_cudnn_computes_only_attention_for_which_it_was_chosen(
     monkeypatch.setattr(attention, "measure", lambda backend, *call: float(backend != SDPBackend.CUDNN_ATTENTION))
     monkeypatch.setattr(attention, "torch_attention", kernel)
     inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
-    MeasuredChoice()(*inputs)(*inputs)
+    MeasuredChoice(KernelChoices())(*inputs)(*inputs)
     assert seen == [True]
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -274,10 +275,10 @@ def test_an_installed_flash_attention_serves_if_it_is_faster(
     monkeypatch.setattr(attention, "measure", lambda *call: theirs if served() else 1.0)
     batch = make_batch(checkpoints["t2i"], "t2i")
     plain = loss_and_gradients(make_assembly(checkpoints["t2i"], "t2i"), batch)
-    assembly = make_assembly(checkpoints["t2i"], "t2i")
+    assembly, chosen = make_assembly(checkpoints["t2i"], "t2i"), MeasuredChoice(KernelChoices())
     for block in assembly.adapter.block_layout(assembly.transformer).visual_blocks:
         forward: Any = block.forward
-        forward.fast.self_attention.choose = MeasuredChoice()
+        forward.fast.self_attention.choose = chosen
     found = loss_and_gradients(assembly, batch)
     assert served() == ("stand-in" if wins else None)
     assert distance(found, plain) < ROTATION
@@ -286,11 +287,57 @@ def test_an_installed_flash_attention_serves_if_it_is_faster(
     assert StandIn.calls == (8 if wins else 0), "five attentions, and three again: those of visual tokens are kept"
 
 
+def test_a_choice_holds_for_its_shape_and_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often and in which order the shapes come, and without a word about those of other shapes."""
+    timed: list[tuple[int, bool]] = []
+
+    def measure(backend: SDPBackend, query: Tensor, *others: Tensor) -> float:
+        timed.append((query.shape[1], torch.is_grad_enabled()))
+        is_cudnn = backend == SDPBackend.CUDNN_ATTENTION
+        return 0.5 if is_cudnn and query.shape[1] > 8 else 1.0
+
+    monkeypatch.setattr(attention, "measure", measure)
+    choice = MeasuredChoice(KernelChoices())
+    for tokens in (16, 8, 16):
+        inputs = [torch.ones(1, tokens, 2, 4) for _ in range(3)]
+        for with_gradients in (True, False):
+            with torch.set_grad_enabled(with_gradients):
+                kernel: Any = choice(*inputs)
+                assert kernel.args == (attention.ORDERS["cuDNN" if tokens > 8 else "flash"],)
+    assert timed == [(tokens, grad) for tokens in (16, 8) for grad in (True, False) for _ in range(2)]
+
+
+def test_flash_attention_of_a_package_is_chosen_once_and_only_where_it_trains(
+    stand_in: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, choices = torch.nn.attention.current_flash_attention_impl, KernelChoices()
+    monkeypatch.setattr(attention, "measure", lambda *call: 0.5 if served() else 1.0)
+    inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
+    with torch.no_grad():
+        MeasuredChoice(choices)(*inputs)
+    assert served() is None, "its backward pass is not known to work"
+    MeasuredChoice(choices)(*inputs)
+    assert served() == "stand-in"
+    attention.serve(attention.OWN_FLASH)
+    monkeypatch.setattr(attention, "measure", lambda *call: 1 / 0)
+    with torch.no_grad():
+        MeasuredChoice(choices)(*inputs)
+    assert served() == "stand-in", "previews and samples compute as training did"
+
+
+def test_a_fixed_order_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert kernel_chooser("diffusers", torch.device("cuda"), torch.bfloat16) is None
+    flash = SimpleNamespace(flash_attn_func=lambda *inputs, deterministic=False: deterministic)
+    monkeypatch.setattr(attention.importlib, "import_module", lambda name: flash)
+    assert attention.load_kernel("flash-attn-2")(*[torch.ones(1)] * 3)
+
+
 def test_a_broken_package_is_not_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(attention, "installed_flash", lambda: ["FA3"])  # it is not
     monkeypatch.setattr(attention, "measure", lambda *call: 1.0)
     inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
-    assert torch.equal(MeasuredChoice()(*inputs)(*inputs), inputs[0])
+    assert torch.equal(MeasuredChoice(KernelChoices())(*inputs)(*inputs), inputs[0])
     assert "FA3 is installed but cannot be used: No module named" in caplog.text
 
 
@@ -298,10 +345,12 @@ def test_a_broken_package_is_not_chosen(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_the_faster_kernel_is_measured() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    choice = MeasuredChoice()
+    choice = MeasuredChoice(KernelChoices())
     inputs = [torch.randn(1, 1024, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     out = choice(*inputs)(*inputs)
-    assert choice.tokens == 1024
+    assert choice.choices.knows(
+        inputs[0].device, "attention forward and backward, 1 x 1024 tokens, 4 heads of 64, bfloat16"
+    )
     expected = torch.nn.functional.scaled_dot_product_attention(*(each.float().transpose(1, 2) for each in inputs))
     torch.testing.assert_close(out.float(), expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
 

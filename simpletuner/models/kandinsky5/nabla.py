@@ -11,7 +11,8 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from simpletuner.config.speed import is_installed
 from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.models.kandinsky5.attention import project
 from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE
+from simpletuner.models.kernels import KERNELS
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,23 @@ def paired_blocks(tiles: Tensor) -> BlockMask:
     return BlockMask((tokens, tokens), *lists, BLOCK_SIZE=(2 * TILE, 2 * TILE), mask_mod=is_on)
 
 
+@contextmanager
+def exempt() -> Iterator[None]:
+    """Outside of torch's deterministic mode, which refuses sums along rows and writes out lists of places.
+
+    Here it need not: one thread block sums a row, in a fixed order, and no place is written twice.
+    """
+    is_on = torch.are_deterministic_algorithms_enabled()
+    if is_on:
+        torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        if is_on:
+            torch.use_deterministic_algorithms(True)
+
+
+@exempt()
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The number of visible key blocks per query block, int32 `B H N`, and all key blocks, visible first, `B H N N`.
 
@@ -150,10 +169,23 @@ FLASH_MODULE = "flash_attn.cute"
 
 @functools.cache
 def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = HEADS) -> Attend:
-    """The first implementation with correct results and gradients on this device, or dense with a warning; an
-    installed FlashAttention 4 if it is correct and faster."""
+    """The implementation that was chosen for this device before; or else the first with correct results and gradients,
+    or an installed FlashAttention 4 if it is correct and faster; or else dense, with a warning."""
     if device.type == "cpu":
         return attend_masked  # flex attention has no backward pass there
+    ways, tried = {**IMPLEMENTATIONS, FLASH[0]: FLASH[1]}, dict[str, Attend]()
+
+    def pick() -> str:
+        name, tried[name] = _first_correct(device, dtype, head_dim, heads)
+        return name
+
+    mode = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
+    call = f"block-sparse attention (NABLA), {heads} heads of {head_dim}, {str(dtype)[6:]}{mode}"
+    name = KERNELS.choose(device, call, ways, pick)
+    return tried[name] if name in tried else ways[name]()
+
+
+def _first_correct(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> tuple[str, Attend]:
     faults = []
     for name, build in IMPLEMENTATIONS.items():
         attend = build()
@@ -162,14 +194,14 @@ def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads
             if is_installed(FLASH_MODULE):
                 name, attend = _faster((name, attend), FLASH, device, dtype, head_dim, heads)
             logger.info("Block-sparse attention (NABLA) runs compiled, in %s.", name)
-            return attend
+            return name, attend
         faults.append(f"{name}: {fault}")
     logger.warning(
         "This checkpoint was trained with block-sparse attention (NABLA), and on %s no way to compute it passed its "
         "test (%s). It is trained with dense attention instead: slower, and not what is sampled elsewhere.",
         device, "; ".join(faults),
     )  # fmt: skip
-    return attend_dense
+    return "dense", attend_dense
 
 
 def _faster(
@@ -296,6 +328,7 @@ def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device
     }
 
 
+@exempt()
 def tile_mask(query: Tensor, key: Tensor, window: Tensor, mass: float) -> Tensor:
     """Which key tiles each query tile attends to: bool, `B H N N`, from `B S H D`.
 

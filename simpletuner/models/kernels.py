@@ -1,0 +1,118 @@
+"""Which kernel computes a call, as it was timed once on a device: `kernel_choices.json` in the output folder.
+
+Kernels round differently, and two timings may end differently. So that resumed runs, previews and `simpletuner sample`
+compute as the run did, a choice holds for as long as device and versions stay, and in all processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from simpletuner.atomic import write_json
+from simpletuner.world import World
+
+FILE = "kernel_choices.json"
+PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
+
+logger = logging.getLogger(__name__)
+
+# Device and versions -> call -> kernel.
+Choices = dict[str, dict[str, str]]
+_CHOICES = TypeAdapter(Choices)
+
+
+class KernelChoices:
+    """The choices of a process; in memory only until `open`."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._world = World()
+        self._known: Choices = {}
+
+    def open(self, folder: Path | None, *earlier: Path, world: World = World()) -> None:
+        """Take the choices of a folder, and store further ones there. Collective.
+
+        Args:
+            folder: None stores nothing.
+            earlier: folders of the runs that this one continues or samples; their choices come first.
+            world: the processes that must choose alike.
+        """
+        self._path, self._world = folder and folder / FILE, world
+        self._known = world.on_main(lambda: self._collect([each / FILE for each in earlier]))
+
+    def choose(self, device: torch.device, call: str, among: Collection[str], pick: Callable[[], str]) -> str:
+        """The kernel of a call.
+
+        Args:
+            call: all that a kernel's speed depends on.
+            among: kernels that are remembered.
+            pick: finds the kernel, if none is known for this device and these versions.
+        """
+        place = place_of(device)
+        known = self._known.get(place, {}).get(call)
+        if known in among:
+            return known
+        if self._known and place not in self._known:
+            logger.info("Kernels were chosen on %s, and are timed anew on %s.", "; ".join(self._known), place)
+        picked = pick()
+        return self._remember(place, call, picked) if picked in among else picked
+
+    def knows(self, device: torch.device, call: str) -> bool:
+        """Whether the kernel of a call was chosen."""
+        return call in self._known.get(place_of(device), {})
+
+    def _remember(self, place: str, call: str, picked: str) -> str:
+        chosen = self._world.first(f"{place}: {call}", picked)
+        self._known = merged(self._known, {place: {call: chosen}})
+        if self._path is not None and chosen == picked:  # otherwise the process that was first has written it
+            write_json(self._path, merged(read(self._path) or {}, self._known), durable=False)
+        return chosen
+
+    def _collect(self, earlier: list[Path]) -> Choices:
+        """What is known; the file then holds all of it."""
+        own = None if self._path is None else read(self._path)
+        found = merged(own or {}, *(read(path) or {} for path in earlier))
+        if self._path is not None and found != own and (found or self._path.exists()):
+            write_json(self._path, found, durable=False)
+        return found
+
+
+KERNELS = KernelChoices()  # those of this process
+
+
+def read(path: Path) -> Choices | None:
+    """The choices in a file; None if it is absent, or damaged, with a warning."""
+    try:
+        return _CHOICES.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError):
+        logger.warning("%s is damaged and is written anew: kernels are timed again, and may round differently.", path)
+        return None
+
+
+def merged(*parts: Choices) -> Choices:
+    """The choices of all parts; later ones come first."""
+    places = dict.fromkeys(place for part in parts for place in part)
+    return {place: {call: name for part in parts for call, name in part.get(place, {}).items()} for place in places}
+
+
+@functools.cache
+def place_of(device: torch.device) -> str:
+    """A device, and the versions of what computes on it."""
+    on_gpu = device.type == "cuda"
+    parts = [torch.cuda.get_device_name(device) if on_gpu else device.type, f"torch {torch.__version__}"]
+    parts += [f"cuDNN {torch.backends.cudnn.version()}"] if on_gpu else []
+    for package in PACKAGES:
+        try:
+            parts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(parts)

@@ -1,0 +1,114 @@
+"""Kernels are timed once per device and versions, and by one process for all."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from simpletuner.models import kernels
+from simpletuner.models.kernels import FILE, KernelChoices
+from simpletuner.world import World
+
+CPU, CALL, AMONG = torch.device("cpu"), "attention", ("flash", "cuDNN")
+
+
+def on(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.setattr(kernels, "place_of", lambda device: place)
+
+
+def opened(folder: Path | None, *earlier: Path, world: World = World()) -> KernelChoices:
+    """What a process that starts now knows."""
+    choices = KernelChoices()
+    choices.open(folder, *earlier, world=world)
+    return choices
+
+
+def never() -> str:
+    raise AssertionError("this kernel was timed before")
+
+
+def test_the_next_process_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "H200, torch 2.13")
+    assert opened(tmp_path).choose(CPU, CALL, AMONG, lambda: "cuDNN") == "cuDNN"
+    assert json.loads((tmp_path / FILE).read_text()) == {"H200, torch 2.13": {CALL: "cuDNN"}}
+    assert opened(tmp_path).choose(CPU, CALL, AMONG, never) == "cuDNN"
+    assert opened(tmp_path).choose(CPU, "another call", AMONG, lambda: "flash") == "flash"
+    assert opened(tmp_path).choose(CPU, CALL, AMONG, never) == "cuDNN", "still"
+
+
+@pytest.mark.parametrize("place", ["A100, torch 2.13", "H200, torch 2.14"])
+def test_another_device_or_version_times_anew_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    on(monkeypatch, "H200, torch 2.13")
+    opened(tmp_path).choose(CPU, CALL, AMONG, lambda: "cuDNN")
+    on(monkeypatch, place)
+    with caplog.at_level(logging.INFO):
+        assert opened(tmp_path).choose(CPU, CALL, AMONG, lambda: "flash") == "flash"
+    assert f"chosen on H200, torch 2.13, and are timed anew on {place}" in caplog.text
+    on(monkeypatch, "H200, torch 2.13")
+    assert opened(tmp_path).choose(CPU, CALL, AMONG, never) == "cuDNN", "back again"
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"H200": 1}', "[]"])
+def test_a_damaged_file_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    choices = opened(tmp_path)
+    assert "is damaged and is written anew" in caplog.text
+    caplog.clear()
+    assert choices.choose(CPU, CALL, AMONG, lambda: "flash") == "flash"
+    assert opened(tmp_path).choose(CPU, CALL, AMONG, never) == "flash"
+    assert not caplog.records
+
+
+def test_a_kernel_that_is_unknown_is_chosen_again(tmp_path: Path) -> None:
+    opened(tmp_path).choose(CPU, CALL, ("FA9",), lambda: "FA9")
+    assert opened(tmp_path).choose(CPU, CALL, AMONG, lambda: "flash") == "flash"
+    assert opened(tmp_path).choose(CPU, CALL, AMONG, never) == "flash"
+
+
+def test_a_makeshift_is_not_remembered(tmp_path: Path) -> None:
+    """Such as dense attention, because the machine has no compiler yet."""
+    assert opened(tmp_path).choose(CPU, CALL, AMONG, lambda: "dense") == "dense"
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_run_that_goes_on_elsewhere_takes_its_choices_along(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    opened(old).choose(CPU, CALL, AMONG, lambda: "cuDNN")
+    opened(new).choose(CPU, CALL, AMONG, lambda: "flash")
+    assert opened(None, old).choose(CPU, CALL, AMONG, never) == "cuDNN"
+    assert opened(new).choose(CPU, CALL, AMONG, never) == "flash"
+    opened(new, old)
+    assert opened(new).choose(CPU, CALL, AMONG, never) == "cuDNN"
+
+
+class Several(World):
+    """Processes that share what the first of them gave."""
+
+    given: ClassVar[dict[str, str]] = {}
+
+    def first(self, name: str, value: str) -> str:
+        return self.given.setdefault(name, value)
+
+
+def test_processes_choose_alike_and_lose_no_choice(tmp_path: Path) -> None:
+    Several.given = {}
+    one, two = (opened(tmp_path, world=Several()) for _ in range(2))
+    assert one.choose(CPU, CALL, AMONG, lambda: "cuDNN") == "cuDNN"
+    assert two.choose(CPU, "only here", AMONG, lambda: "cuDNN") == "cuDNN"
+    assert two.choose(CPU, CALL, AMONG, lambda: "flash") == "cuDNN", "as the first has timed it"
+    assert opened(tmp_path).choose(CPU, "only here", AMONG, never) == "cuDNN"
+
+
+def test_a_place_names_the_device_and_what_computes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(kernels, "version", lambda package: "4.0")
+    place = kernels.place_of.__wrapped__(torch.device("cuda:1"))
+    assert place.startswith(f"NVIDIA H200, torch {torch.__version__}, cuDNN ")
+    assert "flash-attn-4 4.0" in place
