@@ -26,6 +26,7 @@ from simpletuner.config.tread import Route
 from simpletuner.memory.precision import QuantisedLinear, pack
 from simpletuner.memory.products import use_quantised_products
 from simpletuner.models.registry import FAMILIES
+from simpletuner.run.train import fix_order
 from simpletuner.speed.attention import NEWER_FLASH, installed_flash, serve
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
@@ -325,6 +326,30 @@ def selective(machine: Machine) -> Iterator[Line]:
     yield from _measured(machine, machine.video, variants, {})
 
 
+def deterministic(machine: Machine) -> Iterator[Line]:
+    """What an uncompiled step costs with `deterministic`, and whether two runs then agree in every bit."""
+    need_keys("deterministic")
+    size, found = machine.image, list[float]()
+    try:
+        for name, is_fixed in (("in a fixed order", True), ("in any order", False)):
+            fix_order(is_fixed)  # first, since cuBLAS reads its setting once
+            (seconds, one), (_, other) = (_four_steps(machine, size) for _ in range(2))
+            found.append(seconds)
+            yield Line(f"{size}, {name}, step", seconds, "s", _ratio(seconds, found[0]))
+            alike = [torch.equal(one[key], other[key]) for key in one]
+            yield Line(f"{size}, {name}, weights of two runs that agree in every bit", sum(alike) / len(alike), "of 1")
+    finally:
+        fix_order(False)
+
+
+def _four_steps(machine: Machine, size: str) -> tuple[float, dict[str, Tensor]]:
+    """Seconds of the fastest step after the first, and the trained weights at the end."""
+    forget(machine.device)
+    variant = Variant(size, machine.device, {"dynamo_backend": "no"})
+    seconds = [variant.step().seconds for _ in range(4)]
+    return min(seconds[1:]), {name: each.detach().cpu() for name, each in variant.assembly.parameters.items()}
+
+
 def tread(machine: Machine) -> Iterator[Line]:
     """Half of the tokens pass by all blocks but the outermost ones."""
     for size in (machine.video, machine.image):
@@ -418,11 +443,12 @@ SECTIONS: dict[str, tuple[Section, float]] = {
     "peaks": (peaks, 20),
     "pcie": (pcie, 20),
     "attention": (attention, 30),
-    "step": (step, 110),
-    "unchecked": (unchecked, 85),
-    "streamer": (streamer, 60),
+    "step": (step, 100),
+    "unchecked": (unchecked, 75),
+    "streamer": (streamer, 50),
     "selective": (selective, 35),
     "block": (block, 40),
+    "deterministic": (deterministic, 30),
     "tread": (tread, 30),
     "full": (full, 30),
     "products": (products, 40),

@@ -110,6 +110,16 @@ def test_contradictions(settings: dict[str, Any], kind: str, words: str) -> None
     assert words in said[kind][0]
 
 
+def test_a_kernel_without_a_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    assert not found(attention_mechanism="xformers")["errors"]
+    assert not found(attention_mechanism="flash-attn-2", deterministic=True)["errors"]
+    (error,) = found(attention_mechanism="xformers", deterministic=True)["errors"]
+    assert error == (
+        "attention_mechanism: 'xformers' sums gradients in any order, which deterministic excludes; use diffusers."
+    )
+
+
 def test_families_without_fast_blocks_say_so() -> None:
     config = make(speed_plain_math=True)
     assert [each for each in check_family(config, SANA_VIDEO) if str(each).startswith("speed_plain_math: ")]
