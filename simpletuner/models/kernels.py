@@ -57,7 +57,7 @@ class KernelChoices:
         """
         place = place_of(device)
         known = self._known.get(place, {}).get(call)
-        if known in among:
+        if known is not None and known in among:
             return known
         if self._known and place not in self._known:
             logger.info("Kernels were chosen on %s, and are timed anew on %s.", "; ".join(self._known), place)

@@ -245,7 +245,8 @@ def fix_order(wanted: bool) -> None:
     if wanted != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(wanted)
     torch.backends.cudnn.benchmark = False  # which chooses convolutions by timing
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes all memory once more
+    # A debugging aid, which would write all memory once more.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def compute_threads(wanted: int) -> int:

@@ -152,13 +152,13 @@ def serve(name: str) -> bool:
     return True
 
 
-def measure(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, rounds: int = 3) -> float:
+def measure(backend: SDPBackend, *call: Tensor) -> float:
     """Milliseconds of a forward pass on a CUDA device, and of a backward pass unless gradients are switched off;
     infinite if the kernel does not support it."""
-    inputs = [each.detach().requires_grad_() for each in (query, key, value)]
+    inputs = [each.detach().requires_grad_() for each in call]
     times = []
     with sdpa_kernel(backend), outside_checkpoints():
-        for _ in range(rounds):
+        for _ in range(3):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             try:
