@@ -18,8 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from simpletuner.atomic import write_json
 from simpletuner.world import World
 
-FILE = "kernel_choices.json"
-PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
+CHOICES_FILE = "kernel_choices.json"
+KERNEL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class KernelChoices:
             earlier: folders of the runs that this one continues or samples; their choices come first.
             world: the processes that must choose alike.
         """
-        self._path, self._world = folder and folder / FILE, world
-        self._known = world.on_main(lambda: self._collect([each / FILE for each in earlier]))
+        self._path, self._world = folder and folder / CHOICES_FILE, world
+        self._known = world.on_main(lambda: self._collect([each / CHOICES_FILE for each in earlier]))
 
     def choose(self, device: torch.device, call: str, among: Collection[str], pick: Callable[[], str]) -> str:
         """The kernel of a call.
@@ -55,7 +55,7 @@ class KernelChoices:
             among: kernels that are remembered.
             pick: finds the kernel, if none is known for this device and these versions.
         """
-        place = place_of(device)
+        place = describe_place(device)
         known = self._known.get(place, {}).get(call)
         if known is not None and known in among:
             return known
@@ -66,19 +66,19 @@ class KernelChoices:
 
     def knows(self, device: torch.device, call: str) -> bool:
         """Whether the kernel of a call was chosen."""
-        return call in self._known.get(place_of(device), {})
+        return call in self._known.get(describe_place(device), {})
 
     def _remember(self, place: str, call: str, picked: str) -> str:
         chosen = self._world.first(f"{place}: {call}", picked)
-        self._known = merged(self._known, {place: {call: chosen}})
+        self._known = merge_choices(self._known, {place: {call: chosen}})
         if self._path is not None and chosen == picked:  # otherwise the process that was first has written it
-            write_json(self._path, merged(read(self._path) or {}, self._known), durable=False)
+            write_json(self._path, merge_choices(read_choices(self._path) or {}, self._known), durable=False)
         return chosen
 
     def _collect(self, earlier: list[Path]) -> Choices:
         """What is known; the file then holds all of it."""
-        own = None if self._path is None else read(self._path)
-        found = merged(own or {}, *(read(path) or {} for path in earlier))
+        own = None if self._path is None else read_choices(self._path)
+        found = merge_choices(own or {}, *(read_choices(path) or {} for path in earlier))
         if self._path is not None and found != own and (found or self._path.exists()):
             write_json(self._path, found, durable=False)
         return found
@@ -87,30 +87,30 @@ class KernelChoices:
 KERNELS = KernelChoices()  # those of this process
 
 
-def read(path: Path) -> Choices | None:
+def read_choices(path: Path) -> Choices | None:
     """The choices in a file; None if it is absent, or damaged, with a warning."""
     try:
         return _CHOICES.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError):
-        logger.warning("%s is damaged and is written anew: kernels are timed again, and may round differently.", path)
+        logger.warning("%s is damaged: kernels are timed again, and may round differently.", path)
         return None
 
 
-def merged(*parts: Choices) -> Choices:
+def merge_choices(*parts: Choices) -> Choices:
     """The choices of all parts; later ones come first."""
     places = dict.fromkeys(place for part in parts for place in part)
     return {place: {call: name for part in parts for call, name in part.get(place, {}).items()} for place in places}
 
 
 @functools.cache
-def place_of(device: torch.device) -> str:
+def describe_place(device: torch.device) -> str:
     """A device, and the versions of what computes on it."""
     on_gpu = device.type == "cuda"
     parts = [torch.cuda.get_device_name(device) if on_gpu else device.type, f"torch {torch.__version__}"]
     parts += [f"cuDNN {torch.backends.cudnn.version()}"] if on_gpu else []
-    for package in PACKAGES:
+    for package in KERNEL_PACKAGES:
         try:
             parts.append(f"{package} {version(package)}")
         except PackageNotFoundError:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from simpletuner.models import kernels
-from simpletuner.models.kernels import FILE, KernelChoices
+from simpletuner.models.kernels import CHOICES_FILE, KernelChoices
 from simpletuner.world import World
 
 CPU, CALL, AMONG = torch.device("cpu"), "attention", ("flash", "cuDNN")
 
 
 def on(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    monkeypatch.setattr(kernels, "place_of", lambda device: place)
+    monkeypatch.setattr(kernels, "describe_place", lambda device: place)
 
 
 def opened(folder: Path | None, *earlier: Path, world: World = World()) -> KernelChoices:
@@ -35,7 +35,7 @@ def never() -> str:
 def test_the_next_process_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on(monkeypatch, "H200, torch 2.13")
     assert opened(tmp_path).choose(CPU, CALL, AMONG, lambda: "cuDNN") == "cuDNN"
-    assert json.loads((tmp_path / FILE).read_text()) == {"H200, torch 2.13": {CALL: "cuDNN"}}
+    assert json.loads((tmp_path / CHOICES_FILE).read_text()) == {"H200, torch 2.13": {CALL: "cuDNN"}}
     assert opened(tmp_path).choose(CPU, CALL, AMONG, never) == "cuDNN"
     assert opened(tmp_path).choose(CPU, "another call", AMONG, lambda: "flash") == "flash"
     assert opened(tmp_path).choose(CPU, CALL, AMONG, never) == "cuDNN", "still"
@@ -57,9 +57,9 @@ def test_another_device_or_version_times_anew_and_says_so(
 
 @pytest.mark.parametrize("content", ["", "{", '{"H200": 1}', "[]"])
 def test_a_damaged_file_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str) -> None:
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / CHOICES_FILE).write_text(content)
     choices = opened(tmp_path)
-    assert "is damaged and is written anew" in caplog.text
+    assert "is damaged: kernels are timed again" in caplog.text
     caplog.clear()
     assert choices.choose(CPU, CALL, AMONG, lambda: "flash") == "flash"
     assert opened(tmp_path).choose(CPU, CALL, AMONG, never) == "flash"
@@ -75,7 +75,7 @@ def test_a_kernel_that_is_unknown_is_chosen_again(tmp_path: Path) -> None:
 def test_a_makeshift_is_not_remembered(tmp_path: Path) -> None:
     """Such as dense attention, because the machine has no compiler yet."""
     assert opened(tmp_path).choose(CPU, CALL, AMONG, lambda: "dense") == "dense"
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / CHOICES_FILE).exists()
 
 
 def test_a_run_that_goes_on_elsewhere_takes_its_choices_along(tmp_path: Path) -> None:
@@ -109,6 +109,6 @@ def test_processes_choose_alike_and_lose_no_choice(tmp_path: Path) -> None:
 def test_a_place_names_the_device_and_what_computes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(kernels, "version", lambda package: "4.0")
-    place = kernels.place_of.__wrapped__(torch.device("cuda:1"))
+    place = kernels.describe_place.__wrapped__(torch.device("cuda:1"))
     assert place.startswith(f"NVIDIA H200, torch {torch.__version__}, cuDNN ")
     assert "flash-attn-4 4.0" in place

@@ -38,13 +38,13 @@ def test_nothing_is_timed_twice(
     )
     assert workspace.train() == 0
     assert set(timed) == {True, False}, "steps and previews"
-    (known,) = json.loads(workspace.path(f"output/{kernels.FILE}").read_text()).values()
+    (known,) = json.loads(workspace.path(f"output/{kernels.CHOICES_FILE}").read_text()).values()
     assert set(known.values()) == {"flash", "cuDNN"}
     timed.clear()
     assert workspace.train("max_train_steps=3") == 0
     assert workspace.run("sample", "output", "--prompt", "a red square", "--output", "samples") == 0
     assert not timed
 
-    monkeypatch.setattr(kernels, "place_of", lambda device: "another device")
+    monkeypatch.setattr(kernels, "describe_place", lambda device: "another device")
     assert workspace.train("max_train_steps=4") == 0
     assert set(timed) == {True, False}
