@@ -219,8 +219,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     if assembly.release is not None:
         gradient = assembly.release.read_size(losses.names)
     found = (*gradient.values(), *own.values())
-    # Every process has the same sizes, and those of a loss that is not finite are not (`_backward`). So all decide alike
-    # before they exchange anything, and the device updates the weights meanwhile.
+    # All processes have the same sizes, which a loss that is not finite makes NaN (`_backward`): they decide alike, and
+    # the device updates the weights while the host exchanges records.
     if all(map(math.isfinite, found)):
         _update(assembly, gradient, own)
     with assembly.world.exchanging(f"Step {global_step + 1}"):
@@ -329,7 +329,7 @@ def exchange_only(assembly: Assembly, *, transformer: bool, modules: bool) -> It
 
 
 def _backward(assembly: Assembly, loss: Tensor, losses: _Losses) -> None:
-    """Add the gradients of a loss; NaN where the total is not finite, so that every process sees it in its gradients."""
+    """Add the gradients of a loss; NaN if the total is not finite, which every process then sees in its gradients."""
     one = 1 + 0 * losses.total[-1]
     share = one * loss / loss_divisor(losses.counts, assembly.settings.accumulation)
     assembly.accelerator.backward(assembly.scaler.scale(share))

@@ -166,11 +166,11 @@ class Constant(Technique):
 @pytest.mark.parametrize("later", [False, True], ids=["extra loss", "extra pass"])
 def test_a_loss_that_is_not_finite_reaches_every_process_and_no_weight(t2i_checkpoint: Path, later: bool) -> None:
     """Also one with finite gradients: they become NaN, and so does what processes sum up of them."""
-    batch = make_batch(t2i_checkpoint, CAPTIONS[:1])
+    batch, told = make_batch(t2i_checkpoint, CAPTIONS[:1]), r"The loss is (inf|nan)\. The weights were not .*: d/0"
     for value in (math.inf, math.nan):
         assembly = replace(make_assembly(t2i_checkpoint), techniques=[Constant(value, later=later)])
         before = weights(assembly)
-        with pytest.raises(NonFiniteError, match="The loss is (inf|nan). The weights were not touched. Trained on: d/0"):
+        with pytest.raises(NonFiniteError, match=told):
             step.optimizer_step(assembly, Batches(batch), 0)
         assert all(torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items())
         assert all(each.grad is None or each.grad.isnan().all() for each in assembly.parameters.values())
@@ -188,9 +188,7 @@ class Logged(World):
         return [value]
 
 
-def test_weights_are_updated_before_records_are_gathered(
-    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_updated_before_records_are_gathered(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the device has work while the host waits for other processes and computes means."""
     assembly, world, merged = make_assembly(t2i_checkpoint), Logged(), step.HostLosses.merged
     update, log = assembly.optimizer.step, world.log

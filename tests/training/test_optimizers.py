@@ -15,18 +15,25 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from simpletuner.config.optimizers import (
+    LARGE_WEIGHT,
+    MANY_WEIGHTS,
     OPTIMIZERS,
     check_optimizer,
     keeps_bf16_weights,
     optimizer_name,
     optimizer_settings,
+    update_kernel,
 )
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.training import optimizers
-from simpletuner.training.optimizers import MuonWithAdamW, build_optimizer, sampling_weights
+from simpletuner.training.host_state import HostState
+from simpletuner.training.optimizers import KERNEL_KEYS, MuonWithAdamW, build_optimizer, sampling_weights
+from tests.peak import Peak
 
 NAMES = get_args(OptimizerName)
 # torchao compiles its step, and bitsandbytes keeps its 8-bit states on a GPU.
@@ -200,15 +207,137 @@ def test_optimi_runs_triton_only_where_it_can_be_compiled(monkeypatch: pytest.Mo
         assert not optimizers.runs_triton(weights())
 
 
-def test_the_state_of_a_gpu_goes_on_without_one() -> None:
-    """Whoever saved it ran Triton's kernels, and optimi keeps that with its state."""
+LORA, FULL = (1200, 30_000_000), (700, 2_000_000_000)  # weights, and numbers in them
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "where", "kernel"),
+    [
+        ("adamw_bf16", LORA, {}, "foreach"),
+        ("adamw_bf16", FULL, {}, "triton"),
+        ("adamw_bf16", FULL, {"triton": False}, "loop"),
+        ("adamw_bf16", FULL, {"triton": False, "sharded": True}, "loop"),
+        ("adamw_bf16", (MANY_WEIGHTS - 1, 10_000), {}, "triton"),
+        ("adamw_bf16", (MANY_WEIGHTS, MANY_WEIGHTS * LARGE_WEIGHT - 1), {}, "foreach"),
+        ("adamw_bf16", (MANY_WEIGHTS, MANY_WEIGHTS * LARGE_WEIGHT), {}, "triton"),
+        ("adamw_bf16", LORA, {"device": "cpu"}, "loop"),
+        ("adamw", LORA, {}, "fused"),
+        ("adamw", FULL, {"sharded": True}, "fused"),
+        ("adamw", FULL, {"device": "cpu"}, "loop"),
+        ("torch-rmsprop", LORA, {}, "foreach"),
+        ("torch-rmsprop", FULL, {}, "loop"),
+        ("optimi-stableadamw", LORA, {}, "triton"),
+        ("ao-adamw8bit", FULL, {}, None),
+        ("muon", FULL, {"device": "cpu"}, None),
+    ],
+)
+def test_the_kernel_follows_number_and_size_of_the_weights(
+    name: Any, size: tuple[int, int], where: dict[str, Any], kernel: str | None
+) -> None:
+    place = {"device": "cuda", "sharded": False, "triton": True, **where}
+    assert update_kernel(name, weights=size[0], numbers=size[1], **place) == kernel
+
+
+def with_kernel(name: str, kernel: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer as it would be on a machine on which this kernel is chosen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizers, "update_kernel", lambda *size, **where: kernel)
+        optimizer = build(name, params)
+    assert [key for key in KERNEL_KEYS if optimizer.param_groups[0].get(key)] == [kernel] * (kernel != "loop")
+    return optimizer
+
+
+CHOICES = [(name, each) for name in RUNNABLE for each in OPTIMIZERS[name].kernels if each != "triton"]
+
+
+@pytest.mark.parametrize(("name", "kernel"), CHOICES)
+def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
+    """Bit for bit as without the interruption, also where a new run would use another one."""
+    whole, halves = weights(), weights()
+    run(with_kernel(name, kernel, whole), whole, 0, 6)
+    before = with_kernel(name, kernel, halves)
+    run(before, halves, 0, 3)
+    torch.save(before.state_dict(), buffer := io.BytesIO())
+    buffer.seek(0)
+    after = with_kernel(name, "loop", halves)
+    optimizers.load_state(after, torch.load(buffer, weights_only=True))
+    assert after.param_groups[0][kernel]
+    run(after, halves, 3, 6)
+    assert all(map(torch.equal, whole, halves))
+
+
+def test_a_run_begun_with_triton_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a new run with as many small weights would use `foreach`."""
+    saved = build("adamw_bf16", weights()).state_dict()
+    saved["param_groups"][0]["triton"] = True
+    optimizer = with_kernel("adamw_bf16", "foreach", weights())
+    monkeypatch.setattr(optimizers, "runs_triton", lambda params: True)
+    optimizers.load_state(optimizer, saved)
+    assert {key: optimizer.param_groups[0][key] for key in ("triton", "foreach")} == {"triton": True, "foreach": False}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations on what is as large as a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(isinstance(each, torch.Tensor) and each.ndim for each in tree_leaves(args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "kernel"), CHOICES)
+def test_the_kernel_decides_launches_and_temporaries_of_an_update(name: str, kernel: str) -> None:
+    """What the plan counts of the latter is what is there at the worst moment."""
+    count, numbers = 40, 1000
+    decays = {"optimizer_config": "weight_decay=0.1"}  # which some do in a copy of the gradients
+    launches, temporary = {}, {}
+    for each in ("loop", kernel):
+        params = [nn.Parameter(torch.ones(numbers // 20, 20)) for _ in range(count)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimizers, "update_kernel", lambda *size, each=each, **where: each)
+            optimizer = build(name, params, **decays)
+        for _ in range(2):  # the first one makes the state
+            for param in params:
+                param.grad = torch.ones_like(param)
+            there = tree_leaves([params, [param.grad for param in params], [*optimizer.state.values()]])
+            with Launches() as counted, Peak(part for part in there if isinstance(part, torch.Tensor)) as peak:
+                optimizer.step()
+        launches[each], temporary[each] = counted.count, peak.most / (count * numbers * 4)
+    assert launches["loop"] >= 1.9 * count
+    assert launches[kernel] <= (1 if kernel == "fused" else 20)
+    assert temporary["loop"] <= 4.1 / count, "a few tensors as large as one weight"
+    expected = OPTIMIZERS[name].temporaries if kernel == "foreach" else 0
+    assert temporary[kernel] == pytest.approx(expected, abs=0.01)
+
+
+def test_the_state_of_a_gpu_goes_on_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever saved it ran Triton's kernels, which cannot run here; the log says so."""
     saved = build("adamw_bf16", weights(torch.bfloat16)).state_dict()
+    assert not caplog.messages
     saved["param_groups"][0]["triton"] = True
     params = weights(torch.bfloat16)
     optimizer = build("adamw_bf16", params)
     optimizers.load_state(optimizer, saved)
     run(optimizer, params, 0, 1)
     assert optimizer.param_groups[0]["triton"] is False
+    (told,) = caplog.messages
+    assert "updated by Triton kernels, which need a GPU" in told
+
+
+def test_fused_kernels_find_their_counts_on_the_device() -> None:
+    """Also those of weights whose moments stay on the host; the meta device stands in for a GPU."""
+    optimizer = with_kernel("adamw", "fused", [nn.Parameter(torch.zeros(3))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    optimizer.step()
+    weight = nn.Parameter(torch.zeros(3, device="meta"))
+    after = with_kernel("adamw", "fused", [weight])
+    optimizers.load_state(after, optimizer.state_dict(), HostState(after, torch.device("cpu")))
+    assert {key: each.device.type for key, each in after.state[weight].items()} == {
+        "step": "meta", "exp_avg": "cpu", "exp_avg_sq": "cpu",
+    }  # fmt: skip
 
 
 def test_the_default_follows_the_precision() -> None:
