@@ -91,9 +91,10 @@ def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, traine
         name, trained[0].device.type, len(trained), sum(each.numel() for each in trained),
         sharded=any(map(is_part, trained)), triton=runs_triton(trained),
     )  # fmt: skip
-    if kernel is not None:
-        for group in optimizer.param_groups:
-            group.update({key: key == kernel for key in KERNEL_KEYS if key in group})
+    for group in optimizer.param_groups if kernel is not None else ():
+        # A technique may leave its module without gradients for a step, in which optimi's foreach fails.
+        own = "loop" if OWNER in group and kernel == "foreach" else kernel
+        group.update({key: key == own for key in KERNEL_KEYS if key in group})
 
 
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:

@@ -8,8 +8,10 @@ import io
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -46,6 +48,8 @@ def is_installed(name: str) -> bool:
 
 
 RUNNABLE = [name for name in NAMES if is_installed(name) and not name.startswith(HEAVY)]
+# Kernels that run everywhere, although they are chosen on GPUs only.
+CHOICES = [(name, each) for name in RUNNABLE for each in OPTIMIZERS[name].kernels if each != "triton"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -69,6 +73,19 @@ def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def build(name: str | None, params: list[nn.Parameter], lr: float = 0.01, **keys: object) -> torch.optim.Optimizer:
     config = OptimizerConfig(optimizer=name, **keys)
     return build_optimizer(params, config, mixed_precision="bf16", learning_rate=lr)
+
+
+def with_kernel(
+    name: str, kernel: str, params: list[nn.Parameter], modules: Mapping[str, nn.Module] = MappingProxyType({}),
+    settings: str = "",
+) -> torch.optim.Optimizer:  # fmt: skip
+    """An optimizer as it would be on a machine on which this kernel is chosen."""
+    config = OptimizerConfig(optimizer=name, optimizer_config=settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizers, "update_kernel", lambda *size, **where: kernel)
+        optimizer = build_optimizer(params, config, "bf16", 0.01, modules)
+    assert [key for key in KERNEL_KEYS if optimizer.param_groups[0].get(key)] == [kernel] * (kernel != "loop")
+    return optimizer
 
 
 def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int, last: int) -> None:
@@ -124,19 +141,20 @@ def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: to
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    """optimi's come as Triton kernels there: about the same weights as on a CPU, and the same after a save."""
+@pytest.mark.parametrize(("name", "kernel"), [*((name, None) for name in RUNNABLE), *CHOICES])
+def test_on_a_gpu(name: str, kernel: str | None, dtype: torch.dtype) -> None:
+    """optimi's few weights get Triton kernels there: about the same as on a CPU, and the same after a save."""
+    make = build if kernel is None else partial(with_kernel, kernel=kernel)
     on_cpu, whole, halves = weights(dtype), weights(dtype), weights(dtype)
     for params in (whole, halves):
         for param in params:
             param.data = param.data.cuda()
     run(build(name, on_cpu), on_cpu, 0, 6)
-    run(build(name, whole), whole, 0, 6)
-    before = build(name, halves)
+    run(make(name, params=whole), whole, 0, 6)
+    before = make(name, params=halves)
     run(before, halves, 0, 3)
     again = [nn.Parameter(param.detach().clone()) for param in halves]
-    after = build(name, again)
+    after = make(name, params=again)
     optimizers.load_state(after, before.state_dict())
     run(after, again, 3, 6)
     for expected, found, slow in zip(whole, again, on_cpu, strict=True):
@@ -238,18 +256,6 @@ def test_the_kernel_follows_number_and_size_of_the_weights(
     assert update_kernel(name, weights=size[0], numbers=size[1], **place) == kernel
 
 
-def with_kernel(name: str, kernel: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer as it would be on a machine on which this kernel is chosen."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizers, "update_kernel", lambda *size, **where: kernel)
-        optimizer = build(name, params)
-    assert [key for key in KERNEL_KEYS if optimizer.param_groups[0].get(key)] == [kernel] * (kernel != "loop")
-    return optimizer
-
-
-CHOICES = [(name, each) for name in RUNNABLE for each in OPTIMIZERS[name].kernels if each != "triton"]
-
-
 @pytest.mark.parametrize(("name", "kernel"), CHOICES)
 def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
     """Bit for bit as without the interruption, also where a new run would use another one."""
@@ -264,6 +270,19 @@ def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
     assert after.param_groups[0][kernel]
     run(after, halves, 3, 6)
     assert all(map(torch.equal, whole, halves))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "kernel"), CHOICES)
+def test_a_technique_may_leave_its_module_without_gradients(name: str, kernel: str, dtype: torch.dtype) -> None:
+    """For a step or, as in this test, for all; the other weights, of two dtypes, are updated alike by all kernels."""
+    params, others, module = weights(dtype), weights(dtype), nn.Linear(3, 3)
+    before = [each.clone() for each in module.parameters()]
+    run(with_kernel(name, kernel, params, {"crepa": module}), params, 0, 6)
+    run(with_kernel(name, "loop", others), others, 0, 6)
+    assert all(map(torch.equal, module.parameters(), before))
+    for found, expected in zip(params, others, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
 
 
 def test_a_run_begun_with_triton_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,13 +311,10 @@ class Launches(TorchDispatchMode):
 def test_the_kernel_decides_launches_and_temporaries_of_an_update(name: str, kernel: str) -> None:
     """What the plan counts of the latter is what is there at the worst moment."""
     count, numbers = 40, 1000
-    decays = {"optimizer_config": "weight_decay=0.1"}  # which some do in a copy of the gradients
     launches, temporary = {}, {}
     for each in ("loop", kernel):
         params = [nn.Parameter(torch.ones(numbers // 20, 20)) for _ in range(count)]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(optimizers, "update_kernel", lambda *size, each=each, **where: each)
-            optimizer = build(name, params, **decays)
+        optimizer = with_kernel(name, each, params, settings="weight_decay=0.1")  # some decay a copy of the gradients
         for _ in range(2):  # the first one makes the state
             for param in params:
                 param.grad = torch.ones_like(param)
