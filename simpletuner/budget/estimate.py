@@ -11,10 +11,10 @@ On the device, at the peak of a step:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from simpletuner.config.optimizers import OPTIMIZERS
+from simpletuner.config.optimizers import OPTIMIZERS, update_kernel
 from simpletuner.config.schema import SLOTS, OptimizerName
 from simpletuner.config.speed import checkpointed_blocks
 from simpletuner.config.tread import Route
@@ -38,6 +38,7 @@ class TrainingSetup:
         adapters: the LoRA; none for a full fine-tune.
         trained_bytes: bytes per trained number.
         state_bytes: bytes of optimizer state per trained number.
+        update_bytes: bytes per trained number that the optimizer allocates while it updates all weights at once.
         checkpoint_interval, kept_blocks: every n-th block is checkpointed but for some; None without checkpointing.
         keep_attention: checkpointing keeps the self-attention's output.
         streamed: frozen blocks stream through slots on the device.
@@ -65,6 +66,7 @@ class TrainingSetup:
     adapters: Adapters
     trained_bytes: float
     state_bytes: float
+    update_bytes: float = 0.0
     checkpoint_interval: int | None = 1
     kept_blocks: int = 0
     keep_attention: bool = False
@@ -107,6 +109,7 @@ class StepMemory:
         inputs: activations kept for the backward pass of all blocks.
         block: the block whose backward pass runs.
         outside: activations outside the blocks.
+        update: what the update of the weights needs beyond these activations, which it comes after.
     """
 
     weights: float
@@ -114,6 +117,7 @@ class StepMemory:
     inputs: float
     block: float
     outside: float
+    update: float = 0.0
 
     @property
     def total(self) -> float:
@@ -136,10 +140,19 @@ def trained_numbers(cost: TransformerCost, setup: TrainingSetup) -> int:
     return cost.parameters if setup.is_full else cost.adapter_parameters(setup.adapters)
 
 
+def update_bytes(cost: TransformerCost, setup: TrainingSetup, name: OptimizerName) -> float:
+    """Bytes per trained number that an optimizer allocates on a GPU while it updates all weights at once; 0 if it
+    allocates those of one weight at a time."""
+    weights = len(cost.shapes) if setup.is_full else 2 * len(setup.adapters.modules)
+    numbers, sharded = trained_numbers(cost, setup), setup.trained_shares > 1
+    kernel = update_kernel(name, "cuda", weights, numbers, sharded=sharded, triton=True)
+    return OPTIMIZERS[name].temporaries * setup.trained_bytes if kernel in (None, "foreach") else 0.0
+
+
 def trained_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     """Bytes of trained weights, gradients, optimizer state, and a moving average on the device."""
     average = AVERAGE if setup.averaged == "device" else 0.0
-    # Temporary copies during the update are left out: a few tensors of a full model, small ones of a LoRA.
+    # Left out: temporary tensors of the update of one weight. Those of all weights together count in `StepMemory`.
     kept = trained_numbers(cost, setup) * (setup.trained_bytes + setup.state_bytes + average) / setup.trained_shares
     return kept - state_on_host_bytes(cost, setup) + gradient_bytes(cost, setup)
 
@@ -247,13 +260,15 @@ def step_memory(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -
     recomputed = any(chosen)
     added = technique_cost(cost, setup, load)
     product = PRODUCT * cost.widest(load) if setup.multiplies else 0.0
-    return StepMemory(
+    backward = StepMemory(
         weights=frozen_bytes(cost, setup),
         trained=trained_bytes(cost, setup) + added.parameters * (2 * BYTES["fp32"] + setup.state_bytes),
         inputs=added.held + inputs + sum(block.held + block.saved for block in plain),
         block=product + max(block.transient + (block.saved if recomputed else 0.0) for block in blocks),
         outside=cost.activations(load, BYTES[setup.dtype], setup.adapters).outside,
     )
+    temporary = setup.update_bytes * (trained_numbers(cost, setup) / setup.trained_shares + added.parameters)
+    return replace(backward, update=max(0.0, temporary - backward.inputs - backward.block - backward.outside))
 
 
 def technique_cost(cost: TransformerCost, setup: TrainingSetup, load: BatchShape) -> TechniqueCost:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from simpletuner.budget.device import Device
-from simpletuner.budget.estimate import TrainingSetup, optimizer_state_bytes
+from simpletuner.budget.estimate import TrainingSetup, optimizer_state_bytes, update_bytes
 from simpletuner.budget.workload import Bucket
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
@@ -69,7 +69,7 @@ class Parts:
         is_lora, offload, precision = config.model.model_type == "lora", config.offload, config.precision
         trained = trained_precision(config.optimizer, precision)
         name, weights = optimizer_name(config.optimizer, precision.mixed_precision), weights_of(self.transformer.shapes)
-        return TrainingSetup(
+        setup = TrainingSetup(
             dtype=transformer_dtype(precision) if is_lora else trained,
             adapters=planned_adapters(config.lora, self.spec, self.targets, weights)
             if is_lora and self.trains
@@ -98,6 +98,7 @@ class Parts:
             whole_gradients=config.launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,
             from_base=is_lora and config.lora.starts_from_base,
         )
+        return replace(setup, update_bytes=update_bytes(self.transformer, setup, name))
 
 
 def average_place(ema: EmaConfig) -> Literal["", "device", "host"]:

@@ -237,7 +237,7 @@ def _cells(budget: Budget, each: BucketCost) -> Iterator[str]:
     memory, load = each.memory, budget.parts.load(each.bucket)
     yield str(load.samples * load.tokens)
     yield f"{each.step.executed.total / 1e12:.3g}"
-    for part in (memory.weights, memory.trained, memory.inputs, memory.block + memory.outside):
+    for part in (memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside):
         yield gigabytes(part)
     yield duration(each.step.seconds)
 

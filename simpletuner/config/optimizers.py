@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from simpletuner.config.load import CHOSEN, RunConfig
 from simpletuner.config.option import (
@@ -28,6 +29,13 @@ from simpletuner.errors import Problem, did_you_mean
 
 # The type of the default decides how the user's text is parsed.
 OptimizerValue = bool | int | float
+# Weight by weight; all weights by one operation after the other; all in one kernel; in one kernel for each weight.
+UpdateKernel = Literal["loop", "foreach", "fused", "triton"]
+# Launches and passes are what differs: `triton` launches once for a weight, `foreach` some hundred times in all, but
+# reads and writes each weight four times as often. From this size on, a GPU (1 TB/s) needs longer for these passes than
+# the host for a launch (20 µs).
+LARGE_WEIGHT = 1 << 18
+MANY_WEIGHTS = 64
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class OptimizerSpec:
         element_wise: updates every number by itself and with torch's operations, so that the processes of a sharded run
             can each update their share of a weight.
         per_weight: is known to update every weight without the gradients of the others.
+        kernels: implementations that `update_kernel` chooses from, besides the loop; if none, the library chooses.
+        temporaries: tensors as large as all trained weights that it allocates to update all of them by `foreach`.
     """
 
     factory: str
@@ -62,6 +72,8 @@ class OptimizerSpec:
     element_wise: bool = True
     per_weight: bool = True
     rounds_randomly: bool = False
+    kernels: tuple[UpdateKernel, ...] = ()
+    temporaries: int = 0
 
 
 ADAM: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
@@ -73,15 +85,23 @@ OPTIMI: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "
 
 
 def _torch(
-    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = False, moments: int = 2
+    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = False, moments: int = 2, temporaries: int = 1
 ) -> OptimizerSpec:
-    return OptimizerSpec(f"torch.optim:{name}", settings, is_adam=is_adam, moments=moments)
+    # torch's other fused updates lose momentum that some weights do not have yet, or are not on every GPU.
+    kernels: tuple[UpdateKernel, ...] = ("fused",) if name in ("Adam", "AdamW") else ("foreach",)
+    factory = f"torch.optim:{name}"
+    return OptimizerSpec(
+        factory, settings, is_adam=is_adam, moments=moments, kernels=kernels, temporaries=temporaries
+    )  # fmt: skip
 
 
 def _optimi(
-    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = True, moments: int = 2
+    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = True, moments: int = 2, temporaries: int = 0
 ) -> OptimizerSpec:
-    return OptimizerSpec(f"optimi:{name}", settings, is_adam=is_adam, keeps_bf16=True, moments=moments)
+    return OptimizerSpec(
+        f"optimi:{name}", settings, is_adam=is_adam, keeps_bf16=True, moments=moments,
+        kernels=("triton", "foreach"), temporaries=temporaries,
+    )  # fmt: skip
 
 
 def _bitsandbytes(
@@ -108,7 +128,9 @@ def _schedule_free(settings: Mapping[str, OptimizerValue]) -> OptimizerSpec:
     factory = "schedulefree:AdamWScheduleFree"
     # r weighs late steps in the average, weight_lr_power steps of a high rate.
     settings = {**settings, "r": 0.0, "weight_lr_power": 2.0}
-    return OptimizerSpec(factory, settings, is_adam=True, schedule_free=True, package=SCHEDULE_FREE, per_weight=False)
+    return OptimizerSpec(
+        factory, settings, is_adam=True, schedule_free=True, package=SCHEDULE_FREE, per_weight=False, temporaries=1
+    )  # fmt: skip
 
 
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
@@ -116,33 +138,37 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "adamw": _torch("AdamW", ADAMW | {"amsgrad": False}, is_adam=True),
     "torch-adamw": _torch("AdamW", ADAMW | {"amsgrad": False}, is_adam=True),
     "torch-adam": _torch("Adam", ADAM | {"amsgrad": False}, is_adam=True),
-    "torch-nadam": _torch("NAdam", ADAM | {"momentum_decay": 0.004, "decoupled_weight_decay": False}, is_adam=True),
+    "torch-nadam": _torch(
+        "NAdam", ADAM | {"momentum_decay": 0.004, "decoupled_weight_decay": False}, is_adam=True, temporaries=2
+    ),
     "torch-radam": _torch("RAdam", ADAM | {"decoupled_weight_decay": False}, is_adam=True),
     "torch-adagrad": _torch(
-        "Adagrad", {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10}, moments=1
+        "Adagrad",
+        {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+        moments=1,
+        temporaries=2,
     ),
     "torch-rmsprop": _torch(
-        "RMSprop", {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False}, moments=1
+        "RMSprop",
+        {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
+        moments=1,
+        temporaries=2,
     ),
     "torch-sgd": _torch("SGD", SGD, moments=0),
     "optimi-adamw": _optimi("AdamW", OPTIMI),
-    # It limits an update by the mean square over the whole weight.
-    "optimi-stableadamw": replace(_optimi("StableAdamW", OPTIMI), element_wise=False),
-    "optimi-lion": _optimi("Lion", LION, is_adam=False, moments=1),
+    # It limits an update by the mean square over the whole weight, for which all but Triton wait weight by weight.
+    "optimi-stableadamw": replace(_optimi("StableAdamW", OPTIMI), element_wise=False, kernels=("triton",)),
+    "optimi-lion": _optimi("Lion", LION, is_adam=False, moments=1, temporaries=1),
     "optimi-radam": _optimi("RAdam", OPTIMI | {"decouple_wd": False}),
     # Its slow weights are averaged without Kahan summation and replace the fast ones, so bf16 would lose updates.
-    "optimi-ranger": OptimizerSpec(
-        "optimi:Ranger", OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}, is_adam=True, moments=3
+    "optimi-ranger": replace(
+        _optimi("Ranger", OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}, moments=3), keeps_bf16=False
     ),
     # Three averages (gradient, its change, its square) with three betas. The only optimi one whose Kahan summation is
     # off by default.
-    "optimi-adan": OptimizerSpec(
-        "optimi:Adan",
-        OPTIMI | {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99},
-        is_adam=True,
-        keeps_bf16=True,
+    "optimi-adan": replace(
+        _optimi("Adan", OPTIMI | {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99}, moments=4),
         constants={"kahan_sum": True},
-        moments=4,
     ),
     "optimi-adam": _optimi("Adam", OPTIMI | {"decouple_wd": False}),
     "optimi-sgd": _optimi(
@@ -202,6 +228,29 @@ def optimizer_name(config: OptimizerConfig, mixed_precision: str) -> OptimizerNa
     if config.optimizer is not None:
         return config.optimizer
     return "adamw_bf16" if mixed_precision == "bf16" else "adamw"
+
+
+def update_kernel(
+    name: OptimizerName, device: str, weights: int, numbers: int, *, sharded: bool, triton: bool
+) -> UpdateKernel | None:
+    """The implementation that a new run updates its weights with; None leaves it to the library.
+
+    They round differently, so a resumed run keeps the one it has begun with.
+
+    Args:
+        device: type of the weights' device.
+        weights, numbers: how many tensors are trained, and how many numbers in all of them.
+        sharded: each process has a part of every weight only.
+        triton: whether Triton kernels can run.
+    """
+    kernels = OPTIMIZERS[name].kernels
+    if not kernels or device != "cuda":
+        return "loop" if kernels else None
+    if "fused" in kernels:
+        return "fused"
+    if "foreach" in kernels and not sharded and weights >= MANY_WEIGHTS and numbers < weights * LARGE_WEIGHT:
+        return "foreach"
+    return "triton" if "triton" in kernels and triton else "loop"
 
 
 def keeps_bf16_weights(name: OptimizerName) -> bool:

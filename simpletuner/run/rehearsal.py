@@ -1,8 +1,9 @@
 """Try the most memory-hungry moments of a run before step 1, so that running out of memory shows at once.
 
 These are a micro-step of the largest bucket, forward and backward, and a preview of two sampling steps. Nothing is
-updated and random states are restored, so a run is the same with or without a rehearsal, bit for bit. The optimizer
-allocates its state in step 1 only, so that is added to what is measured.
+updated and random states are restored, so a run is the same with or without a rehearsal, bit for bit. What the
+optimizer allocates in step 1 is added to what is measured, not tried: taking an update back would need a second copy of
+weights and state, and released gradients update during the backward pass.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
         ) from None
     if not on_gpu:
         return Rehearsal(title, expected, None)
-    peak = float(torch.cuda.max_memory_allocated()) + coming_state(assembly, budget)
+    peak = float(torch.cuda.max_memory_allocated())
+    if phase == "training":  # after the backward pass, with its gradients
+        peak = max(peak, torch.cuda.memory_allocated() + budget.setup.update_bytes * _numbers(assembly))
+    peak += coming_state(assembly, budget)
     torch.cuda.reset_peak_memory_stats()
     return Rehearsal(title, expected, peak)
 
@@ -103,8 +107,12 @@ def coming_state(assembly: Assembly, budget: Budget) -> float:
     state in host memory."""
     if assembly.optimizer.state or budget.setup.state_on_host:
         return 0.0
-    groups = assembly.optimizer.param_groups
-    return budget.setup.state_bytes * sum(each.numel() for group in groups for each in group["params"])
+    return budget.setup.state_bytes * _numbers(assembly)
+
+
+def _numbers(assembly: Assembly) -> int:
+    """How many numbers the optimizer updates."""
+    return sum(each.numel() for group in assembly.optimizer.param_groups for each in group["params"])
 
 
 @contextmanager

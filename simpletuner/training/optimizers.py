@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,9 @@ from simpletuner.config.optimizers import (
     is_schedule_free,
     optimizer_name,
     optimizer_settings,
+    update_kernel,
 )
-from simpletuner.config.schema import OptimizerConfig
+from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.config.speed import has_compiler
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.training.host_state import HostState
@@ -35,6 +37,10 @@ OWNER = "owner"
 RATE_RATIO = "rate_ratio"
 # Key of a parameter group with the seed of its next update, where an optimizer rounds at random.
 SEED = "seed"
+# Keys of a parameter group that say how its library updates it. With none of them it loops over the weights.
+KERNEL_KEYS = ("fused", "foreach", "triton")
+
+logger = logging.getLogger(__name__)
 
 
 def build_optimizer(
@@ -65,8 +71,6 @@ def build_optimizer(
     factory = getattr(importlib.import_module(module), class_name)
     trained = list(params)
     arguments = {**_arguments(optimizer_settings(config, mixed_precision)), **spec.constants}
-    if module == "optimi":
-        arguments["triton"] = runs_triton(trained)
     try:
         optimizer: torch.optim.Optimizer = factory(trained, lr=learning_rate, **arguments)
     except (ValueError, NotImplementedError) as error:
@@ -75,13 +79,26 @@ def build_optimizer(
         optimizer.add_param_group({"params": list(faster[0]), RATE_RATIO: faster[1]})
     for owner, extra in modules.items():
         optimizer.add_param_group({"params": list(extra.parameters()), OWNER: owner})
+    _choose_kernel(optimizer, name, [*trained, *faster[0]])
     if spec.schedule_free:
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
+def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, trained: Sequence[nn.Parameter]) -> None:
+    """Have the library use the kernel of `update_kernel`. It reads parameter groups, which checkpoints hold, too."""
+    kernel = update_kernel(
+        name, trained[0].device.type, len(trained), sum(each.numel() for each in trained),
+        sharded=any(map(is_part, trained)), triton=runs_triton(trained),
+    )  # fmt: skip
+    for group in optimizer.param_groups if kernel is not None else ():
+        # A technique may leave its module without gradients for a step, in which optimi's foreach fails.
+        own = "loop" if OWNER in group and kernel == "foreach" else kernel
+        group.update({key: key == own for key in KERNEL_KEYS if key in group})
+
+
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:
-    """Whether optimi should use its Triton kernels. Left to itself it does so even without a compiler, and fails.
+    """Whether optimi's Triton kernels can run. Left to itself it uses them even without a compiler, and fails.
 
     It passes them the parameters themselves, so these must not be sharded.
     """
@@ -91,7 +108,7 @@ def runs_triton(params: Sequence[nn.Parameter]) -> bool:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: HostState | None = None) -> None:
-    """Restore the state of an optimizer, but keep this machine's choice of kernels.
+    """Restore the state of an optimizer, and go on with the kernels it was saved with, if they run here.
 
     The group of a module that was not saved starts now; a saved group whose module is gone is left out.
 
@@ -101,19 +118,37 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     Raises:
         ValueError: the state belongs to other parameters.
     """
-    kernels = [group.get("triton") for group in optimizer.param_groups]
+    chosen = [{key: group[key] for key in KERNEL_KEYS if key in group} for group in optimizer.param_groups]
     state = _with_groups_of(optimizer, state)
     numbers = (number for group in state["param_groups"] for number in group["params"])
-    mine = ((each, OWNER in group) for group in optimizer.param_groups for each in group["params"])
+    mine = ((each, group) for group in optimizer.param_groups for each in group["params"])
     # Numbers and parameters that do not match are found by `load_state_dict`.
-    apart = {n: each for n, (each, is_owned) in zip(numbers, mine, strict=False) if host and not is_owned}
+    apart = {n: each for n, (each, group) in zip(numbers, mine, strict=False) if host and OWNER not in group}
     stays = {number: each for number, each in state["state"].items() if number not in apart}
     optimizer.load_state_dict({**state, "state": stays})
-    for group, triton in zip(optimizer.param_groups, kernels, strict=True):
-        if "triton" in group:
-            group["triton"] = triton
     if host is not None:
-        host.load({each: state["state"][n] for n, each in apart.items() if n in state["state"]})
+        fused = {n for group in state["param_groups"] if group.get("fused") for n in group["params"]}
+        found = {n: state["state"][n] for n in apart if n in state["state"]}
+        host.load({apart[n]: _counted_on_device(each, apart[n]) if n in fused else each for n, each in found.items()})
+    _replace_missing_kernels(optimizer, chosen)
+
+
+def _counted_on_device(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """A weight's state with the count of its steps where torch's fused kernels read it."""
+    return {key: each.to(parameter.device) if key == "step" else each for key, each in state.items()}
+
+
+def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, object]]) -> None:
+    """Take this machine's choice where the saved kernels cannot run, and say so."""
+    groups = optimizer.param_groups
+    missing = [place for place, group in enumerate(groups) if group.get("triton") and not runs_triton(group["params"])]
+    for place in missing:
+        groups[place].update(chosen[place])
+    if missing:
+        logger.warning(
+            "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C compiler "
+            "and unsharded weights. Other kernels go on from here; they round differently."
+        )
 
 
 def _with_groups_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

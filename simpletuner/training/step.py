@@ -1,6 +1,6 @@
 """One optimizer step, readable from top to bottom.
 
-    batch ─► noise ─► noisy batch ─► predict ─► loss ─► backward ─► clip ─► update
+    batch ─► noise ─► noisy batch ─► predict ─► loss ─► backward ─► clip ─► update ─► report
 
 Every random number of a step is derived from (seed, global step, micro-step, sample). Nothing that happens between
 steps (previews, a restart, another technique) can change it.
@@ -8,6 +8,7 @@ steps (previews, a restart, another technique) can change it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -214,21 +215,19 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     ]
     measured = [size for each in sizes for size in each.values()]
     read, numbers = losses.on_host(measured)  # without released gradients, the step's only wait for the device
+    gradient, own = ({name: next(numbers) for name in each} for each in sizes)
+    if assembly.release is not None:
+        gradient = assembly.release.read_size(losses.names)
+    found = (*gradient.values(), *own.values())
+    # All processes have the same sizes, which a loss that is not finite makes NaN (`_backward`): they decide alike, and
+    # the device updates the weights while the host exchanges records.
+    if all(map(math.isfinite, found)):
+        _update(assembly, gradient, own)
     with assembly.world.exchanging(f"Step {global_step + 1}"):
         gathered = assembly.world.gather((read, assembly.take_requests()))
     everyone = HostLosses.merged([each for each, _ in gathered])
-    gradient, own = ({name: next(numbers) for name in each} for each in sizes)
-    release = assembly.release
-    if release is not None:
-        gradient = release.read_size(everyone.names)
-    found = (*gradient.values(), *own.values())
-    stop_if_gradients_not_finite(found, every, assembly.scaler, everyone.names, is_halfway=release is not None)
-    clip_gradients(assembly.module_parameters.values(), settings.optimizer, own)
-    if release is not None:
-        release.finish()
-    else:
-        clip_gradients(assembly.parameters.values(), settings.optimizer, gradient)
-        assembly.scaler.step(assembly.optimizer)
+    is_halfway = assembly.release is not None
+    stop_if_gradients_not_finite(found, every, assembly.scaler, everyone.names, is_halfway=is_halfway)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
     return StepReport(
@@ -245,6 +244,21 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         passes=assembly.passes - passes,
         requests=gathered[0][1],
     )
+
+
+def _update(assembly: Assembly, gradient: Mapping[str, float], own: Mapping[str, float]) -> None:
+    """Clip the gradients and update the weights.
+
+    Args:
+        gradient, own: sizes of the model's gradient and of those of techniques' modules, as numbers.
+    """
+    config = assembly.settings.optimizer
+    clip_gradients(assembly.module_parameters.values(), config, own)
+    if assembly.release is not None:
+        assembly.release.finish()
+        return
+    clip_gradients(assembly.parameters.values(), config, gradient)
+    assembly.scaler.step(assembly.optimizer)
 
 
 def _prepare_groups(assembly: Assembly, global_step: int) -> float:
@@ -299,10 +313,10 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
     for index, run in enumerate(extras):
         with exchange_only(assembly, transformer=last and index == len(extras) - 1, modules=False):
             added = run(partial(predict, assembly))
+            losses.log(added)
+            for loss in added.values():
+                losses.total[-1] = losses.total[-1] + loss.detach()
             _backward(assembly, torch.stack(list(added.values())).sum(), losses)
-        losses.log(added)
-        for loss in added.values():
-            losses.total[-1] = losses.total[-1] + loss.detach()
 
 
 @contextmanager
@@ -315,7 +329,9 @@ def exchange_only(assembly: Assembly, *, transformer: bool, modules: bool) -> It
 
 
 def _backward(assembly: Assembly, loss: Tensor, losses: _Losses) -> None:
-    share = loss / loss_divisor(losses.counts, assembly.settings.accumulation)
+    """Add the gradients of a loss; NaN if the total is not finite, which every process then sees in its gradients."""
+    one = 1 + 0 * losses.total[-1]
+    share = one * loss / loss_divisor(losses.counts, assembly.settings.accumulation)
     assembly.accelerator.backward(assembly.scaler.scale(share))
 
 

@@ -20,6 +20,7 @@ from simpletuner.budget.estimate import (
     step_memory,
     streamed_bytes,
     trained_bytes,
+    update_bytes,
 )
 from simpletuner.config.optimizers import keeps_bf16_weights
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
@@ -201,6 +202,30 @@ def test_a_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
     full = TrainingSetup("bf16", NO_ADAPTERS, 2, 6)
     assert saving_bytes(lite, full) == 2 * lite.parameters
     assert saving_bytes(pro, full) == 5e9 < 2 * pro.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "bytes_per_number"),
+    [
+        ("adamw", True, 0), ("torch-rmsprop", True, 0), ("optimi-lion", True, 0), ("adamw_schedulefree", True, 4),
+        ("adamw", False, 0), ("torch-rmsprop", False, 8), ("optimi-lion", False, 4), ("adamw_bf16", False, 0),
+    ],
+)  # fmt: skip
+def test_what_an_update_allocates(
+    lite: TransformerCost, name: OptimizerName, full: bool, bytes_per_number: int
+) -> None:
+    """That is needed after the backward pass, whose activations are gone by then. What a weight needs is metered in
+    `tests/training/test_optimizers.py`."""
+    setup = lora(lite, KANDINSKY)
+    if full:
+        setup = replace(setup, adapters=NO_ADAPTERS)
+    assert update_bytes(lite, setup, name) == bytes_per_number
+    updated = replace(setup, update_bytes=update_bytes(lite, setup, name))
+    plain, memory = step_memory(lite, setup, LOAD), step_memory(lite, updated, LOAD)
+    activations = plain.inputs + plain.block + plain.outside
+    temporary = bytes_per_number * (lite.parameters if full else lite.adapter_parameters(setup.adapters))
+    assert memory.total - plain.total == pytest.approx(max(0, temporary - activations))
+    assert (memory.total > plain.total) == (name == "adamw_schedulefree")
 
 
 OPTIMIZERS: list[OptimizerName] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import simpletuner.models.registry  # noqa: F401 - declares the families' options
 from simpletuner.diffusion.batch import Batch
+from simpletuner.errors import NonFiniteError
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.spec import chosen_techniques
+from simpletuner.training.sharding import local
 from simpletuner.world import World, connect, settle_meeting
 from tests.fidelity.family import make_config
 from tests.training.sharded_run import Batches, Case, Run
+from tests.training.test_guarded_step import Constant
 
 STEPS = 3
 KNOWN = "known"  # the dataset of every other micro-batch
@@ -91,7 +95,21 @@ def train(
     )  # fmt: skip
     with Exchanges() as exchanges:
         run.train(STEPS)
-    return {"metrics": run.metrics, "exchanges": exchanges.found, "passes": run.assembly.passes}
+    done = {"metrics": run.metrics, "exchanges": exchanges.found, "passes": run.assembly.passes}
+    return done | {"refused": refused(run, world)}
+
+
+def refused(run: Run, world: World) -> str:
+    """The error of a step in which the last process has a loss of NaN, if that leaves the weights of this one alone."""
+    weights = [local(each) for each in run.assembly.parameters.values()]
+    before = [each.detach().clone() for each in weights]
+    if world.rank == world.size - 1:
+        run.assembly.techniques.append(Constant(math.nan, later=False))
+    try:
+        run.train(1)
+    except NonFiniteError as error:
+        return str(error) * all(map(torch.equal, weights, before))
+    return ""
 
 
 def main(place: World, checkpoint: Path, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:

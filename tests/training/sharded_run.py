@@ -19,7 +19,7 @@ from simpletuner.models.adapter import BlockLayout
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import assemble as assembling
-from simpletuner.training import sharding
+from simpletuner.training import optimizers, sharding
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.checkpoints import load_checkpoint, write_checkpoint
 from simpletuner.training.ema import Ema
@@ -40,16 +40,17 @@ BATCH_FILE = "batch.pt"
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of a run, with its techniques."""
+    """Settings of a run, with its techniques, and whether its optimizer is fused, as on a GPU."""
 
     settings: Mapping[str, Any]
     techniques: Callable[[], list[Technique]] = list
     steps: int = 3
+    fused: bool = False
 
 
 CLIPPED = {"grad_clip_method": "norm", "max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
 CASES = {
-    "full": Case({"model_type": "full", "max_grad_norm": 0.01}, steps=6),
+    "full": Case({"model_type": "full", "max_grad_norm": 0.01}, steps=6, fused=True),
     "full-accumulated": Case(
         {"model_type": "full", "gradient_checkpointing": True, "fsdp_reshard_after_forward": False, **CLIPPED}
     ),
@@ -103,7 +104,8 @@ class Run:
         config = make_config(self.checkpoint, **settings)
         spec = TrainingSpec(lora_targets=TARGETS, seed=3, total_steps=20, learning_rate=1e-3)
         adapter = make_adapter(self.checkpoint)
-        with patch.object(assembling, "shard", self.shard):
+        kernel = (lambda *size, **where: "fused") if self.case.fused else optimizers.update_kernel
+        with patch.object(assembling, "shard", self.shard), patch.object(optimizers, "update_kernel", kernel):
             self.assembly: Any = assemble(config, spec, adapter, self.case.techniques(), make_accelerator(), self.world)
         self.ema = Ema(self.assembly.parameters, config.ema, CPU)
         # Encoding takes longer than everything else.
@@ -120,6 +122,7 @@ class Run:
 
     def train(self, steps: int) -> None:
         self.assembly.transformer.train()
+        assert bool(self.assembly.optimizer.param_groups[0].get("fused")) == self.case.fused, "also when it was resumed"
         for _ in range(steps):
             with Counted() as sent:
                 report = optimizer_step(self.assembly, self.loader, self.state.global_step)

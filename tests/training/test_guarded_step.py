@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import EmaConfig
-from simpletuner.diffusion.batch import Batch
+from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.errors import NonFiniteError, UserError
+from simpletuner.techniques.base import ExtraPass, Technique
 from simpletuner.training import step
 from simpletuner.training.checkpoints import write_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_weights_not_finite
 from simpletuner.training.manifest import STATE_FOLDER, Identity
 from simpletuner.training.state import Assembly, TrainState
+from simpletuner.world import Value, World
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 from tests.training.test_step import CAPTIONS, Batches, part
 
@@ -146,6 +148,54 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(t2i_checkpoint: Path, m
     assert "d/0, d/1" in message
     assert message.index(spoilt[-1]) < message.index(spoilt[-2]), "the backward pass begins at the last layer"
     assert all(torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items())
+
+
+class Constant(Technique):
+    """Adds a number that no weight has a part in."""
+
+    def __init__(self, value: float, *, later: bool) -> None:
+        self.value, self.later = value, later
+
+    def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> dict[str, Tensor]:
+        return {} if self.later else {"constant": 0 * prediction.sum() + self.value}
+
+    def extra_passes(self, noisy: NoisyBatch) -> list[ExtraPass]:
+        return [lambda predict: {"constant": 0 * predict(noisy).sum() + self.value}] if self.later else []
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["extra loss", "extra pass"])
+def test_a_loss_that_is_not_finite_reaches_every_process_and_no_weight(t2i_checkpoint: Path, later: bool) -> None:
+    """Also one with finite gradients: they become NaN, and so does what processes sum up of them."""
+    batch, told = make_batch(t2i_checkpoint, CAPTIONS[:1]), r"The loss is (inf|nan)\. The weights were not .*: d/0"
+    for value in (math.inf, math.nan):
+        assembly = replace(make_assembly(t2i_checkpoint), techniques=[Constant(value, later=later)])
+        before = weights(assembly)
+        with pytest.raises(NonFiniteError, match=told):
+            step.optimizer_step(assembly, Batches(batch), 0)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in assembly.parameters.items())
+        assert all(each.grad is None or each.grad.isnan().all() for each in assembly.parameters.values())
+        assert not assembly.optimizer.state
+
+
+@dataclass(frozen=True)
+class Logged(World):
+    """Notes when values are gathered."""
+
+    log: list[str] = field(default_factory=list)
+
+    def gather(self, value: Value) -> list[Value]:
+        self.log.append("gather")
+        return [value]
+
+
+def test_weights_are_updated_before_records_are_gathered(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the device has work while the host waits for other processes and computes means."""
+    assembly, world, merged = make_assembly(t2i_checkpoint), Logged(), step.HostLosses.merged
+    update, log = assembly.optimizer.step, world.log
+    monkeypatch.setattr(assembly.optimizer, "step", lambda: log.append("update") or update())
+    monkeypatch.setattr(step.HostLosses, "merged", lambda parts: log.append("merge") or merged(parts))
+    step.optimizer_step(replace(assembly, world=world), Batches(make_batch(t2i_checkpoint, CAPTIONS[:1])), 0)
+    assert log == ["update", "gather", "merge"]
 
 
 def test_a_scaler_skips_such_steps_until_its_scale_is_used_up(t2i_checkpoint: Path) -> None:

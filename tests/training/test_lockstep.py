@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -58,6 +59,17 @@ def test_two_processes_do_what_one_does(results: list[dict[str, Any]], name: str
         assert two[0]["passes"] == two[1]["passes"] == one["passes"] > STEPS
     for step, expected in zip(two[0]["metrics"], one["metrics"], strict=True):
         assert step == pytest.approx(expected, rel=ROTATION)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_loss_of_one_process_that_is_not_finite_updates_no_weight_of_any(
+    results: list[dict[str, Any]], name: str, kind: str
+) -> None:
+    alone, *two = (each[key] for each, key in zip(results, [name, *[f"{name}, {kind}"] * 2], strict=True))
+    assert "The weights were not touched" in alone["refused"]
+    assert two[0]["refused"] == two[1]["refused"]
+    assert re.match(r"The loss is \S+, \S+, nan, nan. The weights were not touched.", two[0]["refused"])
 
 
 def test_every_technique_is_held_to_it(t2i_checkpoint: Path) -> None:

@@ -8,25 +8,34 @@ import io
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from simpletuner.config.optimizers import (
+    LARGE_WEIGHT,
+    MANY_WEIGHTS,
     OPTIMIZERS,
     check_optimizer,
     keeps_bf16_weights,
     optimizer_name,
     optimizer_settings,
+    update_kernel,
 )
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.training import optimizers
-from simpletuner.training.optimizers import MuonWithAdamW, build_optimizer, sampling_weights
+from simpletuner.training.host_state import HostState
+from simpletuner.training.optimizers import KERNEL_KEYS, MuonWithAdamW, build_optimizer, sampling_weights
+from tests.peak import Peak
 
 NAMES = get_args(OptimizerName)
 # torchao compiles its step, and bitsandbytes keeps its 8-bit states on a GPU.
@@ -39,6 +48,8 @@ def is_installed(name: str) -> bool:
 
 
 RUNNABLE = [name for name in NAMES if is_installed(name) and not name.startswith(HEAVY)]
+# Kernels that run everywhere, although they are chosen on GPUs only.
+CHOICES = [(name, each) for name in RUNNABLE for each in OPTIMIZERS[name].kernels if each != "triton"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -62,6 +73,19 @@ def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def build(name: str | None, params: list[nn.Parameter], lr: float = 0.01, **keys: object) -> torch.optim.Optimizer:
     config = OptimizerConfig(optimizer=name, **keys)
     return build_optimizer(params, config, mixed_precision="bf16", learning_rate=lr)
+
+
+def with_kernel(
+    name: str, kernel: str, params: list[nn.Parameter], modules: Mapping[str, nn.Module] = MappingProxyType({}),
+    settings: str = "",
+) -> torch.optim.Optimizer:  # fmt: skip
+    """An optimizer as it would be on a machine on which this kernel is chosen."""
+    config = OptimizerConfig(optimizer=name, optimizer_config=settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizers, "update_kernel", lambda *size, **where: kernel)
+        optimizer = build_optimizer(params, config, "bf16", 0.01, modules)
+    assert [key for key in KERNEL_KEYS if optimizer.param_groups[0].get(key)] == [kernel] * (kernel != "loop")
+    return optimizer
 
 
 def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int, last: int) -> None:
@@ -117,19 +141,20 @@ def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: to
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    """optimi's come as Triton kernels there: about the same weights as on a CPU, and the same after a save."""
+@pytest.mark.parametrize(("name", "kernel"), [*((name, None) for name in RUNNABLE), *CHOICES])
+def test_on_a_gpu(name: str, kernel: str | None, dtype: torch.dtype) -> None:
+    """optimi's few weights get Triton kernels there: about the same as on a CPU, and the same after a save."""
+    make = build if kernel is None else partial(with_kernel, kernel=kernel)
     on_cpu, whole, halves = weights(dtype), weights(dtype), weights(dtype)
     for params in (whole, halves):
         for param in params:
             param.data = param.data.cuda()
     run(build(name, on_cpu), on_cpu, 0, 6)
-    run(build(name, whole), whole, 0, 6)
-    before = build(name, halves)
+    run(make(name, params=whole), whole, 0, 6)
+    before = make(name, params=halves)
     run(before, halves, 0, 3)
     again = [nn.Parameter(param.detach().clone()) for param in halves]
-    after = build(name, again)
+    after = make(name, params=again)
     optimizers.load_state(after, before.state_dict())
     run(after, again, 3, 6)
     for expected, found, slow in zip(whole, again, on_cpu, strict=True):
@@ -200,15 +225,135 @@ def test_optimi_runs_triton_only_where_it_can_be_compiled(monkeypatch: pytest.Mo
         assert not optimizers.runs_triton(weights())
 
 
-def test_the_state_of_a_gpu_goes_on_without_one() -> None:
-    """Whoever saved it ran Triton's kernels, and optimi keeps that with its state."""
+LORA, FULL = (1200, 30_000_000), (700, 2_000_000_000)  # weights, and numbers in them
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "where", "kernel"),
+    [
+        ("adamw_bf16", LORA, {}, "foreach"),
+        ("adamw_bf16", FULL, {}, "triton"),
+        ("adamw_bf16", FULL, {"triton": False}, "loop"),
+        ("adamw_bf16", FULL, {"triton": False, "sharded": True}, "loop"),
+        ("adamw_bf16", (MANY_WEIGHTS - 1, 10_000), {}, "triton"),
+        ("adamw_bf16", (MANY_WEIGHTS, MANY_WEIGHTS * LARGE_WEIGHT - 1), {}, "foreach"),
+        ("adamw_bf16", (MANY_WEIGHTS, MANY_WEIGHTS * LARGE_WEIGHT), {}, "triton"),
+        ("adamw_bf16", LORA, {"device": "cpu"}, "loop"),
+        ("adamw", LORA, {}, "fused"),
+        ("adamw", FULL, {"sharded": True}, "fused"),
+        ("adamw", FULL, {"device": "cpu"}, "loop"),
+        ("torch-rmsprop", LORA, {}, "foreach"),
+        ("torch-rmsprop", FULL, {}, "loop"),
+        ("optimi-stableadamw", LORA, {}, "triton"),
+        ("ao-adamw8bit", FULL, {}, None),
+        ("muon", FULL, {"device": "cpu"}, None),
+    ],
+)
+def test_the_kernel_follows_number_and_size_of_the_weights(
+    name: Any, size: tuple[int, int], where: dict[str, Any], kernel: str | None
+) -> None:
+    place = {"device": "cuda", "sharded": False, "triton": True, **where}
+    assert update_kernel(name, weights=size[0], numbers=size[1], **place) == kernel
+
+
+@pytest.mark.parametrize(("name", "kernel"), CHOICES)
+def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
+    """Bit for bit as without the interruption, also where a new run would use another one."""
+    whole, halves = weights(), weights()
+    run(with_kernel(name, kernel, whole), whole, 0, 6)
+    before = with_kernel(name, kernel, halves)
+    run(before, halves, 0, 3)
+    torch.save(before.state_dict(), buffer := io.BytesIO())
+    buffer.seek(0)
+    after = with_kernel(name, "loop", halves)
+    optimizers.load_state(after, torch.load(buffer, weights_only=True))
+    assert after.param_groups[0][kernel]
+    run(after, halves, 3, 6)
+    assert all(map(torch.equal, whole, halves))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "kernel"), CHOICES)
+def test_a_technique_may_leave_its_module_without_gradients(name: str, kernel: str, dtype: torch.dtype) -> None:
+    """For a step or, as in this test, for all; the other weights, of two dtypes, are updated alike by all kernels."""
+    params, others, module = weights(dtype), weights(dtype), nn.Linear(3, 3)
+    before = [each.clone() for each in module.parameters()]
+    run(with_kernel(name, kernel, params, {"crepa": module}), params, 0, 6)
+    run(with_kernel(name, "loop", others), others, 0, 6)
+    assert all(map(torch.equal, module.parameters(), before))
+    for found, expected in zip(params, others, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+
+
+def test_a_run_begun_with_triton_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a new run with as many small weights would use `foreach`."""
+    saved = build("adamw_bf16", weights()).state_dict()
+    saved["param_groups"][0]["triton"] = True
+    optimizer = with_kernel("adamw_bf16", "foreach", weights())
+    monkeypatch.setattr(optimizers, "runs_triton", lambda params: True)
+    optimizers.load_state(optimizer, saved)
+    assert {key: optimizer.param_groups[0][key] for key in ("triton", "foreach")} == {"triton": True, "foreach": False}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations on what is as large as a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(isinstance(each, torch.Tensor) and each.ndim for each in tree_leaves(args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "kernel"), CHOICES)
+def test_the_kernel_decides_launches_and_temporaries_of_an_update(name: str, kernel: str) -> None:
+    """What the plan counts of the latter is what is there at the worst moment."""
+    count, numbers = 40, 1000
+    launches, temporary = {}, {}
+    for each in ("loop", kernel):
+        params = [nn.Parameter(torch.ones(numbers // 20, 20)) for _ in range(count)]
+        optimizer = with_kernel(name, each, params, settings="weight_decay=0.1")  # some decay a copy of the gradients
+        for _ in range(2):  # the first one makes the state
+            for param in params:
+                param.grad = torch.ones_like(param)
+            there = tree_leaves([params, [param.grad for param in params], [*optimizer.state.values()]])
+            with Launches() as counted, Peak(part for part in there if isinstance(part, torch.Tensor)) as peak:
+                optimizer.step()
+        launches[each], temporary[each] = counted.count, peak.most / (count * numbers * 4)
+    assert launches["loop"] >= 1.9 * count
+    assert launches[kernel] <= (1 if kernel == "fused" else 20)
+    assert temporary["loop"] <= 4.1 / count, "a few tensors as large as one weight"
+    expected = OPTIMIZERS[name].temporaries if kernel == "foreach" else 0
+    assert temporary[kernel] == pytest.approx(expected, abs=0.01)
+
+
+def test_the_state_of_a_gpu_goes_on_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever saved it ran Triton's kernels, which cannot run here; the log says so."""
     saved = build("adamw_bf16", weights(torch.bfloat16)).state_dict()
+    assert not caplog.messages
     saved["param_groups"][0]["triton"] = True
     params = weights(torch.bfloat16)
     optimizer = build("adamw_bf16", params)
     optimizers.load_state(optimizer, saved)
     run(optimizer, params, 0, 1)
     assert optimizer.param_groups[0]["triton"] is False
+    (told,) = caplog.messages
+    assert "updated by Triton kernels, which need a GPU" in told
+
+
+def test_fused_kernels_find_their_counts_on_the_device() -> None:
+    """Also those of weights whose moments stay on the host; the meta device stands in for a GPU."""
+    optimizer = with_kernel("adamw", "fused", [nn.Parameter(torch.zeros(3))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    optimizer.step()
+    weight = nn.Parameter(torch.zeros(3, device="meta"))
+    after = with_kernel("adamw", "fused", [weight])
+    optimizers.load_state(after, optimizer.state_dict(), HostState(after, torch.device("cpu")))
+    assert {key: each.device.type for key, each in after.state[weight].items()} == {
+        "step": "meta", "exp_avg": "cpu", "exp_avg_sq": "cpu",
+    }  # fmt: skip
 
 
 def test_the_default_follows_the_precision() -> None:
