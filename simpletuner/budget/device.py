@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
+from simpletuner.plan.environment import driver
 from simpletuner.world import launched
 
 RATES_FILE = "device_rates.json"
@@ -269,10 +270,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 def _driver() -> tuple[str | None, str]:
     """nvidia-smi, None if no GPU is visible; the index or UUID of the first one, empty if all are visible."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return None, ""
-    return shutil.which("nvidia-smi"), visible.split(",")[0].strip() if visible else ""
+    return driver(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
 
 
 def _ask_about(program: str | None, chosen: str, what: str, *, of: str = "gpu") -> list[str]:

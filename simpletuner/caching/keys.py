@@ -15,7 +15,7 @@ from functools import cached_property
 from io import RawIOBase
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Raised when the meaning of entries changes, so that older ones are not mistaken for new ones.
 VERSION = 1
@@ -34,6 +34,8 @@ class EncoderIdentity:
         dtype: of the computation, such as "bf16".
         quantisation: value of the precision key, "no_change" for none.
         tiling: the picture was encoded in tiles.
+        tf32: False if a GPU computed in full float32; omitted if None, on a CPU or in another dtype. Entries of a GPU
+            from before it existed were computed in TF32.
     """
 
     family: str
@@ -41,11 +43,13 @@ class EncoderIdentity:
     dtype: str
     quantisation: str = "no_change"
     tiling: bool = False
+    tf32: Literal[False] | None = None
 
     @cached_property
     def text(self) -> str:
         """Its part of a key's text."""
-        return canonical_json({f"encoder.{field.name}": getattr(self, field.name) for field in fields(self)})[1:-1]
+        values = {f"encoder.{field.name}": getattr(self, field.name) for field in fields(self)}
+        return canonical_json({name: value for name, value in values.items() if value is not None})[1:-1]
 
 
 # Keys of 100,000 files are made at every start, in half the time if they are not frozen. Nothing changes them.

@@ -81,7 +81,9 @@ class PrecisionConfig(Group):
         "Kernel of dense self-attention; diffusers is torch's own, on a GPU the faster of cuDNN and flash. The others "
         "need their package.",
     )  # fmt: skip
-    disable_tf32: Flag = option(False, "Keep full float32 in matrix products on a GPU.")
+    disable_tf32: Flag = option(
+        False, "Use no TF32 for float32 products on a GPU. A float32 VAE and modulation never use it."
+    )
 
     @property
     def checkpoint_interval(self) -> int | None:

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, shorten
+from simpletuner.models.float32 import full_float32
 from simpletuner.models.source import Part
 from simpletuner.models.usage import FLOW, SOLVERS
 
@@ -121,6 +122,8 @@ def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.d
         where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
         raise UserError(f"{where} holds NaN or infinite values in {shorten(broken)}.")
     vae.requires_grad_(False).eval().to(device)
+    if dtype == torch.float32 and device.type == "cuda":
+        vae.encode, vae.decode = (full_float32()(each) for each in (vae.encode, vae.decode))
     if caching.vae_enable_slicing:
         vae.enable_slicing()
     if caching.vae_enable_tiling:

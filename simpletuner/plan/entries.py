@@ -25,6 +25,7 @@ from simpletuner.data.context import DataContext, text_entry_of
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.plan.build import Plan
+from simpletuner.plan.environment import driver
 
 TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
@@ -40,13 +41,15 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
     if len(present) < len(folders) or not all(vision.local() for vision in visions):
         return None
     config, family = plan.config, plan.spec.name
+    dtype = vae_dtype(config.precision, config.caching)
     text_folders = [present[role] for role in TEXT_ROLES if role in present]
     encoders = Encoders(
         vae=EncoderIdentity(
             family,
             checkpoint_identity(present["vae"]),
-            vae_dtype(config.precision, config.caching),
+            dtype,
             tiling=config.caching.vae_enable_tiling,
+            tf32=False if dtype == "fp32" and driver() else None,
         ),
         text=EncoderIdentity(
             family,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,11 @@ REPLACED = {
     "ACCELERATE_USE_FSDP": "fsdp_enable is the key of the config that shards a run.",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported; fsdp_enable is the key of the config that shards a run.",
 }
+
+
+def driver() -> str | None:
+    """The program nvidia-smi; None if this process sees no NVIDIA GPU."""
+    return None if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") else shutil.which("nvidia-smi")
 
 
 def check_environment() -> Iterator[Problem]:

@@ -21,14 +21,14 @@ from simpletuner.budget.device import usable_cores
 from simpletuner.budget.measure import device_rates
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import peak_learning_rate
-from simpletuner.config.precision import transformer_dtype
+from simpletuner.config.precision import transformer_dtype, vae_dtype
 from simpletuner.data.loader import BatchLoader
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.products import check_device
 from simpletuner.models.kernels import KERNELS
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import feature_kinds, text_folder
+from simpletuner.plan.entries import feature_kinds, latent_storage, text_folder
 from simpletuner.reporting.card import CARD_FOLDER
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
@@ -226,7 +226,12 @@ def training_spec(plan: Plan) -> TrainingSpec:
 def prepare_machine(plan: Plan) -> None:
     """Set process-wide options of torch."""
     torch.set_num_threads(compute_threads(plan.config.caching.torch_num_threads))
-    allowed = not plan.config.precision.disable_tf32
+    config = plan.config
+    # The VAE encodes in another thread then, where it must not change the settings of the process.
+    beside = vae_dtype(config.precision, config.caching) == "fp32" and any(
+        latent_storage(plan, each) != "ahead" for each in plan.datasets
+    )
+    allowed = not config.precision.disable_tf32 and not beside
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
     # torch prefers cuDNN on Hopper, where its gradients of masked attention may be NaN (pytorch #196678). Attention

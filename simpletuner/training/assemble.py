@@ -36,6 +36,7 @@ from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.products import use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.blocks import FastBlocks
+from simpletuner.models.float32 import keep_full_float32
 from simpletuner.models.lora_targets import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
@@ -262,6 +263,8 @@ def _use_fast_blocks(
         use_quantised_products(transformer)
     if bf16_modulation(config.speed):
         adapter.store_modulation_in_bf16(transformer)
+    if device.type == "cuda" and not config.precision.disable_tf32:
+        keep_full_float32(transformer)
     fast = adapter.use_fast_blocks(transformer) if plain_math(config.speed) else None
     if fast is not None:
         dtype = DTYPES[transformer_dtype(config.precision)]

@@ -30,7 +30,7 @@ LATENT_CHANGES = {
 TEXT_CHANGES = {"caption": "a red star", "template": "", "max_length": 255, "picture": "d" * 64}
 ENCODER_CHANGES = {
     "family": "kandinsky5-video", "checkpoint": "e" * 64, "dtype": "fp32", "quantisation": "int8-quanto",
-    "tiling": True,
+    "tiling": True, "tf32": False,
 }  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def test_the_lists_of_changes_are_complete() -> None:
     [
         LATENT,
         dataclasses.replace(LATENT, rate=23.976, frames=5, read_as=('a "b"', "BT.709")),
+        dataclasses.replace(LATENT, encoder=dataclasses.replace(ENCODER, tf32=False)),
         TEXT,
         dataclasses.replace(TEXT, caption='"quoted"\n\\ \ud800\x7f', picture="d" * 64),
         FeatureKey("crepa", "a" * 64, (("size", 1.5), ("encoder", "é"))),
@@ -56,8 +57,9 @@ def test_the_lists_of_changes_are_complete() -> None:
 def test_the_text_of_a_key_is_the_canonical_json_of_its_fields(key: LatentKey | TextKey | FeatureKey) -> None:
     found = {"kind": key.ingredients()["kind"], "version": 1, **dataclasses.asdict(key)}
     found |= {f"encoder.{name}": value for name, value in found.pop("encoder", {}).items()}
-    if found.get("read_as") == ():
-        del found["read_as"]
+    for name, absent in (("read_as", ()), ("encoder.tf32", None)):
+        if name in found and found[name] == absent:
+            del found[name]
     assert key.text() == canonical_json(found)
 
 

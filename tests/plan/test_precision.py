@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from typing import Any
 
 import pytest
+import torch
 
+from simpletuner.cli.train import parse_settings
 from simpletuner.config.precision import (
     check_packages,
     check_products,
@@ -15,6 +18,9 @@ from simpletuner.config.precision import (
     transformer_dtype,
 )
 from simpletuner.config.schema import PrecisionConfig, all_options
+from simpletuner.plan.build import make_plan
+from simpletuner.plan.entries import make_catalogue
+from simpletuner.run.train import prepare_machine
 from tests.complaints import complaint, complaints, warnings
 from tests.workspace import Workspace
 
@@ -159,6 +165,40 @@ def test_both_encoders_compute_in_one_dtype(workspace: Workspace, capsys: pytest
     assert complaint(workspace, capsys).startswith("text_encoder_2_precision: 'bf16': the text encoders compute in one")
     workspace.write_config(text_encoder_2_precision="fp32", text_encoder_1_precision="int8")
     assert warnings(workspace, capsys) == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "visible", "expected"),
+    [("fp32", "0", False), ("bf16", "0", None), ("fp32", "", None), ("fp32", "-1", None)],
+)
+def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, dtype: str, visible: str, expected: bool | None
+) -> None:
+    """Older entries of a GPU were computed in TF32; those of a CPU, and keys of captions, are what they were."""
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with workspace.inside():
+        catalogue = make_catalogue(make_plan(*parse_settings([f"vae_dtype={dtype}"])))
+    assert catalogue is not None
+    assert catalogue.encoders.vae.tf32 is expected
+    assert catalogue.encoders.text.tf32 is None
+    assert ("tf32" in catalogue.encoders.vae.text) is (expected is False)
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(True, True), (False, False)])
+def test_nothing_changes_torchs_settings_beside_training(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, ahead: bool, expected: bool
+) -> None:
+    """A float32 VAE that encodes meanwhile would, so TF32 stays off."""
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [each.allow_tf32 for each in places]
+    with workspace.inside():
+        plan = make_plan(*parse_settings(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))
+    prepare_machine(plan)
+    found = [each.allow_tf32 for each in places]
+    for each, was in zip(places, before, strict=True):
+        each.allow_tf32 = was
+    assert found == [expected] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Full float32 on a GPU where it was chosen on purpose.
+
+TF32, which `disable_tf32` switches off for everything, keeps 10 of a factor's 23 bits. That is enough for a run in
+float32 and for the float32 weights of a LoRA. A float32 VAE, and the layers that a class of diffusers keeps in float32
+in a bf16 model, would lose what float32 was chosen for; stock pipelines compute these layers in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """A context in which GPUs multiply all bits of float32 numbers. It holds for the other threads, too."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    allowed = products.allow_tf32, convolutions.allow_tf32
+    try:
+        products.allow_tf32 = convolutions.allow_tf32 = False
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = allowed
+
+
+@torch.library.custom_op("simpletuner::full_linear", mutates_args=())
+def full_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b in full float32; an operation, since compiled code cannot change torch's settings."""
+    with full_float32():
+        return functional.linear(x, weight, bias)
+
+
+@full_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], len(weight)))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    rows = gradient.flatten(0, -2)
+    return (
+        full_linear(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None,
+        full_linear(rows.t(), x.flatten(0, -2).t(), None) if ctx.needs_input_grad[1] else None,
+        rows.sum(0) if ctx.needs_input_grad[2] else None,
+    )
+
+
+full_linear.register_autograd(_gradients, setup_context=_save)
+
+
+def keep_full_float32(transformer: nn.Module) -> int:
+    """Compute the linear layers that the class of a transformer keeps in float32 in full; returns their number."""
+    model: Any = transformer
+    kept = set(model._keep_in_fp32_modules or ())
+    layers = [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and kept & {*name.split(".")}]
+    for layer in layers:
+        layer.forward = MethodType(_forward, layer)
+    return len(layers)
+
+
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    """As `nn.Linear`; a weight that is stored in bf16 is cast to the dtype of the input."""
+    out: Tensor = full_linear(x, layer.weight.to(x.dtype), layer.bias)
+    return out

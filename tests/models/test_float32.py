@@ -1,0 +1,120 @@
+"""Full float32 where it was chosen on purpose, whatever the process allows. The settings exist on a CPU, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simpletuner.models.float32 import full_float32, full_linear, keep_full_float32
+from simpletuner.models.kandinsky5.fast import store_in_bf16
+from tests.fidelity.sana import make_sana_adapter
+from tests.tiny import WIDTH, build_kandinsky
+
+SETTINGS = (torch.backends.cuda.matmul, torch.backends.cudnn)
+ALLOWED, FULL = [True, True], [False, False]
+
+
+@pytest.fixture(autouse=True)
+def users_settings() -> Iterator[None]:
+    """TF32 is allowed, and is so again after each test."""
+    before = allowed()
+    for each in SETTINGS:
+        each.allow_tf32 = True
+    yield
+    assert allowed() == ALLOWED, "restored"
+    for each, was in zip(SETTINGS, before, strict=True):
+        each.allow_tf32 = was
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
+    """What is allowed in each product and convolution, in their order."""
+    found: list[list[bool]] = []
+
+    def noted(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *inputs, **settings: (found.append(allowed()), compute(*inputs, **settings))[1]
+
+    for name in ("linear", "conv2d", "conv3d"):
+        monkeypatch.setattr(functional, name, noted(getattr(functional, name)))
+    return found
+
+
+def allowed() -> list[bool]:
+    return [each.allow_tf32 for each in SETTINGS]
+
+
+@full_float32()
+def fail() -> None:
+    assert allowed() == FULL
+    raise ZeroDivisionError
+
+
+def test_the_users_settings_come_back() -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert allowed() == [True, False]
+    torch.backends.cudnn.allow_tf32 = True
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_full_product_and_its_gradients_are_those_of_linear(
+    bias: bool, compiled: bool, products: list[list[bool]]
+) -> None:
+    """The gradients of its inputs are full, too."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 3, 8), torch.randn(5, 8), *([torch.randn(5)] if bias else [])]
+    full: Any = torch.compile(full_linear, backend="aot_eager", fullgraph=True) if compiled else full_linear
+    found = []
+    for product in (functional.linear, full):
+        given = [each.clone().requires_grad_() for each in inputs]
+        out = product(*given, *([] if bias else [None]))
+        found.append([out, *torch.autograd.grad(out.sin().sum(), given)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+    assert products == [ALLOWED, FULL, FULL, FULL]
+
+
+def test_layers_that_stay_float32_compute_in_it(products: list[list[bool]]) -> None:
+    """Time and modulation of Kandinsky, stored in bf16 or not; the blocks' other layers keep the user's choice."""
+    torch.manual_seed(0)
+    model: Any = build_kandinsky().requires_grad_(False)
+    modulation, times = model.visual_transformer_blocks[0].visual_modulation, torch.tensor([500.0])
+    stored = modulation.out_layer.weight
+    stored.data = torch.randn_like(stored).bfloat16().float()
+    inputs = torch.randn(1, modulation.out_layer.in_features)
+    expected = modulation(inputs), model.time_embeddings(times)
+    assert store_in_bf16(model) > 0
+    assert stored.dtype == torch.bfloat16
+    keep_full_float32(model)
+    products.clear()
+    torch.testing.assert_close((modulation(inputs), model.time_embeddings(times)), expected)
+    assert products == [FULL] * 3
+    model.visual_transformer_blocks[0].feed_forward(torch.randn(1, 4, WIDTH))
+    assert products[3:] == [ALLOWED] * 2
+    layers = {name for name, each in model.named_modules() if "forward" in vars(each)}
+    assert {name.split(".")[-2] for name in layers} == {
+        "time_embeddings", "text_modulation", "visual_modulation", "modulation",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", "float32"), ("cuda", "bfloat16"), ("cpu", "float32")])
+def test_a_float32_vae_computes_in_it(
+    sana_checkpoint: Path, device: str, dtype: str, products: list[list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; on a CPU the settings mean nothing, and changing them would have blocks compiled again."""
+    monkeypatch.setattr(nn.Module, "to", lambda module, *place: module)  # there is no GPU
+    numbers = getattr(torch, dtype)
+    vae = make_sana_adapter(sana_checkpoint).load_latent_encoder(torch.device(device), numbers).vae
+    latents = vae.encode(torch.zeros(1, 3, 1, 32, 32, dtype=numbers)).latent_dist.mode()
+    half = len(products)
+    vae.decode(latents)
+    is_full = (device, dtype) == ("cuda", "float32")
+    assert 0 < half < len(products)
+    assert products == [FULL if is_full else ALLOWED] * len(products)
