@@ -30,7 +30,7 @@ from simpletuner.caching.shrink import ShrinkingEncoder
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data import clips, files, media
 from simpletuner.data.clips import ClipFacts
-from simpletuner.data.remote.store import ProgressBar
+from simpletuner.data.context import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError, shorten

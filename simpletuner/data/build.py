@@ -38,11 +38,11 @@ from simpletuner.data.checks import (
     warn_of_enlarged,
 )
 from simpletuner.data.clip_rules import ClipLengthError, build_clip_rules, check_frame_rate
-from simpletuner.data.context import DataContext, latent_dir_of, text_entry_of
+from simpletuner.data.context import Announce, DataContext, latent_dir_of, text_entry_of
 from simpletuner.data.dataset import Dataset, Partners, is_stretched, names_by_key
 from simpletuner.data.discovery import FileFacts, Folder, Scan, read_folder
 from simpletuner.data.masks import measure_masks
-from simpletuner.data.remote.collect import Announce, collect
+from simpletuner.data.remote.collect import collect
 from simpletuner.data.rules import build_rules
 from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, shorten

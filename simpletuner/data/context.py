@@ -1,17 +1,28 @@
-"""The settings of a run that datasets need, and the cache folders they use."""
+"""The settings of a run that datasets need, the cache folders they use, and the display of long work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import CachingConfig, DatasetDefaults
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.spec import FamilySpec, Task
+
+
+class ProgressBar(Protocol):
+    """Receives progress; whoever shows it stands above."""
+
+    def advance(self, count: int = 1, note: str = "") -> None: ...
+
+
+# Starts the display of so many units of work: title, total, unit.
+Announce = Callable[[str, int, str], AbstractContextManager[ProgressBar]]
 
 
 def text_entry_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> DatasetConfig | None:
