@@ -37,7 +37,7 @@ from simpletuner.data.checks import (
     summarise_rejected,
     warn_of_enlarged,
 )
-from simpletuner.data.clip_rules import ClipLengthError, build_clip_rules, check_frame_rate
+from simpletuner.data.clips import ClipLengthError, build_clip_rules, check_frame_rate
 from simpletuner.data.context import Announce, DataContext, latent_dir_of, text_entry_of
 from simpletuner.data.dataset import Dataset, Partners, is_stretched, names_by_key
 from simpletuner.data.discovery import FileFacts, Folder, Scan, read_folder
@@ -212,7 +212,8 @@ class _Builder:
         if dataset.clips is not None and model_rate is not None:
             facts = {sample.name: dataset.facts[sample.name].clip for sample in dataset.samples}
             clips = {name: clip for name, clip in facts.items() if clip is not None}
-            check_frame_rate(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate, self.problems)
+            where = f"{dataset.id}.video.frame_rate"
+            self.problems.extend(check_frame_rate(where, dataset.clips, clips, model_rate))
 
     def _fill(self, dataset: Dataset, folder: Folder, captions: CaptionSource) -> Dataset:
         """Add a sample or a rejection for each undamaged file."""

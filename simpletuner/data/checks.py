@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.data.clip_rules import ClipRules
+from simpletuner.data.clips import ClipRules
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, Partners, is_stretched
 from simpletuner.data.discovery import FileFacts, is_readable, load_index

@@ -16,7 +16,7 @@ from simpletuner.config.datasets import MASKS, ConditioningType, DatasetConfig
 from simpletuner.config.option import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
-from simpletuner.data.clip_rules import ClipRules
+from simpletuner.data.clips import ClipRules
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
 from simpletuner.data.sample import LedgerEntry, Reason, Rejected, Sample, size_text
 

@@ -6,7 +6,6 @@ area: an antialiasing filter would ring at its edges and leave some weight in bl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -15,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from simpletuner.data.clips import frames_of, retry_once
+from simpletuner.data.clips import retry_once
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, Partners
 from simpletuner.data.discovery import FileFacts
 from simpletuner.data.files import MediaError
-from simpletuner.data.media import decode, fit
+from simpletuner.data.media import fit
 from simpletuner.data.sample import Sample
 
 
@@ -40,7 +39,7 @@ def latent_mask(mask: Sample, size: tuple[int, int, int]) -> NDArray[np.float32]
         MediaError: the file is damaged or cannot be read.
     """
     frames, height, width = size
-    area = retry_once(lambda: np.stack([_averaged(each, mask, height, width) for each in _frames(mask)]))
+    area = retry_once(lambda: np.stack([_averaged(each, mask, height, width) for each in mask.images("black")]))
     if len(area) == 1:
         mean = area.repeat(frames, axis=0)
     else:
@@ -52,13 +51,6 @@ def latent_mask(mask: Sample, size: tuple[int, int, int]) -> NDArray[np.float32]
 def _averaged(frame: Image.Image, mask: Sample, height: int, width: int) -> NDArray[np.float64]:
     luminance = fit(frame.convert("L"), mask.geometry, Image.Resampling.BOX) / 255
     return luminance.reshape(height, luminance.shape[0] // height, width, -1).mean(axis=(1, 3))
-
-
-def _frames(mask: Sample) -> Iterable[Image.Image]:
-    if mask.clip is None:
-        return [decode(mask.path, background="black")]
-    frames = frames_of(mask.path, mask.frames, mask.frame_rate or 1, mask.clip)
-    return (Image.fromarray(np.ascontiguousarray(frame)) for frame in frames)
 
 
 def measure_masks(dataset: Dataset, masks: Partners, context: DataContext) -> dict[str, FileFacts]:

@@ -13,7 +13,7 @@ from PIL import Image
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clips import ClipFacts, frames_of, retry_once
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.media import decode, fit
+from simpletuner.data.media import fit
 
 SIDE = 8  # of the grid that is compared; two directions give 128 bits
 BITS = 2 * SIDE**2
@@ -56,11 +56,7 @@ class DatasetFile:
         Raises:
             MediaError: it is damaged or cannot be read.
         """
-        path, clip, seconds = self.path, self.clip, self.seconds
-        if clip is None or seconds is None:
-            return [decode(path)]
-        frames = retry_once(lambda: list(frames_of(path, count, count / seconds, clip)))
-        return [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]
+        return retry_once(lambda: list(frames_of(self.path, count, count / (self.seconds or 1), self.clip)))
 
 
 def colour_grid(picture: Image.Image) -> NDArray[np.int16]:
