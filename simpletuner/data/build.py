@@ -11,7 +11,7 @@ from pathlib import Path
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.remote import check_source
-from simpletuner.data.buckets import OutsideLimitsError
+from simpletuner.data.buckets import OutsideLimitsError, build_rules
 from simpletuner.data.captions import (
     CaptionError,
     CaptionSource,
@@ -43,7 +43,6 @@ from simpletuner.data.dataset import Dataset, Partners, is_stretched, names_by_k
 from simpletuner.data.discovery import FileFacts, Folder, Scan, read_folder
 from simpletuner.data.masks import measure_masks
 from simpletuner.data.remote.collect import collect
-from simpletuner.data.rules import build_rules
 from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, shorten
 
