@@ -28,9 +28,8 @@ from simpletuner.caching.fill import (
 from simpletuner.caching.read import CacheStore, read_or_restore
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
-from simpletuner.data.checks import check_amount
 from simpletuner.data.context import DataContext, ProgressBar
-from simpletuner.data.dataset import Dataset, without_damaged
+from simpletuner.data.dataset import Dataset, check_amount, without_damaged
 from simpletuner.data.loader import in_loop
 from simpletuner.data.quarantine import files_to_move, quarantine
 from simpletuner.data.sample import Sample

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from simpletuner.atomic import write_atomically
 from simpletuner.budget.device import usable_cores
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.checks import NOTICEABLE_ENLARGEMENT
-from simpletuner.data.dataset import Dataset
+from simpletuner.data.dataset import NOTICEABLE_ENLARGEMENT, Dataset
 from simpletuner.data.files import MediaError
 from simpletuner.data.quality import DatasetFile, colour_grid, motion, near_duplicates, sharpness
 from simpletuner.data.sample import LedgerEntry
