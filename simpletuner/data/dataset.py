@@ -12,11 +12,13 @@ from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 
+from PIL import Image
+
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.option import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
-from simpletuner.data.clips import ClipRules
+from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
 from simpletuner.data.sample import NOTEWORTHY, LedgerEntry, Reason, Rejected, Sample, size_text
@@ -255,6 +257,41 @@ class Dataset:
                     files[name] = replace(fact, captions=used.get(name, ()))
         if except_for or files != self.indexed:
             save_index(self.latent_dir, self.root, files)
+
+
+@dataclass(frozen=True)
+class DatasetFile:
+    """A picture or clip of a dataset, trained or not."""
+
+    dataset: Dataset
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.dataset.root / self.name
+
+    @property
+    def clip(self) -> ClipFacts | None:
+        """Facts of a clip, as it is read for training; None for pictures."""
+        facts, rules = self.dataset.facts[self.name].clip, self.dataset.clips
+        return rules.read(facts) if rules and facts else None
+
+    @property
+    def seconds(self) -> float | None:
+        """How much of a clip is trained, from its start; all of it if it is left out. None for pictures."""
+        clip, rules = self.clip, self.dataset.clips
+        if clip is None or rules is None:
+            return None
+        frames = rules.num_frames or rules.maximum
+        return min(clip.seconds, frames / rules.rate) if frames else clip.seconds
+
+    def frames(self, count: int) -> list[Image.Image]:
+        """The picture, or frames of a clip at equal intervals of what is trained, by time.
+
+        Raises:
+            MediaError: it is damaged or cannot be read.
+        """
+        return retry_once(lambda: list(frames_of(self.path, count, count / (self.seconds or 1), self.clip)))
 
 
 def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:

@@ -31,7 +31,6 @@ from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_d
 from simpletuner.data.context import DataContext, ProgressBar
 from simpletuner.data.dataset import Dataset, check_amount, without_damaged
 from simpletuner.data.loader import in_loop
-from simpletuner.data.quarantine import files_to_move, quarantine
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.heap import trim_heap
@@ -53,6 +52,7 @@ from simpletuner.plan.checks import check_block_numbers, check_parts
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
 from simpletuner.reporting.sharing import share_work
+from simpletuner.run.quarantine import files_to_move, quarantine
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.world import World
 
