@@ -153,12 +153,12 @@ class Dataset:
         """The dataset as trained in an epoch, counted from 1: other random crops, the same pictures."""
         if not self.changes_each_epoch or epoch == self.epoch:
             return self
-        return replace(self, samples=tuple(self._moved(sample, epoch) for sample in self.samples), epoch=epoch)
-
-    def _moved(self, sample: Sample, epoch: int) -> Sample:
-        geometry, partner = self.place(sample.name, sample.original_size, epoch, sample.frames)
-        mask = sample.mask and replace(sample.mask, geometry=geometry)
-        return replace(sample, geometry=geometry, partner=partner, mask=mask)
+        samples = []
+        for sample in self.samples:
+            geometry, partner = self.place(sample.name, sample.original_size, epoch, sample.frames)
+            mask = sample.mask and replace(sample.mask, geometry=geometry)
+            samples.append(replace(sample, geometry=geometry, partner=partner, mask=mask))
+        return replace(self, samples=tuple(samples), epoch=epoch)
 
     def place(self, name: str, size: Size, epoch: int, frames: int = 1) -> tuple[Geometry, Sample | None]:
         """The geometry of a picture or clip in an epoch, and its partner cropped to match.

@@ -362,7 +362,8 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
     rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
     names, listed = list(listing.files), frozenset(listing.files)
-    if known and _keeps_list(config):
+    skipped = config.skip_file_discovery or ()
+    if known and (config.preserve_data_backend_cache or "metadata" in skipped or "aspect" in skipped):
         detail = "was added after the list of files was made, and that list is kept"
         rejected += [Rejected(config.id, name, "not chosen", detail) for name in names if name not in known]
         names = [name for name in names if name in known]
@@ -391,8 +392,3 @@ def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[st
     if context.spec.media == "video" and config.conditioning_type in MASKS:
         return PICTURE_SUFFIXES | CLIP_SUFFIXES
     return CLIP_SUFFIXES if context.spec.media == "video" and config.holds_clips else PICTURE_SUFFIXES
-
-
-def _keeps_list(config: DatasetConfig) -> bool:
-    skipped = config.skip_file_discovery or []
-    return bool(config.preserve_data_backend_cache) or "metadata" in skipped or "aspect" in skipped

@@ -243,8 +243,10 @@ def _timed(container: InputContainer, stream: VideoStream, last: float) -> Itera
     begin = end = 0.0
     for decoded in chain(container.decode(stream), [None] * held_back):
         if decoded is not None:
+            if decoded.time is None:
+                raise MediaError("holds frames without a time")
             frames.append(decoded)
-            heapq.heappush(times, _time_of(decoded))
+            heapq.heappush(times, decoded.time)
         if frames and (decoded is None or len(frames) > held_back):
             start = times[0] if start is None else start
             frame, time = frames.popleft(), heapq.heappop(times) - start
@@ -253,12 +255,6 @@ def _timed(container: InputContainer, stream: VideoStream, last: float) -> Itera
             yield frame, time
     if start is None or last > end + MISSING_SECONDS:
         raise MediaError(f"ends after {end:.2f} seconds, and a frame at {last:.2f} is needed")
-
-
-def _time_of(frame: VideoFrame) -> float:
-    if frame.time is None:
-        raise MediaError("holds frames without a time")
-    return frame.time
 
 
 def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
