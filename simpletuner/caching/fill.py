@@ -29,8 +29,7 @@ from simpletuner.caching.read import CacheStore
 from simpletuner.caching.shrink import ShrinkingEncoder
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data import clips, files, media
-from simpletuner.data.clips import ClipFacts
-from simpletuner.data.remote.store import ProgressBar
+from simpletuner.data.context import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError, shorten
@@ -243,9 +242,7 @@ def to_pixels(frames: np.ndarray, device: torch.device = CPU) -> Tensor:
 
 def prepared_picture(sample: Sample) -> Image.Image:
     """A sample's picture, or frame 0 of its clip, resized and cropped to its geometry."""
-    if sample.clip is None:
-        return Image.fromarray(media.fit(media.decode(sample.path), sample.geometry))
-    return Image.fromarray(_frames(sample.first_frame, sample.clip)[0])
+    return Image.fromarray(clips.fit_clip(sample.first_frame.images(), sample.geometry)[0])
 
 
 def _batches(
@@ -314,19 +311,14 @@ def _decode(sample: Sample) -> np.ndarray:
         MediaError: the file is damaged.
         UserError: the file is not the one that the key was computed from, or cannot be read.
     """
-    clip = sample.clip
-    if clip is None:
+    if sample.clip is None:
         data = files.read(sample.path, files.LARGEST_PICTURE)
         _check_same(sample, hashlib.sha256(data).hexdigest())
         return media.fit(media.decode(data), sample.geometry)[None]
     try:
-        return clips.retry_once(lambda: _frames(sample, clip))
+        return clips.retry_once(lambda: clips.fit_clip(sample.images(), sample.geometry))
     finally:  # afterwards, since readers open a clip by name: what was read must be what is hashed
         _check_same(sample, files.content_hash(sample.path))
-
-
-def _frames(sample: Sample, clip: ClipFacts) -> np.ndarray:
-    return clips.fit_clip(clips.frames_of(sample.path, sample.frames, sample.frame_rate or 1, clip), sample.geometry)
 
 
 def _check_same(sample: Sample, content: str) -> None:

@@ -1,4 +1,4 @@
-"""From the size of a picture to the size it is trained at, and the crop.
+"""From the size of a picture to the size it is trained at, and the crop; and the checks of the keys that decide it.
 
 The arithmetic is that of the section *Sizes* in the dataset reference. a is `aspect_bucket_alignment`, R rounds half
 to even to a multiple of a and to at least a, ar is width / height rounded to `aspect_bucket_rounding` decimals:
@@ -12,14 +12,22 @@ to even to a multiple of a and to at least a, ar is width / height rounded to `a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from simpletuner.config.option import Size
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.option import FALSE_WORDS, Size
 from simpletuner.data.chance import fraction
+from simpletuner.errors import Problem
+from simpletuner.models.spec import FamilySpec
 
 ResolutionType = Literal["pixel", "area", "pixel_area"]
+UNITS: Mapping[ResolutionType, str] = {"area": "megapixels", "pixel": "pixels", "pixel_area": "pixels"}
+UNIT_CHECK_OVERRIDE = "SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE"
+# A maximum this large in megapixels, or this small as an edge in pixels, was probably meant in the other unit.
+SUSPICIOUS_AREA, SUSPICIOUS_EDGE = 20, 512
 
 
 class OutsideLimitsError(Exception):
@@ -259,3 +267,93 @@ def cover(picture: Size, size: Size) -> Size:
     if wanted_width * height >= wanted_height * width:
         return wanted_width, max(wanted_height, round(height * wanted_width / width))
     return max(wanted_width, round(width * wanted_height / height)), wanted_height
+
+
+def build_rules(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]) -> BucketRules | None:
+    """The rules of a dataset, or None if its resolution is unusable.
+
+    Args:
+        config: the entry with its defaults filled in.
+        spec: the model family, with the sizes it accepts.
+        problems: receives all errors.
+    """
+    if config.resolution is None or config.resolution_type is None:
+        problems.append(Problem(f"{config.id}.resolution", f"is not set, and {spec.name} has no default for it."))
+        return None
+    alignment = int(config.aspect_bucket_alignment or spec.size_multiple)
+    grid = PixelGrid(config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2)
+    problems.extend(_check_grid(grid, spec, config.id))
+    if grid.square > spec.largest_side:
+        return None
+    aspects = _build_aspects(config, grid, spec)
+    problems.extend(_check_limits(config, grid))
+    problems.extend(_check_crop(config, aspects, spec))
+    return BucketRules(
+        grid=grid,
+        largest_side=spec.largest_side,
+        crop=config.crop,
+        crop_aspect=config.crop_aspect,
+        crop_style=config.crop_style if config.crop_style in ("random", "corner") else "center",
+        aspects=aspects,
+        minimum_size=config.minimum_image_size or 0,
+        maximum_size=config.maximum_image_size or 0,
+        target_size=config.target_downsample_size or 0,
+        minimum_ratio=config.minimum_aspect_ratio or 0,
+        maximum_ratio=config.maximum_aspect_ratio or math.inf,
+        max_upscale=math.inf if config.max_upscale_threshold is None else config.max_upscale_threshold,
+    )
+
+
+def _build_aspects(config: DatasetConfig, grid: PixelGrid, spec: FamilySpec) -> tuple[Aspect, ...]:
+    """The aspects for closest and random."""
+    if not config.crop or config.crop_aspect not in ("closest", "random"):
+        return ()
+    if config.crop_aspect_buckets is None and config.crop_aspect == "closest":
+        return tuple(native_aspects(grid, spec.native_sizes))
+    return tuple(listed_aspects(grid, config.crop_aspect_buckets or ()))
+
+
+def _check_grid(grid: PixelGrid, spec: FamilySpec, dataset: str) -> Iterator[Problem]:
+    if grid.alignment % spec.size_multiple:
+        message = f"{grid.alignment} is not a multiple of {spec.size_multiple} pixels, which {spec.name} needs."
+        yield Problem(f"{dataset}.aspect_bucket_alignment", message)
+    if grid.square > spec.largest_side:
+        message = (
+            f"{grid.resolution:g} {UNITS[grid.resolution_type]} (resolution_type {grid.resolution_type}) is above the "
+            f"limit of {spec.name}, {spec.largest_side} pixels a side."
+        )
+        yield Problem(f"{dataset}.resolution", message)
+
+
+def _check_limits(config: DatasetConfig, grid: PixelGrid) -> Iterator[Problem]:
+    maximum, unit = config.maximum_image_size or 0, grid.resolution_type
+    if maximum and not config.target_downsample_size:
+        message = f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to."
+        yield Problem(f"{config.id}.maximum_image_size", message)
+    suspicious = {"area": maximum >= SUSPICIOUS_AREA, "pixel": maximum < SUSPICIOUS_EDGE, "pixel_area": False}
+    if maximum and suspicious[unit] and os.environ.get(UNIT_CHECK_OVERRIDE, "").lower() in (*FALSE_WORDS, ""):
+        message = (
+            f"{maximum:g}: wrong unit? With resolution_type {unit} it is in {UNITS[unit]}"
+            f"{' (an edge)' if unit == 'pixel' else ''}. {UNIT_CHECK_OVERRIDE}=1 allows it."
+        )
+        yield Problem(f"{config.id}.maximum_image_size", message)
+    low, high = config.minimum_aspect_ratio, config.maximum_aspect_ratio
+    if low is not None and high is not None and low > high:
+        message = f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits."
+        yield Problem(f"{config.id}.minimum_aspect_ratio", message)
+
+
+def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec) -> Iterator[Problem]:
+    kind, where = config.crop_aspect, f"{config.id}.crop_aspect_buckets"
+    if config.crop_style == "face":
+        message = "'face' needs a face detector, which simpletuner does not include; use center, random or corner."
+        yield Problem(f"{config.id}.crop_style", message)
+    if not config.crop and kind != "square":
+        yield Problem(f"{config.id}.crop_aspect", f"{kind!r} has no effect while crop is false.", fatal=False)
+    if config.crop and kind in ("closest", "random") and not aspects and config.crop_aspect_buckets is None:
+        yield Problem(where, f"crop_aspect {kind!r} needs a list of ratios here.")
+    for aspect in aspects:
+        if max(aspect.size) > spec.largest_side:
+            width, height = aspect.size
+            message = f"{aspect.bucket} means {width}x{height}; the limit of {spec.name} is {spec.largest_side} a side."
+            yield Problem(where, message)

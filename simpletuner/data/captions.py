@@ -283,18 +283,22 @@ def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem
         where: names the dataset in problems.
         problems: receives a missing package, file or column.
     """
-    parquet = _pyarrow(where, problems)
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        message = "parquet needs the package pyarrow: pip install 'simpletuner[parquet]'."
+        problems.append(Problem(f"{where}.metadata_backend", message))
+        parquet = None
     path = Path(config.path)
     if not path.is_file():
         problems.append(Problem(f"{where}.parquet.path", f"the file {config.path!r} does not exist."))
         return {}
     if parquet is None or not _has_columns(parquet, path, config, where, problems):
         return {}
-    columns = [config.filename_column, config.caption_column]
-    if config.fallback_caption_column:
-        columns.append(config.fallback_caption_column)
-    rows = parquet.read_table(path, columns=list(dict.fromkeys(columns))).to_pylist()
-    return {_name(row, config): _captions(row, config) for row in rows if row[config.filename_column]}
+    columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
+    rows = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
+    named = {_name(str(row[config.filename_column]), config): row for row in rows if row[config.filename_column]}
+    return {name: first_texts(row, *columns) for name, row in named.items()}
 
 
 def match_rows(
@@ -312,15 +316,6 @@ def match_rows(
             matched[picture] = table[name]
             unused.discard(name)
     return matched, sorted(unused)
-
-
-def _pyarrow(where: str, problems: list[Problem]) -> Any:
-    try:
-        return importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        message = "parquet needs the package pyarrow: pip install 'simpletuner[parquet]'."
-        problems.append(Problem(f"{where}.metadata_backend", message))
-        return None
 
 
 def _has_columns(parquet: Any, path: Path, config: ParquetConfig, where: str, problems: list[Problem]) -> bool:
@@ -344,19 +339,14 @@ def check_columns(named: Mapping[str, str], known: Sequence[str], where: str, wh
             yield Problem(f"{where}.{key}", message + did_you_mean(column, known))
 
 
-def _name(row: dict[str, Any], config: ParquetConfig) -> str:
-    name = str(row[config.filename_column]).replace("\\", "/")
-    if not config.identifier_includes_extension:
-        name += ".png"
+def _name(name: str, config: ParquetConfig) -> str:
+    name = name.replace("\\", "/") + ("" if config.identifier_includes_extension else ".png")
     return unicodedata.normalize("NFC", str(PurePosixPath(name)))
 
 
-def _captions(row: dict[str, Any], config: ParquetConfig) -> tuple[str, ...]:
-    for column in (config.caption_column, config.fallback_caption_column):
-        captions = texts_in(row[column]) if column else ()
-        if captions:
-            return captions
-    return ()
+def first_texts(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
+    """The captions in the first column that has any; a cell may hold a list."""
+    return next(filter(None, (texts_in(row.get(column)) for column in columns)), ())
 
 
 def texts_in(cell: Any) -> tuple[str, ...]:

@@ -12,19 +12,15 @@ import random
 
 def fraction(*parts: object) -> float:
     """A number in [0, 1), uniform over different parts and the same for equal ones."""
-    return int.from_bytes(_digest(parts)[:7], "big") / 2**56
+    return int.from_bytes(order_key(*parts)[:7], "big") / 2**56
 
 
 def generator(*parts: object) -> random.Random:
     """A separate generator, for uses that need more than one number."""
-    return random.Random(_digest(parts))
+    return random.Random(order_key(*parts))
 
 
 def order_key(*parts: object) -> bytes:
     """A key that sorts things into a fixed arbitrary order."""
-    return _digest(parts)
-
-
-def _digest(parts: tuple[object, ...]) -> bytes:
     # File names may contain bytes that are not UTF-8; Python represents them as surrogates.
     return hashlib.sha256("\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")).digest()

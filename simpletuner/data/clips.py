@@ -1,28 +1,33 @@
-"""Clips: their facts without decoding them, the display times of their frames, and which frames are trained.
+"""Clips: their facts without decoding them, and which of their frames are trained.
 
 Training frame k is what the source shows at k / rate seconds, whatever its own frame rate, constant or not. Times count
 from the first frame shown.
 
-decord reads what it reads correctly, PyAV everything else. Both return upright frames, selected by display time and
-never by frame number.
+Lengths are counted in frames at the dataset's rate, after resampling. The models take 1, 5, 9, … frames: 4k + 1 frames
+become k + 1 latent frames. Other lengths are rounded down.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
+from simpletuner.data.context import DataContext
 from simpletuner.data.files import MediaError, UnreadableError
-from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, fit
+from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, decode, fit
+from simpletuner.errors import Problem
 
 T = TypeVar("T")
 
@@ -53,6 +58,9 @@ REPEAT_TOLERANCE = 3 * TOLERANCE
 MISSING_SECONDS = 0.25
 # Relative. NTSC video runs at 1000/1001 of its nominal rate, so 23.976 and 24 frames a second are the same rate.
 SAME_RATE = 0.002
+# Relative; to a viewer 23.976 and 24 frames a second are the same speed.
+SAME_SPEED = 0.02
+DEFAULT_SECONDS = 5
 
 
 def clip_suffix(head: bytes) -> str | None:
@@ -117,24 +125,21 @@ def moments_of(frames: int, rate: float) -> list[float]:
     return [index / rate for index in range(frames)]
 
 
-def stays(moment: float, following: float, *, taken: bool) -> bool:
-    """Whether a frame is still taken at a moment when the next one starts at `following`.
+def shown(frames: Iterable[tuple[T, float]], moments: Iterable[float]) -> Iterator[T]:
+    """The frame shown at each moment, of frames with the times at which they start; both increase.
 
-    Args:
-        taken: it has been taken before; it is repeated only if the next one is not due soon.
+    A frame is repeated only if the next one is not due soon; the last one stays.
     """
-    return moment + (REPEAT_TOLERANCE if taken else TOLERANCE) < following
-
-
-def shown_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:
-    """Index of the frame taken at each moment, of frames that start at `times`; both increase."""
-    found: list[int] = []
-    index = 0
-    for moment in moments:
-        while index + 1 < len(times) and not stays(moment, times[index + 1], taken=found[-1:] == [index]):
-            index += 1
-        found.append(index)
-    return found
+    wanted, end = deque(moments), (None, math.inf)
+    pairs: Iterable[Any] = pairwise(chain(frames, [end]))
+    for (frame, _), (_, following) in pairs:
+        tolerance = TOLERANCE
+        while wanted and wanted[0] + tolerance < following:
+            wanted.popleft()
+            yield frame
+            tolerance = REPEAT_TOLERANCE
+        if not wanted:
+            return
 
 
 def is_clip(path: Path) -> bool:
@@ -148,33 +153,38 @@ def probe_clip(path: Path) -> ClipFacts:
     Raises:
         MediaError: empty, not a clip, without frames, damaged or truncated.
     """
-    from simpletuner.data import av_reader  # imported late, so that runs on pictures start without it
+    from simpletuner.data import readers  # imported late, so that runs on pictures start without them
 
-    return retry_once(lambda: av_reader.read_facts(path))
+    return retry_once(lambda: readers.read_facts(path))
 
 
-def frames_of(path: Path, frames: int, rate: float, clip: ClipFacts) -> Iterator[NDArray[np.uint8]]:
-    """The first frames of a clip at a rate, one by one: upright RGB, `H W 3`.
+def frames_of(
+    path: Path, frames: int, rate: float, clip: ClipFacts | None, background: str = "white"
+) -> Iterator[Image.Image]:
+    """The first frames of a clip at a rate, one by one, or a picture: upright RGB.
 
     Args:
-        clip: from `probe_clip`.
+        clip: from `probe_clip`; None for a picture.
+        background: colour of transparent areas of a picture.
 
     Raises:
         MediaError: it cannot be decoded that far.
     """
-    from simpletuner.data import av_reader, decord_reader
+    if clip is None:
+        yield decode(path, background)
+        return
+    from simpletuner.data import readers
 
-    moments = clip.moments(frames, rate)
-    done = 0
-    if clip.matrix != "bt709":  # decord reads untagged colours as BT.601
+    moments = deque(clip.moments(frames, rate))
+    for read in readers.READERS:
         try:
-            for frame in decord_reader.read(path, moments):
-                yield frame
-                done += 1
-        except decord_reader.NotForDecordError as error:
-            logger.debug("%s is read by PyAV from frame %d on: %s", path, done, error)
-    if done < frames:
-        yield from av_reader.read(path, moments[done:], clip.matrix)
+            for frame in read(path, list(moments), clip.matrix):
+                yield Image.fromarray(np.ascontiguousarray(frame))
+                moments.popleft()
+        except readers.NotForThisReaderError as error:
+            logger.debug("%s: another reader reads %d of %d frames: %s", path, len(moments), frames, error)
+        if not moments:
+            return
 
 
 def retry_once(attempt: Callable[[], T]) -> T:
@@ -190,10 +200,167 @@ def retry_once(attempt: Callable[[], T]) -> T:
         return attempt()
 
 
-def fit_clip(frames: Iterable[NDArray[np.uint8]], geometry: Geometry) -> NDArray[np.uint8]:
+def fit_clip(frames: Iterable[Image.Image], geometry: Geometry) -> NDArray[np.uint8]:
     """Resize and crop every frame in the same way; only one at a time is held at its original size.
 
     Returns:
         pixels 0..255, `T H W 3`.
     """
-    return np.stack([fit(Image.fromarray(np.ascontiguousarray(frame)), geometry) for frame in frames])
+    return np.stack([fit(frame, geometry) for frame in frames])
+
+
+class ClipLengthError(Exception):
+    """A clip of unusable length; the text says what would work and fits after the file's name."""
+
+    def __init__(self, reason: Literal["too short", "too long"], message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class ClipRules:
+    """Everything a dataset says about time.
+
+    Attributes:
+        rate: frames per second that are taken.
+        stride: frames per latent frame.
+        num_frames: the length of every sample; None: each clip has its own.
+        interval: a clip's own length is rounded down to a multiple of it, then to the stride.
+        minimum, maximum: clips with fewer or more frames are left out.
+        names_size: buckets are labelled with size and frames instead of the ratio.
+        is_i2v: frame 0 is the condition.
+        matrix: colour matrix of untagged clips; None: as players guess.
+    """
+
+    rate: float
+    stride: int
+    num_frames: int | None
+    interval: int
+    minimum: int
+    maximum: int | None
+    names_size: bool = False
+    is_i2v: bool = False
+    matrix: ColorMatrix | None = None
+
+    def read(self, clip: ClipFacts) -> ClipFacts:
+        """The clip's facts with the dataset's colour matrix, if the clip is untagged."""
+        return replace(clip, matrix=self.matrix) if clip.matrix and self.matrix else clip
+
+    def frames_of(self, clip: ClipFacts) -> int:
+        """How many frames of a clip are trained.
+
+        Raises:
+            ClipLengthError: it is left out.
+        """
+        length = clip.frames_at(self.rate)
+        has = f"has {length} frames at {self.rate:g} a second"
+        if length < self.minimum:
+            best = fitting_frames(length, self.stride)
+            message = f"{has}, fewer than video.min_frames {self.minimum}; num_frames and min_frames {best} would work"
+            raise ClipLengthError("too short", message)
+        if self.maximum is not None and length > self.maximum:
+            message = f"{has}, more than video.max_frames {self.maximum}; max_frames {length} would work"
+            raise ClipLengthError("too long", message)
+        # A clip shorter than one interval keeps its own length.
+        return self.num_frames or fitting_frames(length // self.interval * self.interval or length, self.stride)
+
+    def label(self, geometry: Geometry, frames: int) -> Geometry:
+        """The geometry in the bucket of its size and length, or unchanged if the ratio is the label."""
+        width, height = geometry.size
+        return replace(geometry, bucket=f"{width}x{height}@{frames}") if self.names_size else geometry
+
+
+def fitting_frames(frames: int, stride: int) -> int:
+    """The largest length up to `frames` that the VAE maps to whole latent frames: 4k+1 for a stride of 4."""
+    return frames - (frames - 1) % stride
+
+
+def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list[Problem]) -> ClipRules | None:
+    """The rules of a dataset of clips; None for pictures.
+
+    Args:
+        config: the entry with its defaults filled in.
+        problems: receives errors, and keys that have no effect.
+    """
+    video, native, stride = config.video, context.frame_rate, context.spec.frame_stride
+    if not config.holds_clips or native is None:
+        if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
+            message = "has no effect: it is for datasets of clips (dataset_type video)."
+            problems.append(Problem(f"{config.id}.video", message, fatal=False))
+        return None
+    keeps_length = video.frame_interval and not video.num_frames and video.bucket_strategy == "resolution_frames"
+    wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
+    num_frames = None if keeps_length else fitting_frames(wanted, stride)
+    rules = ClipRules(
+        rate=video.frame_rate or native,
+        stride=stride,
+        num_frames=num_frames,
+        interval=video.frame_interval or 1,
+        minimum=video.min_frames or num_frames or video.frame_interval or 1,
+        maximum=video.max_frames,
+        names_size=video.bucket_strategy == "resolution_frames",
+        is_i2v=context.task == "i2v" if video.is_i2v is None else video.is_i2v,
+        matrix=video.color_matrix,
+    )
+    problems.extend(_check_length(video, rules, f"{config.id}.video"))
+    if not rules.is_i2v:
+        return rules
+    problems.extend(_check_condition(rules, context, f"{config.id}.video"))
+    return replace(rules, minimum=max(rules.minimum, stride + 1))
+
+
+def _check_length(video: VideoConfig, rules: ClipRules, where: str) -> Iterator[Problem]:
+    length, wanted = rules.num_frames, video.num_frames
+    if video.frame_interval and not rules.names_size:
+        message = "has no effect without bucket_strategy resolution_frames."
+        yield Problem(f"{where}.frame_interval", message, fatal=False)
+    elif video.frame_interval and wanted:
+        message = f"has no effect: num_frames {wanted} gives every clip the same length."
+        yield Problem(f"{where}.frame_interval", message, fatal=False)
+    if wanted and length != wanted:
+        message = f"{wanted} is not a multiple of {rules.stride} plus 1: {length} frames are trained."
+        yield Problem(f"{where}.num_frames", message, fatal=False)
+    if length is not None and rules.minimum < length:
+        origin = "" if wanted else f" (the default of {DEFAULT_SECONDS} seconds)"
+        message = f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter than that."
+        yield Problem(f"{where}.min_frames", message)
+    if rules.maximum is not None and rules.maximum < rules.minimum:
+        message = f"{rules.maximum} is below the {rules.minimum} frames that a clip needs: no clip fits."
+        yield Problem(f"{where}.max_frames", message)
+
+
+def _check_condition(rules: ClipRules, context: DataContext, where: str) -> Iterator[Problem]:
+    """Frame 0 can be a condition only if the model takes one and other frames are left to train."""
+    if context.task != "i2v":
+        names = [flavour.name for flavour in context.spec.flavours if flavour.task == "i2v"]
+        message = f"this flavour of {context.spec.name} takes no first frame; these do: {', '.join(names)}."
+        yield Problem(f"{where}.is_i2v", message)
+    shortest = rules.stride + 1
+    if rules.num_frames is not None and rules.num_frames < shortest:
+        message = f"{rules.num_frames} leaves nothing to train after the first frame; the minimum is {shortest}."
+        yield Problem(f"{where}.num_frames", message)
+
+
+def check_frame_rate(where: str, rules: ClipRules, clips: Mapping[str, ClipFacts], model_rate: float) -> list[Problem]:
+    """One warning about whatever makes clips move at another speed than the model's, or less smoothly.
+
+    Args:
+        where: names the key in the warning.
+        clips: those that are trained, by name.
+        model_rate: frames per second that the model was trained at.
+    """
+    reasons = []
+    if abs(rules.rate / model_rate - 1) > SAME_SPEED:
+        reasons.append(
+            f"frames are taken at {rules.rate:g} a second and the model plays {model_rate:g}: "
+            f"what it learns moves {model_rate / rules.rate:.2f} times as fast"
+        )
+    rates = {name: clip.source_rate for name, clip in clips.items()}
+    slow = {name: rate for name, rate in rates.items() if 0 < rate < rules.rate * (1 - SAME_SPEED)}
+    if slow:
+        slowest = min(slow, key=lambda name: slow[name])
+        reasons.append(
+            f"{len(slow)} of {len(clips)} clips have fewer than the {rules.rate:g} frames a second that are taken "
+            f"({slowest} has {slow[slowest]:.4g}): frames are seen up to {rules.rate / slow[slowest]:.2f} times"
+        )
+    return [Problem(where, f"{'; '.join(reasons)}.", fatal=False)] if reasons else []

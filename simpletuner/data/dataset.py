@@ -1,91 +1,33 @@
-"""Datasets: what is trained of each file or why it is left out, and the partners that pictures are paired with.
+"""Datasets: what is trained of each file or why it is left out, the partners of pictures, and what is worth knowing.
 
 `build.build_datasets` reads every file once and collects all problems; nothing is decoded and nothing is written.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 
-from simpletuner.config.datasets import MASKS, ConditioningType, DatasetConfig
+from PIL import Image
+
+from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.option import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
-from simpletuner.data.clip_rules import ClipRules
+from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
+from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
-from simpletuner.data.sample import LedgerEntry, Reason, Rejected, Sample, size_text
+from simpletuner.data.sample import NOTEWORTHY, LedgerEntry, Reason, Rejected, Sample, size_text
+from simpletuner.errors import Problem, shorten
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
 STRETCH_TOLERANCE = 0.02
-
-
-@dataclass(frozen=True)
-class Partners:
-    """The pictures of one conditioning dataset.
-
-    Attributes:
-        dataset_id: its id.
-        conditioning_type: masks and reference_strict take over size and crop; reference_loose is cropped to the same
-            size by its own rules.
-        root: its folder.
-        facts: facts of its pictures, by name.
-        rules: its own crop rules.
-        names: picture name by `pair_key`.
-    """
-
-    dataset_id: str
-    conditioning_type: ConditioningType
-    root: Path
-    facts: Mapping[str, FileFacts]
-    rules: BucketRules
-    names: Mapping[str, str]
-
-    def name_of(self, source: str) -> str | None:
-        """Name of a source picture's partner, or None."""
-        return self.names.get(pair_key(source))
-
-    def facts_of(self, source: str) -> FileFacts | None:
-        """Facts of a source picture's partner, or None."""
-        name = self.name_of(source)
-        return None if name is None else self.facts[name]
-
-    def partner(self, source: str, geometry: Geometry, *token: object) -> Sample:
-        """The partner of a source, cropped to the source's size.
-
-        Raises:
-            KeyError: it has none.
-        """
-        name = self.names[pair_key(source)]
-        facts = self.facts[name]
-        own = geometry
-        if self.conditioning_type == "reference_loose":
-            own = self.rules.follow(facts.picture_size, geometry, *token)
-        return Sample(self.dataset_id, name, self.root, facts.content, facts.picture_size, own)
-
-    def mask_of(self, sample: Sample) -> Sample:
-        """The mask of a sample; if it is a clip, the same frames of it.
-
-        Raises:
-            KeyError: it has none.
-        """
-        mask = self.partner(sample.name, sample.geometry)
-        clip = self.facts[mask.name].clip
-        if clip is not None:
-            mask = replace(mask, frames=sample.frames, frame_rate=sample.frame_rate, clip=clip)
-        return replace(mask, is_segmentation=self.conditioning_type == "segmentation")
-
-
-def names_by_key(names: Iterable[str]) -> dict[str, str]:
-    """Picture names by `pair_key`; of several file types with the same stem the first counts."""
-    keyed: dict[str, str] = {}
-    for name in names:
-        keyed.setdefault(pair_key(name), name)
-    return keyed
+# Enlarged by more than this, a picture looks blurred at the training size.
+NOTICEABLE_ENLARGEMENT = 1.5
 
 
 def is_stretched(own: Size, other: Size) -> bool:
@@ -97,12 +39,14 @@ def is_stretched(own: Size, other: Size) -> bool:
 class Dataset:
     """The usable pictures or clips of one entry, with the rules that placed them.
 
+    A conditioning dataset holds the partners of others: masks and those of reference_strict take over size and crop;
+    those of reference_loose are cropped to the same size by their own rules.
+
     Attributes:
         config: the entry with its defaults filled in.
         samples: sorted by name.
         rejected: every other file below the folder.
         repeats: extra passes; a sample is seen `repeats` + 1 times an epoch.
-        latent_dir: folder of its latents and of its index.
         rules: sizes and crops of pictures and of the frames of clips.
         seed: for random crops.
         facts: facts of every picture or clip, by name.
@@ -117,11 +61,10 @@ class Dataset:
     samples: tuple[Sample, ...]
     rejected: tuple[Rejected, ...]
     repeats: int
-    latent_dir: Path
     rules: BucketRules
     seed: int
     facts: Mapping[str, FileFacts]
-    partners: tuple[Partners, ...] = ()
+    partners: tuple[Dataset, ...] = ()
     epoch: int = 1
     clips: ClipRules | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -136,15 +79,58 @@ class Dataset:
         """Its folder."""
         return Path(self.config.instance_data_dir or "")
 
-    @cached_property
-    def references(self) -> list[Partners]:
-        """The datasets of source pictures; each sample has a partner in one of them."""
-        return [each for each in self.partners if each.conditioning_type not in MASKS]
+    @property
+    def latent_dir(self) -> Path:
+        """The folder of its latents and of its index."""
+        return Path(self.config.cache_dir_vae or "")
 
     @cached_property
-    def masks(self) -> Partners | None:
+    def references(self) -> list[Dataset]:
+        """The datasets of source pictures; each sample has a partner in one of them."""
+        return [each for each in self.partners if each.config.conditioning_type not in MASKS]
+
+    @cached_property
+    def masks(self) -> Dataset | None:
         """The dataset of its masks, or None."""
-        return next((each for each in self.partners if each.conditioning_type in MASKS), None)
+        return next((each for each in self.partners if each.config.conditioning_type in MASKS), None)
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Names of its files by `pair_key`; of several file types with the same stem the first counts."""
+        return {pair_key(name): name for name in sorted(self.facts, reverse=True)}
+
+    def name_for(self, source: str) -> str | None:
+        """Name of the file that is the partner of a file of another dataset, or None."""
+        return self.names.get(pair_key(source))
+
+    def facts_for(self, source: str) -> FileFacts | None:
+        """Facts of the partner of a file of another dataset, or None."""
+        name = self.name_for(source)
+        return None if name is None else self.facts[name]
+
+    def partner_for(self, source: str, geometry: Geometry, *token: object) -> Sample:
+        """The partner of a file of another dataset, cropped to the same size.
+
+        Raises:
+            KeyError: it has none.
+        """
+        name = self.names[pair_key(source)]
+        facts = self.facts[name]
+        if self.config.conditioning_type == "reference_loose":
+            geometry = self.rules.follow(facts.picture_size, geometry, *token)
+        return Sample(self.id, name, self.root, facts.content, facts.picture_size, geometry)
+
+    def mask_for(self, sample: Sample) -> Sample:
+        """The mask of a sample of another dataset; if it is a clip, the same frames of it.
+
+        Raises:
+            KeyError: it has none.
+        """
+        mask = self.partner_for(sample.name, sample.geometry)
+        clip = self.facts[mask.name].clip
+        if clip is not None:
+            mask = replace(mask, frames=sample.frames, frame_rate=sample.frame_rate, clip=clip)
+        return replace(mask, is_segmentation=self.config.conditioning_type == "segmentation")
 
     @property
     def white(self) -> dict[str, float]:
@@ -167,12 +153,12 @@ class Dataset:
         """The dataset as trained in an epoch, counted from 1: other random crops, the same pictures."""
         if not self.changes_each_epoch or epoch == self.epoch:
             return self
-        return replace(self, samples=tuple(self._moved(sample, epoch) for sample in self.samples), epoch=epoch)
-
-    def _moved(self, sample: Sample, epoch: int) -> Sample:
-        geometry, partner = self.place(sample.name, sample.original_size, epoch, sample.frames)
-        mask = sample.mask and replace(sample.mask, geometry=geometry)
-        return replace(sample, geometry=geometry, partner=partner, mask=mask)
+        samples = []
+        for sample in self.samples:
+            geometry, partner = self.place(sample.name, sample.original_size, epoch, sample.frames)
+            mask = sample.mask and replace(sample.mask, geometry=geometry)
+            samples.append(replace(sample, geometry=geometry, partner=partner, mask=mask))
+        return replace(self, samples=tuple(samples), epoch=epoch)
 
     def place(self, name: str, size: Size, epoch: int, frames: int = 1) -> tuple[Geometry, Sample | None]:
         """The geometry of a picture or clip in an epoch, and its partner cropped to match.
@@ -195,7 +181,7 @@ class Dataset:
             return geometry, None
         # Without the epoch: a picture keeps its partner.
         choice = references[int(fraction(*token[:3], "partner") * len(references))]
-        return geometry, choice.partner(name, geometry, *token)
+        return geometry, choice.partner_for(name, geometry, *token)
 
     @cached_property
     def buckets(self) -> dict[str, list[Sample]]:
@@ -273,6 +259,41 @@ class Dataset:
             save_index(self.latent_dir, self.root, files)
 
 
+@dataclass(frozen=True)
+class DatasetFile:
+    """A picture or clip of a dataset, trained or not."""
+
+    dataset: Dataset
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.dataset.root / self.name
+
+    @property
+    def clip(self) -> ClipFacts | None:
+        """Facts of a clip, as it is read for training; None for pictures."""
+        facts, rules = self.dataset.facts[self.name].clip, self.dataset.clips
+        return rules.read(facts) if rules and facts else None
+
+    @property
+    def seconds(self) -> float | None:
+        """How much of a clip is trained, from its start; all of it if it is left out. None for pictures."""
+        clip, rules = self.clip, self.dataset.clips
+        if clip is None or rules is None:
+            return None
+        frames = rules.num_frames or rules.maximum
+        return min(clip.seconds, frames / rules.rate) if frames else clip.seconds
+
+    def frames(self, count: int) -> list[Image.Image]:
+        """The picture, or frames of a clip at equal intervals of what is trained, by time.
+
+        Raises:
+            MediaError: it is damaged or cannot be read.
+        """
+        return retry_once(lambda: list(frames_of(self.path, count, count / (self.seconds or 1), self.clip)))
+
+
 def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:
     """The first lines of the ledgers: unused files first, since readers look for those."""
     unused = (entry for dataset in datasets for entry in dataset.unused())
@@ -297,3 +318,85 @@ def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str
         single = {name: problem for name, problem in halves.items() if name not in own}
         reduced.append(dataset.without(own).without(single, "partner unusable"))
     return reduced
+
+
+def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
+    """One warning with the files that are left out, by reason; the ledger has the details."""
+    names = defaultdict(list)
+    for file in dataset.rejected:
+        if file.reason in NOTEWORTHY:
+            names[file.reason].append(file.name)
+    if names and dataset.samples:
+        left_out = "; ".join(f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items())
+        total = sum(map(len, names.values()))
+        message = f"{total} files are left out: {left_out}. The plan lists each with its reason."
+        yield Problem(dataset.id, message, fatal=False)
+
+
+def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
+    """One warning about samples that are much smaller than their training size."""
+    factors = [each.geometry.resized[0] / each.original_size[0] for each in dataset.samples]
+    enlarged = sum(factor > NOTICEABLE_ENLARGEMENT for factor in factors)
+    if not enlarged:
+        return
+    most = dataset.samples[factors.index(max(factors))]
+    before, after = ("x".join(map(str, size)) for size in (most.original_size, most.geometry.resized))
+    message = (
+        f"{enlarged} of {len(factors)} files are enlarged to be trained at this resolution, {most.name} the most, "
+        f"from {before} to {after}: the model learns their blur. minimum_image_size leaves small files out; a smaller "
+        "resolution enlarges less."
+    )
+    yield Problem(f"{dataset.id}.resolution", message, fatal=False)
+
+
+def check_amount(dataset: Dataset, context: DataContext, problems: list[Problem]) -> Dataset:
+    """Report a dataset that cannot fill one optimizer step, or raise its repeats where that is allowed."""
+    count = len(dataset.samples)
+    if not count:
+        # An error in the entry itself already explains it.
+        own = (problem for problem in problems if problem.fatal)
+        if not any(problem.where == dataset.id or problem.where.startswith(f"{dataset.id}.") for problem in own):
+            problems.append(Problem(dataset.id, _nothing_usable(dataset)))
+        return dataset
+    if not dataset.config.is_trained:
+        return dataset
+    needed = dataset.batch_size * context.num_processes * context.gradient_accumulation_steps
+    enough = -(-needed // count) - 1  # the fewest repeats that fill a step
+    if dataset.repeats < enough:
+        if context.defaults.allow_dataset_oversubscription and dataset.config.repeats is None:
+            message = f"repeats is raised to {enough}: {count} samples must fill a step of {needed}."
+            problems.append(Problem(dataset.id, message, fatal=False))
+            dataset = replace(dataset, repeats=enough)
+        elif not context.defaults.disable_bucket_pruning:
+            problems.append(Problem(dataset.id, _too_few(dataset, context, needed, enough)))
+            return dataset
+    problems.extend(_warn_of_small_buckets(dataset, dataset.batch_size * context.num_processes))
+    return dataset
+
+
+def _nothing_usable(dataset: Dataset) -> str:
+    counts = ", ".join(f"{number} {reason}" for reason, number in dataset.counts().most_common())
+    message = f"no samples detected in dataset {dataset.id} ({dataset.config.instance_data_dir!r}): "
+    message += f"none of its files can be used ({counts})." if counts else "the folder is empty."
+    details = [file for file in dataset.rejected if file.reason in NOTEWORTHY]
+    return f"{message} For instance {details[0].name} {details[0].detail}." if details else message
+
+
+def _too_few(dataset: Dataset, context: DataContext, needed: int, enough: int) -> str:
+    count, repeats = len(dataset.samples), dataset.repeats
+    return (
+        f"no samples detected in dataset {dataset.id} for a whole step: {count} samples x (repeats {repeats} + 1) "
+        f"= {count * (repeats + 1)}, and one step takes {needed} (train_batch_size {dataset.batch_size} x "
+        f"{context.num_processes} processes x gradient_accumulation_steps {context.gradient_accumulation_steps}). "
+        f"repeats {enough} would work."
+    )
+
+
+def _warn_of_small_buckets(dataset: Dataset, batch: int) -> Iterator[Problem]:
+    counts = {label: len(samples) for label, samples in dataset.buckets.items()}
+    small = {label: count for label, count in counts.items() if count * (dataset.repeats + 1) < batch}
+    if small:
+        shown = shorten([f"{label} ({count})" for label, count in small.items()])
+        enough = -(-batch // min(small.values())) - 1
+        message = f"buckets with fewer samples than a batch of {batch} are filled by repeating: {shown}."
+        yield Problem(dataset.id, f"{message} repeats {enough} would fill them.", fatal=False)

@@ -325,17 +325,15 @@ class Folder:
 
     Attributes:
         root: the folder.
-        facts: of each undamaged picture or clip, sorted by name.
-        damaged: facts of those with a problem.
+        facts: of each picture or clip; first those without a problem, sorted by name.
         listing: caption files, captions of a table, origins.
-        gone: those of them that are used although their files are gone.
-        rejected: every other file.
+        gone: those that are used although their files are gone.
+        rejected: every file with a problem, and every other file.
         indexed: what the index on the disk holds.
     """
 
     root: Path
-    facts: Mapping[str, FileFacts]
-    damaged: Mapping[str, FileFacts]
+    facts: dict[str, FileFacts]
     listing: Scan
     gone: frozenset[str]
     rejected: tuple[Rejected, ...]
@@ -345,6 +343,11 @@ class Folder:
     def is_there(self) -> bool:
         """Whether the folder exists, or an index can be used in its place."""
         return is_readable(self.root) or bool(self.facts)
+
+    @property
+    def usable(self) -> list[str]:
+        """Names of the pictures or clips without a problem, sorted."""
+        return [name for name, fact in self.facts.items() if fact.problem is None]
 
 
 def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | None = None) -> Folder:
@@ -359,7 +362,8 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
     rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
     names, listed = list(listing.files), frozenset(listing.files)
-    if known and _keeps_list(config):
+    skipped = config.skip_file_discovery or ()
+    if known and (config.preserve_data_backend_cache or "metadata" in skipped or "aspect" in skipped):
         detail = "was added after the list of files was made, and that list is kept"
         rejected += [Rejected(config.id, name, "not chosen", detail) for name in names if name not in known]
         names = [name for name in names if name in known]
@@ -370,13 +374,12 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         facts |= lost
     else:
         rejected += [Rejected(config.id, name, "gone", "was here in the last run and is gone") for name in lost]
-    for name, fact in facts.items():
-        if fact.problem is not None:
-            rejected.append(Rejected(config.id, name, "damaged" if fact.content else "unreadable", fact.problem))
+    damaged = {name: fact for name, fact in facts.items() if fact.problem is not None}
+    for name, fact in damaged.items():
+        rejected.append(Rejected(config.id, name, "damaged" if fact.content else "unreadable", fact.problem or ""))
     return Folder(
         root=root,
-        facts={name: facts[name] for name in sorted(facts) if facts[name].problem is None},
-        damaged={name: fact for name, fact in facts.items() if fact.problem is not None},
+        facts={name: facts[name] for name in sorted(facts.keys() - damaged)} | damaged,
         listing=listing,
         gone=frozenset(lost.keys() & facts.keys()),
         rejected=tuple(rejected),
@@ -389,8 +392,3 @@ def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[st
     if context.spec.media == "video" and config.conditioning_type in MASKS:
         return PICTURE_SUFFIXES | CLIP_SUFFIXES
     return CLIP_SUFFIXES if context.spec.media == "video" and config.holds_clips else PICTURE_SUFFIXES
-
-
-def _keeps_list(config: DatasetConfig) -> bool:
-    skipped = config.skip_file_discovery or []
-    return bool(config.preserve_data_backend_cache) or "metadata" in skipped or "aspect" in skipped

@@ -30,11 +30,6 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class _Failure:
-    error: BaseException
-
-
-@dataclass(frozen=True)
 class _Errand:
     """A call that the reading thread leaves to the loop's thread."""
 
@@ -148,7 +143,7 @@ class _ReadingThread(threading.Thread):
     def __init__(self, planned: Iterable[PlannedBatch], make: ReadBatch, ahead: int) -> None:
         super().__init__(name="batch-reader", daemon=True)
         self._planned, self._make_batch = planned, make
-        self.ready: queue.Queue[Batch | _Errand | _Failure | None] = queue.Queue(maxsize=ahead)
+        self.ready: queue.Queue[Batch | _Errand | BaseException | None] = queue.Queue(maxsize=ahead)
         self.stopped = threading.Event()
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -161,7 +156,7 @@ class _ReadingThread(threading.Thread):
             self._put(None)
         except BaseException as error:  # noqa: BLE001 - passed to the loop's thread, which raises it
             with suppress(CancelledError):
-                self._put(_Failure(error))
+                self._put(error)
 
     def ask(self, call: Callable[[], Result]) -> Result:
         """The result of a call that the loop's thread makes when it wants the next batch."""
@@ -172,7 +167,7 @@ class _ReadingThread(threading.Thread):
         result: Result = errand.result.result()
         return result
 
-    def _put(self, item: Batch | _Errand | _Failure | None) -> None:
+    def _put(self, item: Batch | _Errand | BaseException | None) -> None:
         while True:  # wait in short steps: nobody may ever take from a full queue again
             self._check()
             with suppress(queue.Full):
@@ -189,8 +184,8 @@ def read_ahead(planned: Iterable[PlannedBatch], make: ReadBatch, ahead: int) -> 
     reader.start()
     try:
         while (item := reader.ready.get()) is not None:
-            if isinstance(item, _Failure):
-                raise item.error
+            if isinstance(item, BaseException):
+                raise item
             if isinstance(item, _Errand):
                 item.run()
             else:

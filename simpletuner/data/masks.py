@@ -1,4 +1,4 @@
-"""Masks: which part of a picture or clip is learned, read from a file and averaged to latent positions.
+"""Masks: which part of a picture or clip is learned, read from a file and averaged to latent positions; their checks.
 
 White is learned, black is not; transparent areas count as black. A mask is resized and cropped like its picture, but by
 area: an antialiasing filter would ring at its edges and leave some weight in black areas.
@@ -6,7 +6,7 @@ area: an antialiasing filter would ring at its edges and leave some weight in bl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -15,13 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from simpletuner.data.clips import frames_of, retry_once
+from simpletuner.data.clips import ClipRules, retry_once
 from simpletuner.data.context import DataContext
-from simpletuner.data.dataset import Dataset, Partners
+from simpletuner.data.dataset import Dataset, is_stretched
 from simpletuner.data.discovery import FileFacts
 from simpletuner.data.files import MediaError
-from simpletuner.data.media import decode, fit
+from simpletuner.data.media import fit
 from simpletuner.data.sample import Sample
+from simpletuner.errors import Problem, shorten
+
+# A mask of which less than this is white teaches almost nothing.
+TINY_MASK = 0.01
 
 
 @lru_cache(maxsize=256)
@@ -40,7 +44,7 @@ def latent_mask(mask: Sample, size: tuple[int, int, int]) -> NDArray[np.float32]
         MediaError: the file is damaged or cannot be read.
     """
     frames, height, width = size
-    area = retry_once(lambda: np.stack([_averaged(each, mask, height, width) for each in _frames(mask)]))
+    area = retry_once(lambda: np.stack([_averaged(each, mask, height, width) for each in mask.images("black")]))
     if len(area) == 1:
         mean = area.repeat(frames, axis=0)
     else:
@@ -54,14 +58,7 @@ def _averaged(frame: Image.Image, mask: Sample, height: int, width: int) -> NDAr
     return luminance.reshape(height, luminance.shape[0] // height, width, -1).mean(axis=(1, 3))
 
 
-def _frames(mask: Sample) -> Iterable[Image.Image]:
-    if mask.clip is None:
-        return [decode(mask.path, background="black")]
-    frames = frames_of(mask.path, mask.frames, mask.frame_rate or 1, mask.clip)
-    return (Image.fromarray(np.ascontiguousarray(frame)) for frame in frames)
-
-
-def measure_masks(dataset: Dataset, masks: Partners, context: DataContext) -> dict[str, FileFacts]:
+def measure_masks(dataset: Dataset, masks: Dataset, context: DataContext) -> dict[str, FileFacts]:
     """Facts of the masks in use, by name: how white each is where it is trained, or why it cannot be read.
 
     Known results are kept. Where crops change each epoch, the whole picture counts.
@@ -85,3 +82,39 @@ def measure_masks(dataset: Dataset, masks: Partners, context: DataContext) -> di
     with ThreadPoolExecutor(context.caching.max_workers) as pool:
         found = pool.map(lambda pair: measured(*pair), pairs)
         return {mask.name: facts for (_, mask), facts in zip(pairs, found, strict=True)}
+
+
+def check_mask_sizes(dataset: Dataset, masks: Dataset) -> Iterator[Problem]:
+    """One error with the masks that cannot be those of their picture or clip."""
+    pairs = [(name, facts, masks.facts_for(name)) for name, facts in dataset.facts.items() if facts.width]
+    found = [(name, _misfit(name, facts, mask, dataset.clips)) for name, facts, mask in pairs if mask and mask.width]
+    wrong = [f"{masks.name_for(name)} {why}" for name, why in found if why]
+    if wrong:
+        message = f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}."
+        yield Problem(masks.id, message)
+
+
+def _misfit(name: str, own: FileFacts, mask: FileFacts, rules: ClipRules | None) -> str | None:
+    if is_stretched(own.picture_size, mask.picture_size):
+        return f"is {mask.width}x{mask.height} and {name} {own.width}x{own.height}, another ratio"
+    if mask.clip is None:
+        return None
+    rate = rules.rate if rules else mask.clip.source_rate
+    given, needed = mask.clip.frames_at(rate), own.clip.frames_at(rate) if own.clip else 1
+    return None if given == needed else f"has {given} frames at {rate:g} a second and {name} {needed}"
+
+
+def check_masks(dataset: Dataset) -> Iterator[Problem]:
+    """Masks must leave something to learn."""
+    white, masks = dataset.white, dataset.masks
+    if masks is None or not white:
+        return
+    black = [name for name, share in white.items() if not share]
+    if black:
+        besides = ", frame 0 aside," if dataset.clips and dataset.clips.is_i2v else ""
+        message = f"{len(black)} masks are black{besides} where they are trained, so nothing is learned: "
+        yield Problem(masks.id, f"{message}{shorten(black)}.")
+    mean = sum(white.values()) / len(white)
+    if mean < TINY_MASK:
+        message = f"only {mean:.2%} of the masks is white on average; masked_loss_normalise makes up for small masks."
+        yield Problem(masks.id, message, fatal=False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from PIL import Image
+
 from simpletuner.config.option import Size
 from simpletuner.data.buckets import Geometry, cover
-from simpletuner.data.clips import ClipFacts
+from simpletuner.data.clips import ClipFacts, frames_of
 
 # Why a file is not trained on, as counted in messages.
 Reason = Literal[
@@ -84,6 +87,14 @@ class Sample:
     def path(self) -> Path:
         """Where the file is."""
         return self.root / self.name
+
+    def images(self, background: str = "white") -> Iterator[Image.Image]:
+        """The picture or the frames of the clip that are trained, at their original size.
+
+        Raises:
+            MediaError: the file is damaged or cannot be read.
+        """
+        return frames_of(self.path, self.frames, self.frame_rate or 1, self.clip, background)
 
     @property
     def first_frame(self) -> Sample:

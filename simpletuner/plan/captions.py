@@ -9,10 +9,9 @@ from typing import Literal
 from simpletuner.config.load import raise_if_fatal
 from simpletuner.data.captions import control_token
 from simpletuner.data.clips import CLIP_SUFFIXES
-from simpletuner.data.dataset import Dataset
+from simpletuner.data.dataset import Dataset, DatasetFile
 from simpletuner.data.discovery import is_readable, pair_key, scan
 from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.data.quality import DatasetFile
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec

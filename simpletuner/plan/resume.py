@@ -183,7 +183,9 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
     keys = ("is_regularisation_data", "timestep_sampling_offset")
     own = {f"{each.id}.{key}": getattr(each.config, key) for each in trained for key in keys}
     own |= {f"{each.id}.captions": _caption_digest(each) for each in trained}
-    return own | {f"{each.id}.conditioning_data": each.masks and each.masks.conditioning_type for each in trained}
+    return own | {
+        f"{each.id}.conditioning_data": each.masks and each.masks.config.conditioning_type for each in trained
+    }
 
 
 def _caption_digest(dataset: Dataset) -> str:

@@ -13,7 +13,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from simpletuner.data.remote.store import ProgressBar
+from simpletuner.data.context import ProgressBar
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import EventStream, RunningPhase, StopRequest
 from simpletuner.world import World

@@ -28,12 +28,9 @@ from simpletuner.caching.fill import (
 from simpletuner.caching.read import CacheStore, read_or_restore
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
-from simpletuner.data.checks import check_amount
-from simpletuner.data.context import DataContext
-from simpletuner.data.dataset import Dataset, without_damaged
+from simpletuner.data.context import DataContext, ProgressBar
+from simpletuner.data.dataset import Dataset, check_amount, without_damaged
 from simpletuner.data.loader import in_loop
-from simpletuner.data.quarantine import files_to_move, quarantine
-from simpletuner.data.remote.store import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.heap import trim_heap
@@ -55,6 +52,7 @@ from simpletuner.plan.checks import check_block_numbers, check_parts
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
 from simpletuner.reporting.sharing import share_work
+from simpletuner.run.quarantine import files_to_move, quarantine
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.world import World
 

@@ -16,9 +16,9 @@ from simpletuner.atomic import write_atomically
 from simpletuner.caching.shrink import ShrinkingEncoder
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype
+from simpletuner.data.dataset import DatasetFile
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.files import MediaError
-from simpletuner.data.quality import DatasetFile
 from simpletuner.errors import UserError
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import Captioner, Description, DescriptionRequest

@@ -11,15 +11,15 @@ from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 from tokenizers import Tokenizer
 
 from simpletuner.atomic import write_atomically
 from simpletuner.budget.device import usable_cores
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.checks import NOTICEABLE_ENLARGEMENT
-from simpletuner.data.dataset import Dataset
+from simpletuner.data.dataset import NOTICEABLE_ENLARGEMENT, Dataset, DatasetFile
 from simpletuner.data.files import MediaError
-from simpletuner.data.quality import DatasetFile, colour_grid, motion, near_duplicates, sharpness
+from simpletuner.data.media import fit
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.plan.build import Survey
 from simpletuner.reporting.events import EventStream
@@ -31,6 +31,13 @@ FRAMES = 8  # of a clip, whose changes are its motion
 MANY, SMALL, LARGE = 500, 160, 320  # with more files than that, thumbnails have the smaller side
 BLURRED = 0.25  # of the median sharpness of a dataset
 STILL = 0.004  # mean change between frames; less is the noise of the camera
+SIDE = 8  # of the grid that is compared; two directions give 128 bits
+BITS = 2 * SIDE**2
+# How much two versions of a picture (another size or format, small corrections) may differ: bits, and the mean of the
+# channels in any field of the grid. Bits alone do not tell apart two shapes on an even ground.
+NEAR, LIKE = 8, 40
+NOISE = 2  # of 255; a smaller difference would decide the bits of even areas by chance
+ROWS = 1024  # compared with all others at a time, so that memory stays small
 # What deserves a look, in the order of the page's buttons.
 KINDS = {
     "unused": "not used", "twin": "near-duplicates", "blurred": "blurred", "small": "small", "still": "hardly moving",
@@ -57,8 +64,8 @@ class FileCard:
         ratio: its width / height.
         size, trained: of the file, and as it is trained.
         box: left, top, width and height of what is trained, in percent of the picture.
-        sharpness, motion: see `data.quality`; None if not measured.
-        print: see `data.quality.colour_grid`.
+        sharpness, motion: see the functions below; None if not measured.
+        print: its `colour_grid`.
     """
 
     name: str
@@ -210,3 +217,44 @@ def mark_twins(cards: Mapping[str, Sequence[FileCard]], datasets: Iterable[Datas
         for name, index in (places[member] for member in group):
             marked[name][index] = cards[name][index].marked("twin", f"near-duplicate {number}")
     return marked
+
+
+def colour_grid(picture: Image.Image) -> NDArray[np.int16]:
+    """The mean colours of a grid of 9 x 9 fields, `9 9 3`."""
+    return np.asarray(picture.resize((SIDE + 1, SIDE + 1), Image.Resampling.BOX), dtype=np.int16)
+
+
+def difference_hash(prints: NDArray[np.int16]) -> NDArray[np.bool_]:
+    """`N 128`: whether each of 8 x 8 fields is darker than the one to its right, and than the one below it."""
+    grey = prints.mean(axis=3)
+    here, right, below = grey[:, :-1, :-1], grey[:, :-1, 1:], grey[:, 1:, :-1]
+    return np.concatenate([(each - here > NOISE).reshape(-1, SIDE**2) for each in (right, below)], axis=1)
+
+
+def near_duplicates(prints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
+    """Groups of indices of pictures that are nearly the same as another one of the group, by their colour grids."""
+    grids = np.array(prints, dtype=np.int16).reshape(-1, SIDE + 1, SIDE + 1, 3)
+    signs = difference_hash(grids).astype(np.float32) * 2 - 1
+    group = np.arange(len(grids))
+    for start in range(0, len(grids), ROWS):
+        agreeing = signs[start : start + ROWS] @ signs.T  # agreeing bits less differing ones
+        for row, close in enumerate(agreeing >= BITS - 2 * NEAR, start):
+            others = np.flatnonzero(close)
+            apart = np.abs(grids[others] - grids[row]).mean(axis=3).max(axis=(1, 2))
+            joined = group[others[apart <= LIKE]]
+            group[np.isin(group, joined)] = joined.min()
+    members = [np.flatnonzero(group == each).tolist() for each in np.unique(group)]
+    return [each for each in members if len(each) > 1]
+
+
+def sharpness(picture: Image.Image, geometry: Geometry) -> float:
+    """Variance of the Laplacian of a picture as it is trained (Pech-Pacheco et al., ICPR 2000); low if out of focus."""
+    grey = fit(picture.convert("L"), geometry, Image.Resampling.BILINEAR).astype(np.float32)
+    around = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
+    return float((around - 4 * grey[1:-1, 1:-1]).var())
+
+
+def motion(frames: Sequence[Image.Image]) -> float:
+    """Mean change of brightness between neighbouring frames, as a share of the full range."""
+    small = [np.asarray(frame.convert("L").resize((64, 64), Image.Resampling.BOX), dtype=np.int16) for frame in frames]
+    return float(np.abs(np.diff(small, axis=0)).mean() / 255)

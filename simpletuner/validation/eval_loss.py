@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.config.schema import EvaluationConfig
-from simpletuner.data.remote.store import ProgressBar
+from simpletuner.data.context import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise

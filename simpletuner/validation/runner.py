@@ -27,7 +27,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.option import Size
 from simpletuner.config.schema import OffloadConfig
-from simpletuner.data.remote.store import ProgressBar
+from simpletuner.data.context import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.diffusion.seeds import step_seed

@@ -14,8 +14,7 @@ from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_dataset
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data import discovery
 from simpletuner.data.build import build_datasets
-from simpletuner.data.clip_rules import ClipLengthError, ClipRules, build_clip_rules, fitting_frames
-from simpletuner.data.clips import ClipFacts
+from simpletuner.data.clips import ClipFacts, ClipLengthError, ClipRules, build_clip_rules, fitting_frames
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample

@@ -6,9 +6,10 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,11 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from simpletuner.data import av_reader, clips, decord_reader
+from simpletuner.data import clips, readers
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, moments_of, probe_clip, shown_at
+from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, moments_of, probe_clip, shown
 from simpletuner.data.files import MediaError
+from simpletuner.data.readers import NotForThisReaderError, Reader, read_with_av, read_with_decord
 from tests.clips import (
     BROKEN,
     HEIGHT,
@@ -35,8 +37,6 @@ from tests.clips import (
     write_with_colours,
 )
 from tests.pictures import BLUE, GREEN, RED, WHITE, corners
-
-Reader = Callable[[Path, Sequence[float]], Iterator[NDArray[np.uint8]]]
 
 # What decord cannot read, or would read wrongly; PyAV reads all of them.
 NOT_FOR_DECORD = {
@@ -57,49 +57,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def through_both(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
-    return frames_of(path, len(moments), len(moments) / SECONDS, probe_clip(path))
+READERS: dict[str, Reader] = {"av": read_with_av, "decord": read_with_decord}
+# Frames as the clip has them, then repeated, then skipped.
+MOMENTS = [index / 24 for index in range(18)] + [0.75 + index / 30 for index in range(15)]
+MOMENTS += [1.25 + index / 7 for index in range(5)]
 
 
-READERS: dict[str, Reader] = {"av": av_reader.read, "decord": decord_reader.read, "both": through_both}
-
-
-READABLE = [(reader, name) for reader in READERS for name in WHOLE if reader != "decord" or name not in NOT_FOR_DECORD]
-
-
-def read(reader: str, path: Path, rate: float) -> list[NDArray[np.uint8]]:
-    """The whole clip."""
-    if reader == "decord":
-        pytest.importorskip("decord")
-    return list(READERS[reader](path, moments_of(round(SECONDS * rate), rate)))
-
-
-@pytest.mark.parametrize("rate", [24, 16, 30, 7])
-@pytest.mark.parametrize(("reader", "name"), READABLE)
-def test_frames_are_those_that_are_shown_at_their_time(reader: str, name: str, rate: float, folder: Path) -> None:
-    frames = read(reader, folder / name, rate)
+def check_frames(name: str, moments: Sequence[float], frames: Sequence[NDArray[np.uint8]]) -> None:
+    """What each frame shows is upright, in colour and of its time."""
     stays = LONGEST_FRAME.get(name, 1 / 23.9)
-    assert len(frames) == SECONDS * rate
-    for moment, frame in zip(moments_of(len(frames), rate), frames, strict=True):
+    for moment, frame in zip(moments, frames, strict=True):
         assert frame.shape == (HEIGHT, WIDTH, 3)
         assert moment - stays - COLOUR_ERROR < time_in(frame) < moment + COLOUR_ERROR
-
-
-@pytest.mark.parametrize("name", sorted(NOT_FOR_DECORD))
-def test_decord_is_not_asked_for_what_it_would_get_wrong(name: str, folder: Path) -> None:
-    with pytest.raises(decord_reader.NotForDecordError):
-        list(decord_reader.read(folder / name, moments_of(SECONDS, 1)))
-
-
-@pytest.mark.parametrize(("reader", "name"), READABLE)
-def test_clips_are_upright_and_in_colour(reader: str, name: str, folder: Path) -> None:
-    frame = read(reader, folder / name, 1)[0]
-    for seen, wanted in zip(corners(Image.fromarray(frame)), [RED, GREEN, BLUE, WHITE], strict=True):
+    for seen, wanted in zip(corners(Image.fromarray(frames[0])), [RED, GREEN, BLUE, WHITE], strict=True):
         assert np.abs(np.subtract(seen, wanted)).max() <= 12, (seen, wanted)
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_facts_are_known_without_decoding(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("reader", READERS)
+def test_a_reader_shows_the_frames_of_their_times_or_refuses(reader: str, name: str, folder: Path) -> None:
+    if reader == "decord":
+        pytest.importorskip("decord")
+    frames = READERS[reader](folder / name, MOMENTS)
+    if reader == "decord" and name in NOT_FOR_DECORD:
+        with pytest.raises(NotForThisReaderError):
+            list(frames)
+    else:
+        check_frames(name, MOMENTS, list(frames))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_facts_are_known_without_decoding_and_frames_come_from_the_reader_that_can(name: str, folder: Path) -> None:
     facts = probe_clip(folder / name)
     assert (facts.width, facts.height) == (WIDTH, HEIGHT)
     assert facts.seconds == pytest.approx(SECONDS, abs=0.07)
@@ -107,15 +95,17 @@ def test_facts_are_known_without_decoding(name: str, folder: Path) -> None:
     assert facts.source_rate == pytest.approx(rates.get(name, 24), rel=0.01)
     if not name.startswith("uneven"):
         assert [facts.frames_at(rate) for rate in (24, 12, 1)] == [48, 24, 2]
+    frames = [np.asarray(frame) for frame in frames_of(folder / name, 32, 16, facts)]
+    check_frames(name, moments_of(32, 16), frames)
 
 
-@pytest.mark.parametrize("frames", [1, 5, 49, 81, 121])
 @pytest.mark.parametrize("rate", [16, 24, 25, 30, 60, 24000 / 1001])
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv"])
-def test_a_clip_gives_all_its_frames_at_its_own_rate(suffix: str, rate: float, frames: int, tmp_path: Path) -> None:
+def test_a_clip_gives_all_its_frames_at_its_own_rate(suffix: str, rate: float, tmp_path: Path) -> None:
     path = tmp_path / f"clip{suffix}"
-    write_clip(path, rate=rate, seconds=frames / rate, size=(32, 32), codec_options={"preset": "ultrafast"})
-    assert probe_clip(path).frames_at(rate) == frames
+    for frames in (1, 5, 121):
+        write_clip(path, rate=rate, seconds=frames / rate, size=(32, 32), codec_options={"preset": "ultrafast"})
+        assert probe_clip(path).frames_at(rate) == frames
 
 
 def test_other_rates_take_other_frames_of_the_source(folder: Path) -> None:
@@ -125,7 +115,10 @@ def test_other_rates_take_other_frames_of_the_source(folder: Path) -> None:
 
 
 def test_moments_find_the_frame_that_is_shown() -> None:
-    assert shown_at([0, 0.042, 0.083, 0.125], [0, 1 / 24, 2 / 24, 0.11, 3 / 24, 9]) == [0, 1, 2, 2, 3, 3]
+    times = [0, 0.042, 0.083, 0.125]
+    assert list(shown(enumerate(times), [0, 1 / 24, 2 / 24, 0.11, 3 / 24, 9])) == [0, 1, 2, 2, 3, 3]
+    assert list(shown(enumerate(times), [0.038, 0.078])) == [0, 1], "not yet shown"
+    assert list(shown(enumerate(times), [0.042, 0.078])) == [1, 2], "rather the next one than one twice"
 
 
 @pytest.mark.parametrize("name", SHOWN_OTHERWISE)
@@ -176,7 +169,7 @@ def test_tags_may_be_in_any_encoding(folder: Path, tmp_path: Path) -> None:
     assert b"Lavf" in content
     path = tmp_path / "latin-1.mp4"
     path.write_bytes(content.replace(b"Lavf", "Läv-".encode("latin-1")))
-    assert np.array_equal(list(av_reader.read(path, [0.5])), list(av_reader.read(folder / "h264.mp4", [0.5])))
+    assert np.array_equal(list(read_with_av(path, [0.5])), list(read_with_av(folder / "h264.mp4", [0.5])))
 
 
 def test_a_missing_clip_is_a_media_error(tmp_path: Path) -> None:
@@ -227,16 +220,15 @@ def test_pixels_that_are_not_square_are_measured_as_they_are_shown(tmp_path: Pat
 
 def test_decord_may_be_missing_or_fail_in_the_middle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = read_clip(folder / "h264.mp4", 48, 24)
-    read_some = decord_reader.read
 
-    def fail_later(path: Path, moments: Sequence[float]) -> Iterator[NDArray[np.uint8]]:
-        yield from read_some(path, moments[:20])
-        raise decord_reader.NotForDecordError("gave up")
+    def fail_later(path: Path, moments: Sequence[float], matrix: object) -> Iterator[NDArray[np.uint8]]:
+        yield from read_with_decord(path, moments[:20])
+        raise NotForThisReaderError("gave up")
 
-    monkeypatch.setattr(decord_reader, "read", fail_later)
+    monkeypatch.setattr(readers, "READERS", (fail_later, read_with_av))
     assert np.array_equal(read_clip(folder / "h264.mp4", 48, 24), whole)
     monkeypatch.undo()
-    monkeypatch.setattr(decord_reader, "_decord", lambda: None)
+    monkeypatch.setattr(readers, "_decord", lambda: None)
     assert np.array_equal(read_clip(folder / "h264.mp4", 48, 24), whole)
 
 
@@ -244,8 +236,8 @@ def test_memory_is_never_blamed_on_a_clip(folder: Path, monkeypatch: pytest.Monk
     def fail(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(decord_reader, "_decord", lambda: None)
-    monkeypatch.setattr(av_reader, "_to_rgb", fail)
+    monkeypatch.setattr(readers, "_decord", lambda: None)
+    monkeypatch.setattr(readers, "_to_rgb", fail)
     with pytest.raises(MemoryError):
         read_clip(folder / "h264.mp4", 2, 24)
 
@@ -253,7 +245,7 @@ def test_memory_is_never_blamed_on_a_clip(folder: Path, monkeypatch: pytest.Monk
 def test_every_frame_is_fitted_alike() -> None:
     frames = [filmed(index / 24) for index in range(5)]
     geometry = Geometry("1.0", (32, 32), (48, 32), (8, 0))
-    fitted = fit_clip(iter(frames), geometry)
+    fitted = fit_clip(map(Image.fromarray, frames), geometry)
     assert fitted.shape == (5, 32, 32, 3)
     singles = [np.asarray(Image.fromarray(frame).resize((48, 32), Image.Resampling.LANCZOS)) for frame in frames]
     assert np.abs(fitted.astype(int) - np.stack(singles)[:, :, 8:40]).max() <= 1
@@ -267,9 +259,7 @@ def test_suffixes_are_those_of_the_specification() -> None:
 def test_planning_needs_no_torch_and_pictures_need_no_readers() -> None:
     code = "import simpletuner.data.build, sys; assert not {'torch', 'av', 'decord'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    code = (
-        "import simpletuner.data.av_reader, simpletuner.validation.clip_writer, sys; assert 'torch' not in sys.modules"
-    )
+    code = "import simpletuner.data.readers, simpletuner.validation.clip_writer, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -279,29 +269,30 @@ def rounded(frames: int, rate: float, unit: Fraction | None) -> tuple[list[float
     return times, ClipFacts(64, 64, times[-1] + 1 / rate, (frames - 1) / times[-1])
 
 
-@pytest.mark.parametrize("unit", [None, Fraction(1, 1000), Fraction(1, 600), Fraction(1, 90000)])
-@pytest.mark.parametrize(("target", "length"), [(16, 81), (24, 121), (24, 241), (15, 81), (30, 121), (23.976, 121)])
+UNITS = (None, Fraction(1, 1000), Fraction(1, 600), Fraction(1, 90000))
+TARGETS = ((16, 81), (24, 121), (24, 241), (15, 81), (30, 121), (23.976, 121))
+
+
 @pytest.mark.parametrize(
     "source", [*(whole * 1000 / 1001 for whole in (24, 30, 48, 60, 120)), 24, 25, 30, 50, 60, 24.04, 29.9, 31.7]
 )
-def test_no_frame_is_taken_twice_and_speed_is_exact(
-    source: float, target: float, length: int, unit: Fraction | None
-) -> None:
+def test_no_frame_is_taken_twice_and_speed_is_exact(source: float) -> None:
     """Rates with 1001 below the line count as the whole ones, so that every step is the same as theirs."""
-    times, clip = rounded(round(length * source / target) + 20, source, unit)
-    if source < target * 0.998:
-        return
-    taken = shown_at(times, clip.moments(length, target))
-    steps = np.diff(taken)
-    assert steps.min() >= 1, taken
-    exact = clip.slowed(1000.0 if abs(source / target - 1) > 0.002 else target)
-    assert exact == pytest.approx(1, abs=0.0021)
-    whole = [index * round(source) / round(target) for index in range(length)]
-    if abs(source / round(source) - 1) <= 0.002 and float(round(source)) != source:
-        assert np.abs(np.subtract(taken, whole)).max() <= 1.0
-    if abs(source / target - 1) <= 0.002:
-        assert steps.max() == 1
-    assert clip.frames_at(target) >= length
+    for unit, (target, length) in product(UNITS, TARGETS):
+        times, clip = rounded(round(length * source / target) + 20, source, unit)
+        if source < target * 0.998:
+            continue
+        taken = list(shown(enumerate(times), clip.moments(length, target)))
+        steps = np.diff(taken)
+        assert steps.min() >= 1, (unit, target, taken)
+        exact = clip.slowed(1000.0 if abs(source / target - 1) > 0.002 else target)
+        assert exact == pytest.approx(1, abs=0.0021)
+        whole = [index * round(source) / round(target) for index in range(length)]
+        if abs(source / round(source) - 1) <= 0.002 and float(round(source)) != source:
+            assert np.abs(np.subtract(taken, whole)).max() <= 1.0, (unit, target)
+        if abs(source / target - 1) <= 0.002:
+            assert steps.max() == 1, (unit, target)
+        assert clip.frames_at(target) >= length, (unit, target)
 
 
 @pytest.mark.parametrize(("source", "target"), [(24000 / 1001, 24), (30000 / 1001, 15), (60000 / 1001, 24)])
@@ -311,7 +302,7 @@ def test_written_clips_of_television_rates(source: float, target: float, tmp_pat
     clip = probe_clip(path)
     assert clip.frames_at(target) == length
     moments = clip.moments(length, target)
-    for frames in (list(av_reader.read(path, moments)), read_clip(path, length, target)):
+    for frames in (list(read_with_av(path, moments)), read_clip(path, length, target)):
         brightness = [float(frame[14:18, 14:18].mean()) for frame in frames]
         whole = [int(index * round(source) / target) / source for index in range(length)]
         shown = [min(255.0, 50 + round(time * 80)) for time in whole]
@@ -328,11 +319,11 @@ def test_colours_of_clips_that_do_not_say_how_are_read_as_players_do(
     clip = probe_clip(path)
     assert clip.matrix == (None if tagged else guessed)
     assert np.abs(read_clip(path, 2, 24)[:, 8, 8].astype(int) - colour).max() <= 2
-    by_av = next(av_reader.read(path, [0.0], clip.matrix))
+    by_av = next(read_with_av(path, [0.0], clip.matrix))
     assert np.abs(by_av[8, 8].astype(int) - colour).max() <= 2
     other = replace(clip, matrix="bt601" if guessed == "bt709" else "bt709")
     if not tagged:  # the dataset's key, where the guess is wrong
-        wrong = next(frames_of(path, 1, 24, other))
+        wrong = np.asarray(next(frames_of(path, 1, 24, other)))
         assert np.abs(wrong[8, 8].astype(int) - colour).max() >= 10
 
 

@@ -32,7 +32,7 @@ def make_dataset(buckets: dict[str, int], repeats: int = 0, id: str = "set", **k
         Sample(id, name, Path(), name, size, rules.place(size), (f"{name} a", f"{name} b", f"{name} c"))
         for name, size in names
     )
-    return Dataset(config, samples, (), repeats, Path("latents"), rules, 0, {})
+    return Dataset(config, samples, (), repeats, rules, 0, {})
 
 
 def used(batches: list[PlannedBatch]) -> Counter[str]:

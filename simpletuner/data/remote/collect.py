@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.data.context import DataContext
+from simpletuner.data.context import Announce, DataContext
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.remote.bucket import list_bucket
 from simpletuner.data.remote.hub import list_rows
-from simpletuner.data.remote.store import Offer, ProgressBar, Store, UnfetchedError
+from simpletuner.data.remote.store import Offer, Store, UnfetchedError
 from simpletuner.data.remote.table import list_table
 from simpletuner.data.remote.web import PRIVATE
 from simpletuner.data.sample import Reason
 from simpletuner.errors import Problem, UserError
 
-# Starts the display of so many units of work: title, total, unit.
-Announce = Callable[[str, int, str], AbstractContextManager[ProgressBar]]
 Lister = Callable[[DatasetConfig, Store, list[Problem]], Offer]
 LISTERS: Mapping[str, Lister] = {"csv": list_table, "aws": list_bucket, "huggingface": list_rows}
 RETRY = "; --retry-failed tries again"

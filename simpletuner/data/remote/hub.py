@@ -21,7 +21,7 @@ from simpletuner.atomic import write_json
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
-from simpletuner.data.captions import check_columns, texts_in
+from simpletuner.data.captions import check_columns, first_texts, texts_in
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import decode
 from simpletuner.data.remote.store import DownloadError, Item, Offer, Store, UnfetchedError
@@ -203,11 +203,8 @@ def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> 
 
 def _captions(row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, ...]:
     """Those of all caption columns, else of the first other column that has any."""
-    for columns in (config.caption_column, [config.fallback_caption_column], [config.description_column]):
-        captions = tuple(text for column in columns if column for text in texts_in(row.get(column)))
-        if captions:
-            return captions
-    return ()
+    captions = tuple(text for column in config.caption_column for text in texts_in(row.get(column)))
+    return captions or first_texts(row, *filter(None, (config.fallback_caption_column, config.description_column)))
 
 
 def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import open_atomically, sweep_files, write_atomically
 from simpletuner.data.clips import clip_suffix
+from simpletuner.data.context import ProgressBar
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import SUFFIXES, sniff
 from simpletuner.data.sample import Reason
@@ -44,12 +44,6 @@ class UnfetchedError(UserError):
 
 class UnreachableError(DownloadError):
     """No answer, or not a complete one; another try may help."""
-
-
-class ProgressBar(Protocol):
-    """Receives progress."""
-
-    def advance(self, count: int = 1, note: str = "") -> None: ...
 
 
 @dataclass(frozen=True)

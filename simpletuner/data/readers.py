@@ -1,19 +1,22 @@
-"""Read clips with PyAV: their facts, and their frames at given times.
+"""The readers of clips: decord, which is fast, and PyAV, which reads every codec on every machine.
 
-Works on every machine and for every codec; `clips` decides when it is used.
+decord is unmaintained, not available everywhere, and wrong about some files. It refuses whatever it may get wrong, and
+PyAV continues. Frames are selected by display time and never by frame number.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
+import importlib
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import av
 import numpy as np
@@ -24,9 +27,36 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, stays
+from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, shown
 from simpletuner.data.files import EXHAUSTED, LARGEST_CLIP, MediaError, check_regular, content_hash
 
+
+class NotForThisReaderError(Exception):
+    """A reader is not installed, cannot read a clip, or would read it wrongly; another one can continue."""
+
+
+class Reader(Protocol):
+    """Reads frames of a clip.
+
+    Args:
+        moments: increasing times in seconds after the first frame.
+        matrix: the colour matrix to use; None: the one named in the file.
+
+    Returns:
+        what is shown at those times, upright RGB, `H W 3`.
+
+    Raises:
+        NotForThisReaderError: use another reader for the remaining frames.
+        MediaError: the clip is damaged, or it ends before the last moment.
+    """
+
+    def __call__(
+        self, path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None
+    ) -> Iterator[NDArray[np.uint8]]: ...
+
+
+# Frames that decord decodes at once; 200 of them at 1280x720 would take half a gigabyte.
+SLICE = 8
 # Transfer curves and primaries that an 8-bit sRGB picture cannot represent (ITU-T H.273, tables 3 and 2).
 HDR_CURVES = {16: "PQ", 18: "HLG"}
 WIDE_COLOURS = {9: "BT.2020"}
@@ -69,35 +99,13 @@ def read_facts(path: Path) -> ClipFacts:
         return ClipFacts(width, height, length, rate, _guessed_matrix(listing.first))
 
 
-def read(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Iterator[NDArray[np.uint8]]:
-    """The frames shown at increasing times, upright RGB, `H W 3`.
-
-    Args:
-        moments: times in seconds after the first frame.
-        matrix: the colour matrix to use; None: the one named in the file.
-
-    Raises:
-        MediaError: damaged, or it ends before the last moment.
-    """
+def read_with_av(
+    path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None
+) -> Iterator[NDArray[np.uint8]]:
+    """A `Reader` for every clip."""
     with _opened(path) as (container, stream):
-        wanted = deque(moments)
-        shown: VideoFrame | None = None
-        begin = end = 0.0
-        for frame, time in _timed(container, stream):
-            taken = False
-            while shown is not None and wanted and stays(wanted[0], time, taken=taken):
-                wanted.popleft()
-                yield _to_rgb(shown, matrix)
-                taken = True
-            if not wanted:
-                return
-            # A frame lasts as long as it says, or at least as long as the one before it.
-            end = time + max(float((frame.duration or 0) * (frame.time_base or 0)), time - begin)
-            shown, begin = frame, time
-        if shown is None or wanted[-1] > end + MISSING_SECONDS:
-            raise MediaError(f"ends after {end:.2f} seconds, and a frame at {moments[-1]:.2f} is needed")
-        for _ in wanted:
-            yield _to_rgb(shown, matrix)
+        for frame in shown(_timed(container, stream, moments[-1]), moments):
+            yield _to_rgb(frame, matrix)
 
 
 @dataclass
@@ -219,29 +227,34 @@ def _declared_seconds(container: InputContainer, stream: VideoStream) -> float:
     return hours * 3600 + minutes * 60 + seconds
 
 
-def _timed(container: InputContainer, stream: VideoStream) -> Iterator[tuple[VideoFrame, float]]:
+def _timed(container: InputContainer, stream: VideoStream, last: float) -> Iterator[tuple[VideoFrame, float]]:
     """Frames in display order, with their time in seconds after the first.
 
     AVI has no display times: packets are numbered in storage order, so times jump back and forth although the decoder
     returns frames in display order. Each frame gets the earliest time left.
+
+    Raises:
+        MediaError: the last moment that is needed comes after the end.
     """
     held_back = REORDERED if container.format.name == "avi" else 0
     frames: deque[VideoFrame] = deque()
     times: list[float] = []
     start: float | None = None
-    for frame in chain(container.decode(stream), [None] * held_back):
-        if frame is not None:
-            frames.append(frame)
-            heapq.heappush(times, _time_of(frame))
-        if frames and (frame is None or len(frames) > held_back):
+    begin = end = 0.0
+    for decoded in chain(container.decode(stream), [None] * held_back):
+        if decoded is not None:
+            if decoded.time is None:
+                raise MediaError("holds frames without a time")
+            frames.append(decoded)
+            heapq.heappush(times, decoded.time)
+        if frames and (decoded is None or len(frames) > held_back):
             start = times[0] if start is None else start
-            yield frames.popleft(), heapq.heappop(times) - start
-
-
-def _time_of(frame: VideoFrame) -> float:
-    if frame.time is None:
-        raise MediaError("holds frames without a time")
-    return frame.time
+            frame, time = frames.popleft(), heapq.heappop(times) - start
+            # A frame lasts as long as it says, or at least as long as the one before it.
+            begin, end = time, time + max(float((frame.duration or 0) * (frame.time_base or 0)), time - begin)
+            yield frame, time
+    if start is None or last > end + MISSING_SECONDS:
+        raise MediaError(f"ends after {end:.2f} seconds, and a frame at {last:.2f} is needed")
 
 
 def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
@@ -263,3 +276,58 @@ def _to_rgb(frame: VideoFrame, matrix: ColorMatrix | None) -> NDArray[np.uint8]:
     if matrix is not None:
         frame.colorspace = MATRICES[matrix]
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+
+
+def read_with_decord(
+    path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None
+) -> Iterator[NDArray[np.uint8]]:
+    """A `Reader` for the clips that decord reads correctly; it reads untagged colours as BT.601."""
+    if matrix == "bt709":
+        raise NotForThisReaderError("its colours are BT.709")
+    decord = _decord()
+    if decord is None:
+        raise NotForThisReaderError("decord is not installed")
+    try:
+        # One reader per call: sharing a reader between threads crashes the process.
+        reader = decord.VideoReader(str(path), num_threads=1)
+        indices = deque(shown(enumerate(_times(reader, moments[-1])), moments))
+        # Decode every frame: decord seeks to skip frames, and after a seek some codecs return wrong ones.
+        for start in range(0, indices[-1] + 1, SLICE):
+            numbers = range(start, min(start + SLICE, indices[-1] + 1))
+            for number, frame in zip(numbers, reader.get_batch(numbers).asnumpy(), strict=True):
+                while indices and indices[0] == number:
+                    indices.popleft()
+                    yield frame
+    except (decord.base.DECORDError, RuntimeError, IndexError, ValueError, OSError) as error:
+        raise NotForThisReaderError(str(error)) from error
+
+
+def _times(reader: Any, last: float) -> list[float]:
+    """Start of each frame in seconds after the first; the clip must reach the last moment.
+
+    Raises:
+        NotForThisReaderError: the times are wrong: edit lists start below 0, those of AVI and MPEG do not increase.
+    """
+    spans = reader.get_frame_timestamp(range(len(reader)))
+    times = [float(begin) for begin, _ in spans]
+    grows = all(earlier < later for earlier, later in pairwise(times))
+    if len(times) != len(reader) or not times or times[0] < 0 or not grows:
+        raise NotForThisReaderError("its times are not those of the clip")
+    if last > spans[-1][1] - times[0] + MISSING_SECONDS:
+        raise NotForThisReaderError("it ends too early")
+    return [time - times[0] for time in times]
+
+
+@functools.cache
+def _decord() -> Any:
+    """The module, or None if it is not installed or its libraries do not load."""
+    try:
+        decord = importlib.import_module("decord")
+    except (ImportError, OSError, RuntimeError):
+        return None
+    decord.logging.set_level(decord.logging.QUIET)
+    return decord
+
+
+# In the order in which they are asked; the last one reads every clip that can be read.
+READERS: tuple[Reader, ...] = (read_with_decord, read_with_av)

@@ -8,8 +8,8 @@ from simpletuner.config.schema import CachingConfig, DatasetDefaults
 from simpletuner.data.build import build_datasets
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.quarantine import files_to_move, quarantine
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.run.quarantine import files_to_move, quarantine
 from tests import pictures
 
 

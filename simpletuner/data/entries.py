@@ -1,0 +1,250 @@
+"""The entries of a dataset file: how they refer to each other, and what is checked before any file is read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from simpletuner.config.datasets import MASKS, DatasetConfig
+from simpletuner.config.remote import check_source
+from simpletuner.data.context import DataContext
+from simpletuner.data.discovery import is_readable, load_index
+from simpletuner.errors import Problem, did_you_mean
+
+FILE_KINDS = ("image", "video", "conditioning", "eval")
+CACHE_KINDS = ("text_embeds", "image_embeds")
+SKIPPABLE = ("vae", "aspect", "metadata", "text")
+REFERENCES = ("reference_strict", "reference_loose")
+FIXED_PROMPTS = ("instanceprompt", "instance_prompt")
+
+
+def holds_files(config: DatasetConfig) -> bool:
+    """Whether an entry is a set of pictures or clips that this package can read."""
+    return config.dataset_type in FILE_KINDS or config.is_conditioning
+
+
+def text_entry_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> DatasetConfig | None:
+    """The text_embeds entry of a dataset: the one it names, else the default, else the first; None if there is none."""
+    texts = [entry for entry in entries if entry.is_text_embeds]
+    named = [entry for entry in texts if entry.id == config.text_embeds]
+    defaults = [entry for entry in texts if entry.default]
+    return next(iter([*named, *defaults, *texts]), None)
+
+
+def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig], problems: list[Problem]) -> str | None:
+    """Latent folder of an entry with its defaults filled in: that of the image_embeds entry it names, or its own."""
+    if config.image_embeds is None:
+        return config.cache_dir_vae
+    known = {entry.id: entry for entry in entries if entry.dataset_type == "image_embeds"}
+    if config.image_embeds not in known:
+        choices = ", ".join(known) or "there are none"
+        hint = did_you_mean(config.image_embeds, list(known))
+        message = f"{config.image_embeds!r} is not the id of an image_embeds entry ({choices}).{hint}"
+        problems.append(Problem(f"{config.id}.image_embeds", message))
+        return config.cache_dir_vae
+    named = known[config.image_embeds]
+    return named.cache_dir or named.cache_dir_vae
+
+
+def check_entries(
+    written: Sequence[DatasetConfig], entries: Sequence[DatasetConfig], context: DataContext
+) -> Iterator[Problem]:
+    """Check entries alone and together.
+
+    Args:
+        written: as the user wrote them.
+        entries: the same with their defaults filled in.
+    """
+    for config, entry in zip(written, entries, strict=True):
+        yield from _check_entry(entry, context)
+        yield from check_source(entry.id, entry.type, {key: getattr(config, key) for key in config.model_fields_set})
+    with_files = [entry for entry in entries if holds_files(entry)]
+    yield from _check_folders(with_files, context)
+    yield from _check_caches(with_files, [entry for entry in entries if entry.is_text_embeds], context)
+    yield from _check_start([entry for entry in entries if entry.is_trained])
+    texts = [entry for entry in entries if entry.is_text_embeds]
+    if len(texts) > 1 and not any(entry.default for entry in texts):
+        message = f"no text_embeds entry is the default; the first, {texts[0].id}, is used."
+        yield Problem("default", message, fatal=False)
+
+
+def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
+    """What can be checked of one entry alone."""
+    yield from _check_kind(config, context)
+    for key in ("conditioning", "conditioning_image_embeds"):
+        if getattr(config, key) is not None:
+            yield Problem(f"{config.id}.{key}", "is not available yet; leave it out.")
+    if config.ignore_epochs is not None:
+        yield Problem(f"{config.id}.ignore_epochs", "is an old key and is ignored.", fatal=False)
+    for word in config.skip_file_discovery or []:
+        if word not in SKIPPABLE:
+            message = f"{word!r} is not one of: {', '.join(SKIPPABLE)}.{did_you_mean(word, SKIPPABLE)}"
+            yield Problem(f"{config.id}.skip_file_discovery", message)
+    if config.dataset_type in CACHE_KINDS:
+        return
+    if config.caption_filter_list is not None:
+        message = "belongs in a text_embeds entry; here it would have no effect."
+        yield Problem(f"{config.id}.caption_filter_list", message)
+    if not config.is_conditioning:
+        yield from _check_captions(config)
+        yield from _check_window(config)
+
+
+def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
+    if config.type != "local" and config.dataset_type in CACHE_KINDS:
+        yield Problem(f"{config.id}.type", f"{config.type!r} is for pictures and clips; caches are local.")
+    elif config.type == "csv" and config.is_conditioning:
+        message = "'csv' names files by the hash of their address, so they have no partners; use another type."
+        yield Problem(f"{config.id}.type", message)
+    elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS) or (
+        config.dataset_type == "video" and context.spec.media != "video"
+    ):
+        message = f"{config.dataset_type!r} is not available yet for {context.spec.name}."
+        yield Problem(f"{config.id}.dataset_type", message)
+    elif holds_files(config) and not config.instance_data_dir:
+        yield Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
+
+
+def _check_captions(config: DatasetConfig) -> Iterator[Problem]:
+    strategy, backend = config.caption_strategy, config.metadata_backend
+    if backend == "huggingface" and config.type != "huggingface":
+        yield Problem(f"{config.id}.metadata_backend", "'huggingface' needs type huggingface.")
+    if backend == "parquet" and config.parquet is None:
+        yield Problem(f"{config.id}.metadata_backend", "'parquet' needs the object parquet with the path of the table.")
+    if strategy == "parquet" and backend != "parquet":
+        yield Problem(f"{config.id}.caption_strategy", "'parquet' needs metadata_backend parquet.")
+    allowed = (config.type, *FIXED_PROMPTS)
+    if config.type in ("csv", "huggingface") and (strategy not in allowed or backend == "parquet"):
+        message = f"{config.type!r} has captions in a column: caption_strategy {config.type} or instanceprompt."
+        yield Problem(f"{config.id}.type", message)
+    elif strategy in ("csv", "huggingface") and config.type != strategy:
+        yield Problem(f"{config.id}.caption_strategy", f"{strategy!r} needs type {strategy}.")
+    if config.instance_prompt:
+        return
+    if strategy in FIXED_PROMPTS:
+        yield Problem(f"{config.id}.caption_strategy", f"{strategy!r} needs instance_prompt.")
+    for key in ("prepend_instance_prompt", "only_instance_prompt"):
+        if getattr(config, key):
+            yield Problem(f"{config.id}.{key}", "needs instance_prompt.")
+
+
+def _check_window(config: DatasetConfig) -> Iterator[Problem]:
+    windows = (("epoch", config.start_epoch, config.end_epoch), ("step", config.start_step, config.end_step))
+    for unit, start, end in windows:
+        if end is not None and end < start:
+            message = f"{end} is before start_{unit} {start}: the dataset would never take part."
+            yield Problem(f"{config.id}.end_{unit}", message)
+
+
+def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> Iterator[Problem]:
+    """Folders must exist, unless an index may stand in for them, and not contain the previews, which are pictures."""
+    local = [(config, config.instance_data_dir) for config in configs if config.type == "local"]
+    named = [(config, folder) for config, folder in local if folder]
+    gone = [(config, folder) for config, folder in named if not is_readable(Path(folder))]
+    if context.defaults.ignore_missing_files:
+        gone = [
+            (config, folder)
+            for config, folder in gone
+            if not load_index(Path(config.cache_dir_vae or ""), Path(folder))
+        ]
+    if gone:
+        missing = "; ".join(f"{config.id}: {folder!r}" for config, folder in gone)
+        hint = "paths are relative to the working directory"
+        message = f"these folders do not exist or cannot be listed ({hint}): {missing}."
+        yield Problem("instance_data_dir", message)
+    for config, folder in named:
+        if context.output_dir.resolve().is_relative_to(Path(folder).resolve()):
+            message = f"{folder!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
+            yield Problem(f"{config.id}.instance_data_dir", message)
+
+
+def _check_caches(
+    configs: Sequence[DatasetConfig], texts: Sequence[DatasetConfig], context: DataContext
+) -> Iterator[Problem]:
+    """A latent folder belongs to one dataset, and text embeds must be elsewhere."""
+    owners: dict[Path, list[str]] = defaultdict(list)
+    for config in configs:
+        if config.cache_dir_vae:
+            owners[Path(config.cache_dir_vae).resolve()].append(config.id)
+    text_folders = {Path(entry.cache_dir).resolve() for entry in texts if entry.cache_dir}
+    for folder, names in owners.items():
+        if len(names) > 1:
+            message = f"{str(folder)!r} is the latent cache of several datasets: {', '.join(names)}."
+            yield Problem("cache_dir_vae", message)
+        if folder in text_folders | {context.text_root.resolve()}:
+            message = f"{str(folder)!r} is a text cache; latents need a separate folder."
+            yield Problem(f"{names[0]}.cache_dir_vae", message)
+
+
+def _check_start(trained: Sequence[DatasetConfig]) -> Iterator[Problem]:
+    """At least one dataset must be trained on, from the first step."""
+    drawn = [config for config in trained if config.probability > 0]
+    if not trained:
+        yield Problem("dataset_type", "no entry is a dataset to train on (dataset_type image or video).")
+    elif not drawn:
+        yield Problem("probability", "is 0 for every dataset: nothing would be trained on.")
+    elif not any(config.start_epoch <= 1 and config.start_step <= 1 for config in drawn):
+        message = "no dataset takes part at the start; one must start at epoch 1 and step 0."
+        yield Problem("start_epoch", message)
+    for config in trained:
+        if config.probability == 0:
+            yield Problem(f"{config.id}.probability", "is 0: the dataset is not used.", fatal=False)
+
+
+def link_partners(
+    configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
+) -> dict[str, list[DatasetConfig]]:
+    """The conditioning entries that each dataset is paired with and that the flavour can use."""
+    conditioning = {config.id: config for config in configs if config.is_conditioning and holds_files(config)}
+    links: dict[str, list[DatasetConfig]] = {}
+    linked: set[str] = set()
+    for config in configs:
+        if not holds_files(config) or config.is_conditioning:
+            continue
+        belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
+        names = list(dict.fromkeys([*(config.conditioning_data or []), *belonging]))
+        linked.update(names)
+        entries = [conditioning[name] for name in names if name in conditioning]
+        problems.extend(problem for entry in entries for problem in _check_link(entry, config, context))
+        links[config.id] = [entry for entry in entries if _is_usable(entry, context)]
+        problems.extend(_check_partners(config, links[config.id], context))
+    for name in conditioning.keys() - linked:
+        message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
+        problems.append(Problem(name, message, fatal=False))
+    return links
+
+
+def _is_usable(entry: DatasetConfig, context: DataContext) -> bool:
+    kind = entry.conditioning_type
+    return kind in MASKS or (context.task == "i2i" and kind in REFERENCES)
+
+
+def _check_link(entry: DatasetConfig, source: DatasetConfig, context: DataContext) -> Iterator[Problem]:
+    kind = entry.conditioning_type
+    if kind is None:
+        message = f"is required: {' or '.join(REFERENCES)} for source pictures, {' or '.join(MASKS)} for masks."
+        yield Problem(f"{entry.id}.conditioning_type", message)
+    elif not _is_usable(entry, context):
+        message = f"this flavour cannot use {kind} pictures: those of {entry.id} are neither cached nor used."
+        yield Problem(f"{source.id}.conditioning_data", message, fatal=False)
+
+
+def _check_partners(config: DatasetConfig, entries: Sequence[DatasetConfig], context: DataContext) -> Iterator[Problem]:
+    """A sample has one mask, and with i2i one source picture at a time."""
+    where = f"{config.id}.conditioning_data"
+    masks = [entry.id for entry in entries if entry.conditioning_type in MASKS]
+    if len(masks) > 1:
+        yield Problem(where, f"names several datasets of masks ({', '.join(masks)}); a picture has one.")
+    if not config.is_trained:
+        return
+    references = len(entries) - len(masks)
+    if context.task == "i2i" and not references:
+        message = (
+            "is required: this flavour edits pictures, so it needs a conditioning dataset with the source pictures "
+            f"(conditioning_type {' or '.join(REFERENCES)})."
+        )
+        yield Problem(where, message)
+    if references > 1 and context.defaults.conditioning_multidataset_sampling == "combined":
+        message = f"{context.spec.name} takes one source picture at a time; use random instead of combined."
+        yield Problem("conditioning_multidataset_sampling", message)
