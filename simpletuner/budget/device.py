@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
-from simpletuner.world import launched
+from simpletuner.distributed.world import launched
 
 RATES_FILE = "device_rates.json"
 

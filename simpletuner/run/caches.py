@@ -35,6 +35,8 @@ from simpletuner.data.loader import in_loop
 from simpletuner.data.quarantine import files_to_move, quarantine
 from simpletuner.data.remote.store import ProgressBar
 from simpletuner.data.sample import Sample
+from simpletuner.distributed.sharing import share_work
+from simpletuner.distributed.world import World
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.attach import LayerQuantiser, offload_layers
@@ -54,9 +56,7 @@ from simpletuner.plan.build import Plan, make_sampler, plan_length
 from simpletuner.plan.checks import check_block_numbers, check_parts
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
-from simpletuner.reporting.sharing import share_work
 from simpletuner.training.assemble import make_accelerator
-from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
 
