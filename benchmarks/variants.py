@@ -13,12 +13,12 @@ import torch
 
 from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, make_batch, make_config
 from simpletuner.diffusion.batch import Batch
+from simpletuner.distributed.world import World
 from simpletuner.techniques.base import Technique
 from simpletuner.training import assemble as assembling
 from simpletuner.training.assemble import TrainingSpec, assemble
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import StepReport, optimizer_step
-from simpletuner.world import World
 
 RATE = 1e-4
 Settings = Mapping[str, Any]

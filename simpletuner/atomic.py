@@ -19,8 +19,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from simpletuner.distributed.world import World
 from simpletuner.errors import DiskFullError, WriteError
-from simpletuner.world import World
 
 TEMPORARY_SUFFIX = ".tmp"
 UNFINISHED_FOLDER_SUFFIX = "-tmp"

@@ -15,7 +15,7 @@ import torch.profiler
 import simpletuner.budget.ready
 import simpletuner.run.train
 import tests.conftest
-import tests.training.sharded_run
+import tests.distributed.sharded_run
 
 os.fsync = lambda handle: None  # as in tests/conftest.py
 gc.collect()

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from simpletuner.cli.app import main
-from simpletuner.world import World
+from simpletuner.distributed.world import World
 from tests.workspace import FORKS, Workspace
 
 PATIENCE = 900  # seconds for what takes a few on an idle machine

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
+from simpletuner.distributed.world import launched
 from simpletuner.plan.environment import driver
-from simpletuner.world import launched
 
 RATES_FILE = "device_rates.json"
 

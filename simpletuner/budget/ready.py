@@ -16,10 +16,10 @@ from simpletuner.config.arguments import Arguments
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import check_capability, multiplied
+from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
-from simpletuner.world import launched
 
 FEATURE_SHARE = 0.2  # of the free space, at most, for features with `crepa_cache auto`
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.server import PORT, open_page
+from simpletuner.distributed.world import World, launched
 from simpletuner.errors import ConfigError, Problem, UserError
-from simpletuner.world import World, launched
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
@@ -76,7 +76,7 @@ def train(
         _show_plan(arguments, problems)
         return
     from simpletuner.budget.ready import ready_plan
-    from simpletuner.cli.processes import joined, plan_together, start_processes
+    from simpletuner.distributed.launching import joined, plan_together, start_processes
 
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
@@ -148,7 +148,7 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
 
     Only the main process does so; the events of the others are lost.
     """
-    from simpletuner.cli.processes import shared_events
+    from simpletuner.distributed.launching import shared_events
     from simpletuner.reporting.events import EventStream
     from simpletuner.reporting.payloads import EventLog, Payloads
     from simpletuner.reporting.progress import shown_events

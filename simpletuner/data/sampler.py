@@ -16,8 +16,8 @@ from simpletuner.config.option import Size
 from simpletuner.data.chance import fraction, generator
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
+from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
-from simpletuner.world import World
 
 # The sides of a slider, in the order in which their batches take turns; without sliders every dataset is neutral.
 POSITIVE, NEGATIVE, NEUTRAL = range(3)

@@ -64,7 +64,7 @@ def keep_full_float32(transformer: nn.Module) -> int:
     kept = set(model._keep_in_fp32_modules or ())
     layers = [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and kept & {*name.split(".")}]
     for layer in layers:
-        layer.forward = MethodType(_forward, layer)
+        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
     return len(layers)
 
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
-from simpletuner.world import World
+from simpletuner.distributed.world import World
 
 CHOICES_FILE = "kernel_choices.json"
 KERNEL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")

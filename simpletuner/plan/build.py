@@ -25,6 +25,7 @@ from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
+from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, did_you_mean
 from simpletuner.models.lora_keys import check_init_lora
 from simpletuner.models.lora_targets import (
@@ -57,7 +58,6 @@ from simpletuner.techniques.spec import TechniqueSpec, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, Identity, result_step
 from simpletuner.validation.adapters import adapter_runs, check_adapters
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
-from simpletuner.world import World
 
 
 def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Flavour, list[DatasetConfig]]:

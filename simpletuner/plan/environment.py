@@ -9,9 +9,9 @@ from pathlib import Path
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.option import TRUE_WORDS, parse_flag
+from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem, UserError
 from simpletuner.reporting.log import log_level
-from simpletuner.world import launched
 
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
 # Set by `accelerate launch` from its own config, which would contradict ours.

@@ -32,6 +32,8 @@ from simpletuner.data.context import DataContext, ProgressBar
 from simpletuner.data.dataset import Dataset, check_amount, without_damaged
 from simpletuner.data.loader import in_loop
 from simpletuner.data.sample import Sample
+from simpletuner.distributed.sharing import share_work
+from simpletuner.distributed.world import World
 from simpletuner.errors import Problem, UserError
 from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.attach import LayerQuantiser, offload_layers
@@ -51,10 +53,8 @@ from simpletuner.plan.build import Plan, make_sampler, plan_length
 from simpletuner.plan.checks import check_block_numbers, check_parts
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
-from simpletuner.reporting.sharing import share_work
 from simpletuner.run.quarantine import files_to_move, quarantine
 from simpletuner.training.assemble import make_accelerator
-from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
 

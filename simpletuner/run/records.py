@@ -16,6 +16,7 @@ from simpletuner.caching.fill import prepared_picture
 from simpletuner.data.dataset import ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import Sample
+from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
@@ -60,7 +61,6 @@ from simpletuner.reporting.report import (
 )
 from simpletuner.reporting.trackers import build_trackers
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, describe_errors, result_step
-from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
 

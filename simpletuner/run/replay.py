@@ -19,6 +19,7 @@ from simpletuner.budget.ready import ready_plan
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.arguments import Arguments
 from simpletuner.data.sampler import PlannedBatch
+from simpletuner.distributed.world import World
 from simpletuner.errors import Problem, UserError, shorten
 from simpletuner.models.kernels import KERNELS
 from simpletuner.plan.build import Plan
@@ -31,7 +32,6 @@ from simpletuner.run.train import load, prepare_machine
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step
-from simpletuner.world import World
 
 # What a replay sets itself, or what may be written in several ways.
 OWN_SETTINGS = {"resume_from_checkpoint", "output_dir", "cache_dir", "data_backend_config"}

@@ -23,6 +23,7 @@ from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.precision import transformer_dtype, vae_dtype
 from simpletuner.data.loader import BatchLoader
+from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.products import check_device
@@ -50,7 +51,6 @@ from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import with_noise
 from simpletuner.validation.runner import PREVIEW_FOLDERS
-from simpletuner.world import World
 
 # With one of these, cuBLAS gives the same bits each time, at a cost of memory or speed.
 CUBLAS_KEY, REPEATABLE_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")

@@ -20,6 +20,7 @@ from simpletuner.config.schema import ScheduleConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
+from simpletuner.distributed.world import World
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, preview_sources
 from simpletuner.redaction import redact_settings
@@ -39,7 +40,6 @@ from simpletuner.training.state import TrainState
 from simpletuner.validation.adapters import fetched_runs
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.runner import Subject, ValidationRunner
-from simpletuner.world import World
 
 
 def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> list[Subject]:

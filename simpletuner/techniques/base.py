@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.distributed.world import World
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter, LatentEncoder
 from simpletuner.techniques.hidden_states import HiddenStates
-from simpletuner.world import World
 
 # The model's current velocity prediction. Techniques do not act on such a forward pass.
 Predict = Callable[[NoisyBatch], Tensor]

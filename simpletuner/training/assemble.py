@@ -27,6 +27,8 @@ from simpletuner.config.precision import quantisation, transformer_dtype, vae_dt
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import seeded, step_seed
+from simpletuner.distributed.sharding import shard
+from simpletuner.distributed.world import World
 from simpletuner.memory.heap import large_tensors_apart
 from simpletuner.memory.offload.attach import attach_offload, place_model
 from simpletuner.memory.offload.block_inputs import BlockInputs
@@ -53,10 +55,8 @@ from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease
-from simpletuner.training.sharding import shard
 from simpletuner.training.state import Assembly, StepSettings
 from simpletuner.training.trained import Trained
-from simpletuner.world import World
 
 
 @dataclass(frozen=True)

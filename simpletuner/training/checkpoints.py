@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from simpletuner.atomic import build_folder_together, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
+from simpletuner.distributed.sharded_state import gather_shards, load_shards, save_shards, shard_moments
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.reporting.events import CheckpointSaved, EventStream
@@ -48,7 +49,6 @@ from simpletuner.training.manifest import (
     write_manifest,
 )
 from simpletuner.training.optimizers import load_state
-from simpletuner.training.sharded_state import gather_shards, load_shards, save_shards, shard_moments
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.step import StepReport
 from simpletuner.training.trained import EARLIER

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import EmaConfig
+from simpletuner.distributed.sharding import as_sharded, like, local
 from simpletuner.errors import UserError
-from simpletuner.training.sharding import as_sharded, like, local
 
 if TYPE_CHECKING:  # they import this module
     from simpletuner.training.state import Assembly, TrainState

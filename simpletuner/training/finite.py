@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from simpletuner.distributed.sharding import from_all, local_parts
 from simpletuner.errors import NonFiniteError, UserError, shorten
-from simpletuner.training.sharding import from_all, local_parts
 
 if TYPE_CHECKING:  # they import this module
     from simpletuner.training.ema import Ema

@@ -18,13 +18,13 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.precision import quantisation, transformer_dtype
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.speed import bf16_modulation
+from simpletuner.distributed.world import World
 from simpletuner.memory.offload.attach import in_groups, pack_group, streamed_blocks
 from simpletuner.memory.offload.image import WeightImage, share_by_machine
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.lora_targets import Targets, matching_modules
 from simpletuner.models.weights import HollowWeights
-from simpletuner.world import World
 
 
 def load_frozen(

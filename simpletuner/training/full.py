@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from simpletuner.atomic import build_folder_together, write_json
 from simpletuner.config.json_files import read_json
+from simpletuner.distributed.sharding import gathered
+from simpletuner.distributed.world import World
 from simpletuner.errors import Problem, shorten
 from simpletuner.models.source import Part
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER
-from simpletuner.training.sharding import gathered
 from simpletuner.training.trained import Release, load_parameters, open_weights
-from simpletuner.world import World
 
 FOLDER, AVERAGED = "transformer", "transformer_ema"
 INDEX_FILE = "model_index.json"

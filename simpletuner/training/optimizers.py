@@ -27,9 +27,9 @@ from simpletuner.config.optimizers import (
 )
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.config.speed import has_compiler
+from simpletuner.distributed.sharding import is_part
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.training.host_state import HostState
-from simpletuner.training.sharding import is_part
 
 # Key of a parameter group that names the technique whose module it holds.
 OWNER = "owner"

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig, OptimizerConfig
+from simpletuner.distributed.world import World
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.reporting.requests import Request
 from simpletuner.techniques.base import Technique
@@ -23,7 +24,6 @@ from simpletuner.techniques.hidden_states import HiddenStates
 from simpletuner.training.optimizers import sampling_weights
 from simpletuner.training.release import GradientRelease
 from simpletuner.training.trained import Trained
-from simpletuner.world import World
 
 # FLOPs of training on one sample, without recomputation, from its numbers of tokens and text tokens.
 SampleFlops = Callable[[int, int], float]

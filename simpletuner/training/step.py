@@ -26,13 +26,13 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas, slowed_sigmas
 from simpletuner.diffusion.loss import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import Place, seed_device, step_seed
+from simpletuner.distributed.sharding import from_all, local, local_parts
+from simpletuner.distributed.world import World
 from simpletuner.reporting.requests import Request
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.meter import StepMeter, tokens_of
 from simpletuner.training.optimizers import RATE_RATIO, SEED, learning_rate_at
-from simpletuner.training.sharding import from_all, local, local_parts
 from simpletuner.training.state import Assembly
-from simpletuner.world import World
 
 Item = TypeVar("Item")
 

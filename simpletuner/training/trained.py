@@ -13,14 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from simpletuner.distributed.sharding import as_sharded, local
+from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import not_finite, refuse_not_finite
 from simpletuner.training.manifest import STATE_FOLDER
-from simpletuner.training.sharding import as_sharded, local
-from simpletuner.world import World
 
 EARLIER = "choose an earlier checkpoint"
 WEIGHTS_FILE = "trainable.safetensors"

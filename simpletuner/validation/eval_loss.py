@@ -25,8 +25,8 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy, sample_noise
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.diffusion.seeds import generator_for
+from simpletuner.distributed.sharing import Keep, share_work
 from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream
-from simpletuner.reporting.sharing import Keep, share_work
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport

@@ -31,13 +31,13 @@ from simpletuner.data.context import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.diffusion.seeds import step_seed
+from simpletuner.distributed.sharing import Keep, share_work
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
 from simpletuner.models.decoding import decode_in
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.sharing import Keep, share_work
 from simpletuner.training.applied import Loras, applied_loras
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_result_not_finite

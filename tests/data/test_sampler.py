@@ -17,8 +17,8 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch, Sampler
+from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
-from simpletuner.world import World
 
 SIZES = {"1.0": (100, 100), "1.5": (150, 100), "0.67": (100, 150)}
 

@@ -10,9 +10,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from simpletuner.distributed.world import World
 from simpletuner.models import kernels
 from simpletuner.models.kernels import CHOICES_FILE, KernelChoices
-from simpletuner.world import World
 
 CPU, CALL, AMONG = torch.device("cpu"), "attention", ("flash", "cuDNN")
 

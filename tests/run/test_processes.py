@@ -20,11 +20,11 @@ import typer
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from simpletuner.cli.processes import LINGER, describe, differences, joined
 from simpletuner.cli.train import parse_settings
+from simpletuner.distributed.launching import LINGER, describe, differences, joined
+from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.plan.build import make_plan
-from simpletuner.world import World
 from tests.closeness import ROTATION, distance
 from tests.processes import PATIENCE, finish, free_port, printed, run_into, run_together, start, train
 from tests.run.test_resume import assert_equal, training_state

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import simpletuner.models.registry  # noqa: F401 - declares the families' options
 from simpletuner.diffusion.batch import Batch
+from simpletuner.distributed.sharding import local
+from simpletuner.distributed.world import World, connect, settle_meeting
 from simpletuner.errors import NonFiniteError
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.spec import chosen_techniques
-from simpletuner.training.sharding import local
-from simpletuner.world import World, connect, settle_meeting
+from tests.distributed.sharded_run import Batches, Case, Run
 from tests.fidelity.family import make_config
-from tests.training.sharded_run import Batches, Case, Run
 from tests.training.test_guarded_step import Constant
 
 STEPS = 3

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from simpletuner.config.schema import CheckpointConfig
+from simpletuner.distributed.world import World
 from simpletuner.errors import DiskFullError, UserError
 from simpletuner.reporting.events import CheckpointSaved, Event, EventStream
 from simpletuner.training import checkpoints
@@ -29,9 +30,8 @@ from simpletuner.training.manifest import (
 from simpletuner.training.state import TrainState
 from simpletuner.training.step import StepReport
 from simpletuner.training.trained import WEIGHTS_FILE
-from simpletuner.world import World
+from tests.distributed.sharded_run import Batches
 from tests.training.assembly import make_assembly
-from tests.training.sharded_run import Batches
 
 IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "full", 1, seed=1, datasets="", versions={})
 

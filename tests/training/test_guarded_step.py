@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import EmaConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.distributed.world import Value, World
 from simpletuner.errors import NonFiniteError, UserError
 from simpletuner.techniques.base import ExtraPass, Technique
 from simpletuner.training import step
@@ -22,7 +23,6 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_weights_not_finite
 from simpletuner.training.manifest import STATE_FOLDER, Identity
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.world import Value, World
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 from tests.training.test_step import CAPTIONS, Batches, part
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from simpletuner import techniques
+from simpletuner.distributed.world import World
 from simpletuner.techniques.base import Technique
-from simpletuner.world import World
 from tests.closeness import ROTATION
 from tests.processes import run_together
 from tests.training.assembly import make_batch

@@ -15,10 +15,10 @@ from simpletuner.caching.read import BatchReader
 from simpletuner.config.tread import Route
 from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
+from simpletuner.distributed.world import World
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.state import Assembly
-from simpletuner.world import World
 from tests.caching.test_clips import ENCODER
 from tests.data.test_sampler import make_dataset
 from tests.training.assembly import make_assembly, make_batch, no_forward

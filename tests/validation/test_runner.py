@@ -15,12 +15,12 @@ import torch
 from PIL import Image
 from torch import nn
 
+from simpletuner.distributed.world import World
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.reporting.events import EventStream
 from simpletuner.training.state import TrainState, random_states, restore_random_states
 from simpletuner.validation import runner
 from simpletuner.validation.prompts import ValidationPrompt
-from simpletuner.world import World
 from tests.fidelity.family import CPU, make_config
 from tests.training.assembly import make_assembly
 

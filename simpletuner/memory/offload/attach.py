@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import SLOTS, OffloadConfig
+from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.image import (
@@ -30,7 +31,6 @@ from simpletuner.memory.offload.image import (
 )
 from simpletuner.memory.offload.lane import choose_lane
 from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
-from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from simpletuner.atomic import writing_to
+from simpletuner.distributed.world import World
 from simpletuner.memory.heap import trim_heap
-from simpletuner.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from simpletuner.data.context import ProgressBar
+from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import EventStream, RunningPhase, StopRequest
-from simpletuner.world import World
 
 Value = TypeVar("Value")
 Start = Callable[[EventStream], AbstractContextManager[RunningPhase]]

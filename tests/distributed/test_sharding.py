@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.world import World
+from simpletuner.distributed.world import World
 from tests.closeness import ROTATION, distance
+from tests.distributed.sharded_run import BATCH_FILE, CASES, LEG, RELAYED, Run, main, relay, run_case
 from tests.processes import run_together
 from tests.training.assembly import make_batch
-from tests.training.sharded_run import BATCH_FILE, CASES, LEG, RELAYED, Run, main, relay, run_case
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 SIZES = [2, 1, 4, 2]  # of the legs of the relay

@@ -23,13 +23,14 @@ from simpletuner.budget.ready import ready_plan
 from simpletuner.caching import fill
 from simpletuner.caching.catalogue import Share
 from simpletuner.caching.read import BatchReader, CacheStore
-from simpletuner.cli.processes import shared_events
 from simpletuner.cli.train import parse_settings
 from simpletuner.data.files import MediaError
+from simpletuner.distributed.launching import shared_events
+from simpletuner.distributed.sharing import SharedPhase
+from simpletuner.distributed.world import World, connect
 from simpletuner.errors import Interrupted
 from simpletuner.plan.entries import evaluated
 from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, Event, EventStream, MediaRendered, PhaseAdvanced
-from simpletuner.reporting.sharing import SharedPhase
 from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches
 from simpletuner.run.train import training_spec
 from simpletuner.run.watchers import build_subjects
@@ -38,7 +39,6 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.runner import Renderer, ValidationRunner
-from simpletuner.world import World, connect
 from tests.processes import PATIENCE
 from tests.validation.test_eval_loss import EVAL
 from tests.workspace import DATASETS, Workspace
@@ -224,8 +224,8 @@ class Machines(World):
         return [rank % self.local_size == 0 for rank in range(self.size)]
 
 
-def test_text_encoders_that_stream_are_on_a_machine_once(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workspace.folder)
+def test_text_encoders_that_stream_are_on_a_machine_once(filled: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(filled.folder)
     shutil.rmtree("cache")
     plan, budget = ready_plan(*parse_settings(["group_offload_text_encoder=true"]))
     assert budget.listing is not None

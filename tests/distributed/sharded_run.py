@@ -15,11 +15,13 @@ from torch import Tensor, nn
 import simpletuner.models.registry  # noqa: F401 - declares the families' options
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch
+from simpletuner.distributed import sharding
+from simpletuner.distributed.world import World, connect, settle_meeting
 from simpletuner.models.adapter import BlockLayout
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import assemble as assembling
-from simpletuner.training import optimizers, sharding
+from simpletuner.training import optimizers
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.checkpoints import load_checkpoint, write_checkpoint
 from simpletuner.training.ema import Ema
@@ -27,7 +29,6 @@ from simpletuner.training.manifest import Identity, open_checkpoint
 from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step, predict_now
 from simpletuner.validation.runner import quiet
-from simpletuner.world import World, connect, settle_meeting
 from tests.budget.test_communication import Counted
 from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.training.assembly import fixed_noise

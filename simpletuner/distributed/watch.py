@@ -165,7 +165,7 @@ def where_it_is() -> tuple[str, bool]:
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         waits |= module.startswith(WAITING_IN) and not module.startswith(WRITING_IN)
-        if module.startswith("simpletuner.") and module != "simpletuner.world":
+        if module.startswith("simpletuner.") and module != "simpletuner.distributed.world":
             return f"{module}, line {frame.f_lineno}", waits
         frame = frame.f_back
     return "code that is not simpletuner's", waits

@@ -19,8 +19,8 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+from simpletuner.distributed.watch import EXCHANGE_SECONDS, GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
 from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
-from simpletuner.watch import EXCHANGE_SECONDS, GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
 
 Value = TypeVar("Value")
 

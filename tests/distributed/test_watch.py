@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from simpletuner import watch
+from simpletuner.distributed import watch
+from simpletuner.distributed.watch import GONE, Beat, Pulse, Watch, where_it_is
+from simpletuner.distributed.world import World, join_watch, open_store
 from simpletuner.errors import UserError
-from simpletuner.watch import GONE, Beat, Pulse, Watch, where_it_is
-from simpletuner.world import World, join_watch, open_store
 from tests.processes import free_port
 
 HOST = socket.gethostname()
@@ -161,7 +161,7 @@ def test_a_main_thread_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_where_a_main_thread_waits_for_others(module: str, waits: bool) -> None:
     hanging: dict[str, Any] = {"__name__": module}
     exec("def hang(until): until()", hanging)
-    ours: dict[str, Any] = {"__name__": "simpletuner.training.sharded_state"}
+    ours: dict[str, Any] = {"__name__": "simpletuner.distributed.sharded_state"}
     exec("def save(hang, until):\n    hang(until)", ours)
     found: list[tuple[str, bool]] = []
 
@@ -171,7 +171,7 @@ def test_where_a_main_thread_waits_for_others(module: str, waits: bool) -> None:
         looking.join()
 
     ours["save"](hanging["hang"], look)
-    assert found == [("simpletuner.training.sharded_state, line 2", waits)]
+    assert found == [("simpletuner.distributed.sharded_state, line 2", waits)]
 
 
 def test_processes_that_wait_for_each_other(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor, zeros
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from simpletuner.config.launch import LaunchConfig
+from simpletuner.distributed.world import World
 from simpletuner.models.adapter import BlockLayout
-from simpletuner.world import World
 
 
 def shard(

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from simpletuner.distributed.watch import GONE, Watch
+from simpletuner.distributed.world import World, connect, first_host, launched, settle_meeting, take_device
 from simpletuner.errors import UserError
-from simpletuner.watch import GONE, Watch
-from simpletuner.world import World, connect, first_host, launched, settle_meeting, take_device
 from tests.processes import finish
 from tests.workspace import FORKS
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from simpletuner.training.sharding import as_sharded, gathered, is_part, room_for
+from simpletuner.distributed.sharding import as_sharded, gathered, is_part, room_for
 
 SHARDS_FOLDER = "shards"
 

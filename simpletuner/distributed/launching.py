@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from simpletuner.distributed.watch import GONE, GRACE_SECONDS, Watch
+from simpletuner.distributed.world import START_SECONDS, ConnectedWorld, World, connect, settle_meeting
 from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, full_text, shorten
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.requests import signals_as_interrupt
-from simpletuner.watch import GONE, GRACE_SECONDS, Watch
-from simpletuner.world import START_SECONDS, ConnectedWorld, World, connect, settle_meeting
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
