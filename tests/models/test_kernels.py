@@ -58,6 +58,8 @@ def test_another_device_or_version_times_anew_and_says_so(
 @pytest.mark.parametrize("content", ["", "{", '{"H200": 1}', "[]"])
 def test_a_damaged_file_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str) -> None:
     (tmp_path / CHOICES_FILE).write_text(content)
+    opened(None, tmp_path)
+    assert (tmp_path / CHOICES_FILE).read_text() == content, "a run that is sampled is only read"
     choices = opened(tmp_path)
     assert "is damaged: kernels are timed again" in caplog.text
     caplog.clear()

@@ -315,3 +315,20 @@ def test_a_gpu_has_a_way(dtype: torch.dtype, head_dim: int) -> None:
             torch.autograd.grad(out.sum(), moved), torch.autograd.grad(wanted.sum(), moved), strict=True
         ):
             torch.testing.assert_close(one, other, rtol=0, atol=4 * limit)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_sums_in_a_fixed_order() -> None:
+    """As torch's source says of flex attention."""
+    device = torch.device("cuda")
+    inputs = [each.to(device, torch.bfloat16).requires_grad_() for each in draw(21)[0]]
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend = nabla.choose_attend.__wrapped__(device, torch.bfloat16, HEAD_DIM)
+        tiles = tile_mask(inputs[0], inputs[1], torch.eye(21, dtype=torch.bool, device=device), 0.5)
+        first, *others = (torch.autograd.grad(attend(*inputs, tiles).sum(), inputs) for _ in range(3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))

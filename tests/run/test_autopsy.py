@@ -16,6 +16,7 @@ from simpletuner.budget.ready import weigh_plan
 from simpletuner.caching.fill import write_latents
 from simpletuner.caching.read import CacheStore
 from simpletuner.cli.train import parse_settings
+from simpletuner.reporting.events import EventStream
 from simpletuner.run import autopsy
 from simpletuner.run import train as run_train
 from simpletuner.training import step
@@ -166,6 +167,15 @@ def test_the_folder_is_written_when_every_call_to_the_gpu_fails(
     shown = capsys.readouterr().err
     assert "AcceleratorError: CUDA error: an illegal memory access was encountered" in shown
     assert failure["unread"] in shown.strip().splitlines()[-1]
+
+
+def test_a_gpu_that_does_not_answer_hides_no_error_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(autopsy, "peak_memory", refuse)
+    with pytest.raises(ValueError, match="the cause"), EventStream(autopsy.Doing()).phase("Rendering"):
+        raise ValueError("the cause")
 
 
 def test_memory_that_only_the_whole_batch_exceeds(
