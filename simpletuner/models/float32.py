@@ -29,7 +29,9 @@ def full_float32() -> Iterator[None]:
         products.allow_tf32, convolutions.allow_tf32 = allowed
 
 
-@torch.library.custom_op("simpletuner::full_linear", mutates_args=())
+@torch.library.custom_op(
+    "simpletuner::full_linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+)
 def full_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b in full float32; an operation, since compiled code cannot change torch's settings."""
     with full_float32():

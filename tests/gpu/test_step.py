@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from simpletuner.budget.device import read_rates
 from simpletuner.budget.measure import device_rates
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
+from simpletuner.models.float32 import full_linear
 from simpletuner.speed import attention
 from simpletuner.training import step
 from simpletuner.training.assemble import TrainingSpec, assemble
@@ -77,11 +79,20 @@ def test_a_gpu_computes_what_a_cpu_computes(t2i_checkpoint: Path) -> None:
         assert (results[1][1][name] - weight).norm() < 0.05 * moved, name
 
 
-@pytest.mark.parametrize("settings", [PLAIN, {"gradient_checkpointing": True, "dynamo_backend": "no"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PLAIN,
+        {"gradient_checkpointing": True, "dynamo_backend": "no"},
+        {"dynamo_backend": "no", "base_model_precision": "int8dq-torchao"},
+    ],
+)
 def test_nothing_waits_for_the_device_before_the_losses_are_read(
     t2i_checkpoint: Path, settings: dict[str, Any]
 ) -> None:
     """Captions of unequal lengths, so that the mask is made, too."""
+    if "base_model_precision" in settings:
+        pytest.importorskip("torchao")
     assembly = assembled(t2i_checkpoint, mixed_precision="bf16", **settings)
     batch = make_batch(t2i_checkpoint, CAPTIONS).pin_memory()
 
@@ -147,6 +158,16 @@ def test_quantised_products_are_those_of_a_cpu(name: str, least: tuple[int, int]
         results.append([each.float().cpu() for each in (outputs, *torch.autograd.grad(outputs, inputs, gradient))])
     for one, other in zip(*results, strict=True):
         assert (one - other).norm() < 2**-8 * one.norm()
+
+
+def test_what_is_float32_on_purpose_uses_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("has no TF32")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    x, weight = (torch.randn(rows, 512, device=GPU) for rows in (64, 256))
+    exact = (x.double() @ weight.double().t()).float()
+    rounded, full = ((product(x, weight, None) - exact).norm() / exact.norm() for product in (linear, full_linear))
+    assert full < 1e-6 < 1e-4 < rounded
 
 
 def test_the_loader_hands_out_locked_pages() -> None:
