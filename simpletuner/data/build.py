@@ -16,7 +16,7 @@ from simpletuner.data.clips import ClipLengthError, build_clip_rules, check_fram
 from simpletuner.data.context import Announce, DataContext
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
 from simpletuner.data.discovery import Folder, Scan, read_folder
-from simpletuner.data.entries import check_entries, latent_dir_of, link_partners, text_entry_of
+from simpletuner.data.entries import check_dataset_file, latent_dir_of, link_partners, text_entry_of
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.remote.collect import collect
 from simpletuner.data.sample import Rejected, Sample
@@ -41,7 +41,7 @@ def build_datasets(
     """
     entries = [context.fill(config) for config in configs]
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
-    problems.extend(check_entries(configs, entries, context))
+    problems.extend(check_dataset_file(configs, entries, context))
     links = link_partners(entries, context, problems)
     builder = _Builder(entries, context, problems, collect(entries, context, problems, announce))
     datasets = []
