@@ -234,23 +234,15 @@ class BucketRules:
 
     def _resized(self, picture: Size, size: Size) -> Size:
         """Just large enough to cover the bucket, or the target size if a picture exceeds the maximum."""
-        covering = cover(picture, size)
-        if not (self.crop and self.maximum_size and self._is_large(picture)):
-            return covering
-        scale = self._target_scale(picture)
+        covering, area = cover(picture, size), picture[0] * picture[1]
+        if self.grid.resolution_type == "pixel":  # the maximum measures the long edge, the target the short one
+            is_large, scale = max(picture) > self.maximum_size, self.target_size / min(picture)
+        else:
+            is_large = area > self.grid.area(self.maximum_size)
+            scale = math.sqrt(self.grid.area(self.target_size) / area)
         target = (round(picture[0] * scale), round(picture[1] * scale))
-        return target if scale < 1 and target[0] >= covering[0] and target[1] >= covering[1] else covering
-
-    def _is_large(self, picture: Size) -> bool:
-        if self.grid.resolution_type == "pixel":
-            return max(picture) > self.maximum_size
-        return picture[0] * picture[1] > self.grid.area(self.maximum_size)
-
-    def _target_scale(self, picture: Size) -> float:
-        """The factor to `target_size`, which measures the short edge (pixel) or the area."""
-        if self.grid.resolution_type == "pixel":
-            return self.target_size / min(picture)
-        return math.sqrt(self.grid.area(self.target_size) / (picture[0] * picture[1]))
+        fits = scale < 1 and target[0] >= covering[0] and target[1] >= covering[1]
+        return target if self.crop and self.maximum_size and is_large and fits else covering
 
     def _position(self, resized: Size, size: Size, token: tuple[object, ...]) -> tuple[int, int]:
         spare_x, spare_y = resized[0] - size[0], resized[1] - size[1]

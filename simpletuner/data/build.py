@@ -10,22 +10,13 @@ from dataclasses import dataclass, field, replace
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data.buckets import OutsideLimitsError, build_rules
-from simpletuner.data.captions import (
-    CaptionError,
-    CaptionSource,
-    Edit,
-    captions_for,
-    match_rows,
-    read_caption_table,
-    read_filters,
-    shuffle_edit,
-)
+from simpletuner.data.captions import CaptionError, CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
 from simpletuner.data.clips import ClipLengthError, build_clip_rules, check_frame_rate
 from simpletuner.data.context import Announce, DataContext
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
 from simpletuner.data.discovery import Folder, Scan, read_folder
-from simpletuner.data.entries import check_entries, latent_dir_of, link_partners, text_entry_of
+from simpletuner.data.entries import check_dataset_file, latent_dir_of, link_partners, text_entry_of
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.remote.collect import collect
 from simpletuner.data.sample import Rejected, Sample
@@ -50,7 +41,7 @@ def build_datasets(
     """
     entries = [context.fill(config) for config in configs]
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
-    problems.extend(check_entries(configs, entries, context))
+    problems.extend(check_dataset_file(configs, entries, context))
     links = link_partners(entries, context, problems)
     builder = _Builder(entries, context, problems, collect(entries, context, problems, announce))
     datasets = []
@@ -114,7 +105,7 @@ class _Builder:
         # A missing folder has been reported; without it nothing can be said about pairs.
         found = [self.partners_of(link) for link in links if self.folder(link).is_there]
         partners = tuple(partner for partner in found if partner is not None)
-        captions = self._caption_source(entry)
+        captions = caption_source(entry, self.folder(entry), self._filter, self.problems)
         # closest and random without a list cannot place anything; that has been reported.
         if dataset is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects):
             return None
@@ -155,19 +146,6 @@ class _Builder:
         names = {sample.name: sample.mask.name for sample in dataset.samples if sample.mask}
         damaged = {own: f"its mask {name} {why}" for own, name in names.items() if (why := measured[name].problem)}
         return dataset.without(damaged, "partner unusable")
-
-    def _caption_source(self, entry: DatasetConfig) -> CaptionSource:
-        """Caption table and edits of an entry; errors in them go to the problems."""
-        folder = self.folder(entry)
-        table = folder.listing.table
-        if entry.metadata_backend == "parquet" and entry.parquet is not None:
-            rows = read_caption_table(entry.parquet, entry.id, self.problems)
-            table, unused = match_rows(rows, folder.usable)
-            if unused:
-                message = f"{len(unused)} names in the table have no picture: {shorten(unused)}."
-                self.problems.append(Problem(f"{entry.id}.parquet.path", message, fatal=False))
-        edits = tuple(edit for edit in (self._filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
-        return CaptionSource(entry, folder.root, folder.listing.captions, table, edits, {**folder.facts}, folder.gone)
 
     def _filter(self, entry: DatasetConfig) -> Edit | None:
         text_entry = text_entry_of(entry, self.entries)

@@ -22,9 +22,9 @@ import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
 from simpletuner.data.chance import generator
-from simpletuner.data.discovery import FileFacts, pair_key
+from simpletuner.data.discovery import FileFacts, Folder, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, UnreadableError, read
-from simpletuner.errors import Problem, UserError, did_you_mean
+from simpletuner.errors import Problem, UserError, did_you_mean, shorten
 
 COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
@@ -74,6 +74,26 @@ class CaptionSource:
     def folder(self) -> str:
         """The path of `root`, made once: it is needed for each caption."""
         return str(self.root)
+
+
+def caption_source(
+    entry: DatasetConfig, folder: Folder, text_filter: Callable[[DatasetConfig], Edit | None], problems: list[Problem]
+) -> CaptionSource:
+    """The caption table and edits of an entry.
+
+    Args:
+        text_filter: the edit of the text_embeds entry that belongs to it.
+        problems: receives errors in the table and the edits.
+    """
+    table = folder.listing.table
+    if entry.metadata_backend == "parquet" and entry.parquet is not None:
+        rows = read_caption_table(entry.parquet, entry.id, problems)
+        table, unused = match_rows(rows, folder.usable)
+        if unused:
+            message = f"{len(unused)} names in the table have no picture: {shorten(unused)}."
+            problems.append(Problem(f"{entry.id}.parquet.path", message, fatal=False))
+    edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
+    return CaptionSource(entry, folder.root, folder.listing.captions, table, edits, {**folder.facts}, folder.gone)
 
 
 def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ def moments_of(frames: int, rate: float) -> list[float]:
     return [index / rate for index in range(frames)]
 
 
-def shown(frames: Iterable[tuple[T, float]], moments: Iterable[float]) -> Iterator[T]:
+def choose_frames(frames: Iterable[tuple[T, float]], moments: Iterable[float]) -> Iterator[T]:
     """The frame shown at each moment, of frames with the times at which they start; both increase.
 
     A frame is repeated only if the next one is not due soon; the last one stays.

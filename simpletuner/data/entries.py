@@ -47,7 +47,7 @@ def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig], probl
     return named.cache_dir or named.cache_dir_vae
 
 
-def check_entries(
+def check_dataset_file(
     written: Sequence[DatasetConfig], entries: Sequence[DatasetConfig], context: DataContext
 ) -> Iterator[Problem]:
     """Check entries alone and together.

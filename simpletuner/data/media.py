@@ -19,25 +19,15 @@ from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import (
-    BmpImagePlugin,  # noqa: F401
-    ExifTags,
-    GifImagePlugin,  # noqa: F401
-    Image,
-    ImageFile,
-    JpegImagePlugin,  # noqa: F401
-    MpoImagePlugin,  # noqa: F401
-    PngImagePlugin,  # noqa: F401
-    TiffImagePlugin,
-    UnidentifiedImageError,
-    WebPImagePlugin,  # noqa: F401
-    features,
-)
+from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, features
 
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError, read
 
-# Importing the readers above registers them, so that opening a file does not import all of Pillow's.
+# Importing a reader registers it; opening a file would import all of Pillow's, unless its own is there.
+for plugin in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
+    importlib.import_module(f"PIL.{plugin}ImagePlugin")
+
 # First bytes of a file, and the name of Pillow's reader for it.
 MAGIC = (
     (b"\xff\xd8\xff", "JPEG"),

@@ -27,7 +27,7 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, shown
+from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, choose_frames
 from simpletuner.data.files import EXHAUSTED, LARGEST_CLIP, MediaError, check_regular, content_hash
 
 
@@ -104,7 +104,7 @@ def read_with_av(
 ) -> Iterator[NDArray[np.uint8]]:
     """A `Reader` for every clip."""
     with _opened(path) as (container, stream):
-        for frame in shown(_timed(container, stream, moments[-1]), moments):
+        for frame in choose_frames(_timed(container, stream, moments[-1]), moments):
             yield _to_rgb(frame, matrix)
 
 
@@ -290,7 +290,7 @@ def read_with_decord(
     try:
         # One reader per call: sharing a reader between threads crashes the process.
         reader = decord.VideoReader(str(path), num_threads=1)
-        indices = deque(shown(enumerate(_times(reader, moments[-1])), moments))
+        indices = deque(choose_frames(enumerate(_times(reader, moments[-1])), moments))
         # Decode every frame: decord seeks to skip frames, and after a seek some codecs return wrong ones.
         for start in range(0, indices[-1] + 1, SLICE):
             numbers = range(start, min(start + SLICE, indices[-1] + 1))

@@ -7,7 +7,7 @@ uninterrupted one. `loader.BatchLoader` knows the position: epoch and index.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Literal
@@ -67,11 +67,12 @@ class Epoch(Sequence[PlannedBatch]):
         return self.plan(*self.groups[index], range(len(self))[index])
 
 
+@dataclass(eq=False)
 class Sampler:
     """Batches of one shape each; an epoch ends once each sample of every dataset was seen `repeats` + 1 times.
 
-    Args:
-        datasets: those to train on.
+    Attributes:
+        datasets: those to train on; of those given, the ones with a probability.
         seed: of the run.
         sampling: auto-weighting draws the next batch's dataset by remaining size x probability, uniform by
             probability alone.
@@ -80,22 +81,16 @@ class Sampler:
             share of a global batch `world.size` times as large.
     """
 
-    def __init__(
-        self,
-        datasets: Sequence[Dataset],
-        *,
-        seed: int,
-        sampling: Sampling = "auto-weighting",
-        accumulation: int = 1,
-        world: World = World(),
-    ) -> None:
-        self.datasets = [dataset for dataset in datasets if dataset.config.probability > 0]
-        self.seed = seed
-        self.sampling = sampling
-        self.accumulation = accumulation
-        self.world = world
-        self._batches: dict[int, Epoch] = {}
-        self._lengths: dict[int, int] = {}
+    datasets: Sequence[Dataset]
+    seed: int
+    sampling: Sampling = "auto-weighting"
+    accumulation: int = 1
+    world: World = field(default_factory=World)
+    _batches: dict[int, Epoch] = field(default_factory=dict, init=False)
+    _lengths: dict[int, int] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.datasets = [dataset for dataset in self.datasets if dataset.config.probability > 0]
 
     def batches_per_epoch(self, epoch: int) -> int:
         """Number of batches this process gets in an epoch; 0 if no dataset takes part in it."""
@@ -145,11 +140,8 @@ class Sampler:
         return batches
 
     def _active(self, epoch: int) -> list[Dataset]:
-        return [
-            dataset
-            for dataset in self.datasets
-            if dataset.config.start_epoch <= epoch <= (dataset.config.end_epoch or epoch)
-        ]
+        configs = [(dataset, dataset.config) for dataset in self.datasets]
+        return [dataset for dataset, own in configs if own.start_epoch <= epoch <= (own.end_epoch or epoch)]
 
     def _group_count(self, dataset: Dataset, epoch: int) -> int:
         """Number of groups from `_groups`; only random aspects, which change buckets, make it depend on the epoch."""

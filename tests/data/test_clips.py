@@ -19,7 +19,7 @@ from PIL import Image
 
 from simpletuner.data import clips, readers
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, moments_of, probe_clip, shown
+from simpletuner.data.clips import ClipFacts, choose_frames, fit_clip, frames_of, moments_of, probe_clip
 from simpletuner.data.files import MediaError
 from simpletuner.data.readers import NotForThisReaderError, Reader, read_with_av, read_with_decord
 from tests.clips import (
@@ -116,9 +116,9 @@ def test_other_rates_take_other_frames_of_the_source(folder: Path) -> None:
 
 def test_moments_find_the_frame_that_is_shown() -> None:
     times = [0, 0.042, 0.083, 0.125]
-    assert list(shown(enumerate(times), [0, 1 / 24, 2 / 24, 0.11, 3 / 24, 9])) == [0, 1, 2, 2, 3, 3]
-    assert list(shown(enumerate(times), [0.038, 0.078])) == [0, 1], "not yet shown"
-    assert list(shown(enumerate(times), [0.042, 0.078])) == [1, 2], "rather the next one than one twice"
+    assert list(choose_frames(enumerate(times), [0, 1 / 24, 2 / 24, 0.11, 3 / 24, 9])) == [0, 1, 2, 2, 3, 3]
+    assert list(choose_frames(enumerate(times), [0.038, 0.078])) == [0, 1], "not yet shown"
+    assert list(choose_frames(enumerate(times), [0.042, 0.078])) == [1, 2], "rather the next one than one twice"
 
 
 @pytest.mark.parametrize("name", SHOWN_OTHERWISE)
@@ -282,7 +282,7 @@ def test_no_frame_is_taken_twice_and_speed_is_exact(source: float) -> None:
         times, clip = rounded(round(length * source / target) + 20, source, unit)
         if source < target * 0.998:
             continue
-        taken = list(shown(enumerate(times), clip.moments(length, target)))
+        taken = list(choose_frames(enumerate(times), clip.moments(length, target)))
         steps = np.diff(taken)
         assert steps.min() >= 1, (unit, target, taken)
         exact = clip.slowed(1000.0 if abs(source / target - 1) > 0.002 else target)
