@@ -27,7 +27,6 @@ from simpletuner.diffusion.loss import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import Place, seed_device, step_seed
 from simpletuner.distributed.sharding import from_all, local, local_parts
 from simpletuner.distributed.world import World
-from simpletuner.reporting.requests import Request
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.meter import StepMeter, tokens_of
 from simpletuner.training.optimizers import RATE_RATIO, SEED, learning_rate_at
@@ -85,7 +84,6 @@ class StepReport:
         flops: model FLOPs of these samples; None if the family's cost is unknown.
         shapes: latent shape of each micro-batch, smallest first.
         passes: forward passes, with those of techniques; steps of equal shapes and passes take comparable time.
-        requests: to the run, as the main process found them.
     """
 
     step: int
@@ -99,7 +97,6 @@ class StepReport:
     flops: float | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     passes: int = 0
-    requests: Sequence[Request] = ()
 
 
 @dataclass
@@ -215,8 +212,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     measured = [size for each in sizes for size in each.values()]
     read, numbers = losses.on_host(measured)  # without released gradients, the step's only wait for the device
     with assembly.world.exchanging(f"Step {global_step + 1}"):
-        gathered = assembly.world.gather((read, assembly.take_requests()))
-    everyone = HostLosses.merged([each for each, _ in gathered])
+        gathered = assembly.world.gather(read)
+    everyone = HostLosses.merged(gathered)
     gradient, own = ({name: next(numbers) for name in each} for each in sizes)
     release = assembly.release
     if release is not None:
@@ -243,7 +240,6 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         flops=meter.flops,
         shapes=meter.shapes,
         passes=assembly.passes - passes,
-        requests=gathered[0][1],
     )
 
 
