@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from simpletuner.distributed.stop import signals_as_interrupt
 from simpletuner.distributed.watch import GONE, GRACE_SECONDS, Watch
 from simpletuner.distributed.world import START_SECONDS, ConnectedWorld, World, connect, settle_meeting
 from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, full_text, shorten
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-from simpletuner.reporting.requests import signals_as_interrupt
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
@@ -208,7 +208,7 @@ def shared_events(events: EventStream, world: World, total_steps: int, held: Exi
         held: closed when another process ends this one.
     """
     if isinstance(world, ConnectedWorld):
-        watch, stop = world.watch, events.stop
+        watch = world.watch
 
         def ended(message: str, code: int) -> None:
             state: RunState = "interrupted" if code == Interrupted.exit_code else "failed"
@@ -216,7 +216,7 @@ def shared_events(events: EventStream, world: World, total_steps: int, held: Exi
             held.close()
             complain(message, code)
 
-        watch.stop_requested, watch.request_stop = lambda: stop.requested, partial(setattr, stop, "requested", True)
+        watch.stop = events.stop
         watch.ended = ended if world.is_main else watch.ended
         events.subscribe(lambda event: watch.mark())
     return events

@@ -14,9 +14,10 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from simpletuner.data.context import ProgressBar
+from simpletuner.distributed.stop import Stop
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
-from simpletuner.reporting.events import EventStream, RunningPhase, StopRequest
+from simpletuner.reporting.events import EventStream, RunningPhase
 
 Value = TypeVar("Value")
 Start = Callable[[EventStream], AbstractContextManager[RunningPhase]]
@@ -71,23 +72,21 @@ def share_work(
         with start(events) as phase:
             work(phase, keep)
         return
-    stream = EventStream(events.publish)
-    if in_lockstep:
-        stream.stop = StopRequest(ask=partial(_agree, world, events.stop))
-        with start(stream) as phase:
+    stop = Stop(partial(_agree, world, events.stop)) if in_lockstep else Stop()
+    with start(EventStream(events.publish, stop=stop)) as phase:  # on all of them, whatever one is asked for now
+        if in_lockstep:
             work(phase, keep)
-        return
-    with start(stream) as phase:  # on all of them, whatever one is asked for at this moment
-        stream.stop = events.stop
+            return
+        stop.look_at(events.stop.is_due)
         _divide(world, SharedPhase(phase, world.counters()), events, work, keep)
 
 
-def _agree(world: World, own: StopRequest) -> bool:
+def _agree(world: World, stop: Stop) -> bool:
     """Whether a process was asked to stop; they ask each other at the same moment."""
-    stopping = world.any(own.is_due())
-    if stopping:
-        own.requested = True
-    return stopping
+    is_agreed = world.any(stop.is_due())
+    if is_agreed:
+        stop.request()
+    return is_agreed  # not what the watch may meanwhile have heard of
 
 
 def _divide(world: World, phase: SharedPhase, events: EventStream, work: Work[Value], keep: Keep[Value]) -> None:
@@ -101,5 +100,5 @@ def _divide(world: World, phase: SharedPhase, events: EventStream, work: Work[Va
     for place, value in sorted((each for _, found in shares for each in found), key=itemgetter(0)):
         keep(place, value)
     if not all(finished for finished, _ in shares):
-        events.stop.requested = True
+        events.stop.request()
         events.stop.check()

@@ -33,6 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from simpletuner.distributed.stop import Stop
 from simpletuner.errors import shorten
 
 POLL_SECONDS = 0.5
@@ -259,8 +260,7 @@ class Watch:
         limit: seconds that a process may wait for another one that does nothing.
         ended: called with a message and an exit code before this process is ended because of another one.
         bereft: called with a message when process 0, which speaks for all, is gone.
-        stop_requested: whether this process was asked to stop; the others are then asked as well.
-        request_stop: asks this process to stop.
+        stop: shared with the other processes: a request made in one is made in all.
         writing: held while this process must not be ended.
         verdict: why all processes end, and with which exit code.
     """
@@ -269,8 +269,7 @@ class Watch:
         self.links, self.pulse, self.limit = Links(rank, size, key), Pulse(), limit
         self.ended: Callable[[str, int], None] = lambda message, code: None
         self.bereft: Callable[[str], None] = lambda message: None
-        self.stop_requested: Callable[[], bool] = lambda: False
-        self.request_stop: Callable[[], None] = lambda: None
+        self.stop = Stop()
         self.writing = threading.Lock()
         self.verdict: Failure | None = None
         self._failure: Failure | None = None  # of this process
@@ -367,7 +366,7 @@ class Watch:
         what, since = self._exchange or ("", time.monotonic())
         return replace(
             self.own, doing=what, seconds=time.monotonic() - since, still=0.0 if self.pulse.idle else self.pulse.still,
-            stop=self.stop_requested(), failure=self.verdict or self._failure, leaving=self.verdict is not None,
+            stop=self.stop.requested, failure=self.verdict or self._failure, leaving=self.verdict is not None,
         )  # fmt: skip
 
     def _judge(self, rank: int, link: Link) -> None:
@@ -377,7 +376,7 @@ class Watch:
         if beat.failure is not None:
             self._decide(*beat.failure)
         if beat.stop:
-            self.request_stop()
+            self.stop.request()
         if not link.is_open:
             del self.links.found[rank]
             why = "" if beat.leaving else link.end

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from simpletuner.errors import Interrupted
+from simpletuner.distributed.stop import Stop
 from simpletuner.reporting.metrics import MediaRecord
 
 RunState = Literal["starting", "running", "stopping", "finished", "failed", "interrupted"]
@@ -208,33 +208,6 @@ Event = (
 Subscriber = Callable[[Event], None]
 
 
-@dataclass
-class StopRequest:
-    """Whether the run was asked to stop after the current step.
-
-    Attributes:
-        ask: looks for a request made elsewhere.
-    """
-
-    requested: bool = False
-    ask: Callable[[], bool] = lambda: False
-
-    def is_due(self) -> bool:
-        """Whether a stop was requested, here or elsewhere."""
-        if not self.requested and self.ask():
-            self.requested = True  # never unset: a signal may set it at any moment
-        return self.requested
-
-    def check(self) -> None:
-        """Called where work can be cut short.
-
-        Raises:
-            Interrupted: a stop was requested.
-        """
-        if self.is_due():
-            raise Interrupted("A stop was requested.")
-
-
 class EventStream:
     """Passes every event to every subscriber, in order; thread-safe.
 
@@ -243,10 +216,10 @@ class EventStream:
         step: the last one that an event named.
     """
 
-    def __init__(self, *subscribers: Subscriber) -> None:
+    def __init__(self, *subscribers: Subscriber, stop: Stop | None = None) -> None:
         self._subscribers = list(subscribers)
         self._lock = threading.RLock()  # reentrant: a subscriber may publish
-        self.stop = StopRequest()
+        self.stop = stop or Stop()
         self.step = 0
 
     def subscribe(self, subscriber: Subscriber) -> None:

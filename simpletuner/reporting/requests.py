@@ -1,4 +1,4 @@
-"""Requests to a running session, by a signal or by a file in `output_dir/requests/`. Free of torch.
+"""Requests to a running session, by a file in `output_dir/requests/`. Free of torch.
 
 touch output/requests/stop                 end after the current step, as Ctrl-C does
 touch output/requests/stop_at_epoch_end    end after the last step of the epoch
@@ -8,22 +8,12 @@ touch output/requests/preview              previews now
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Literal, get_args
-
-from simpletuner.reporting.events import EventStream, StateChanged
 
 FOLDER = "requests"
 Request = Literal["stop", "stop_at_epoch_end", "save", "preview"]
 REQUESTS: tuple[Request, ...] = get_args(Request)
-Handler = Callable[[int, FrameType | None], None] | signal.Handlers
-STOPPING = "Stopping after this step. Ctrl-C again stops at once and loses everything since the last checkpoint."
 
 
 def make_request(output_dir: Path, request: Request) -> None:
@@ -55,47 +45,3 @@ def take_request(output_dir: Path, request: Request) -> bool:
     except OSError:  # usually there is none
         return False
     return True
-
-
-@contextmanager
-def signals_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, and survive a closed terminal (SIGHUP)."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    handlers: dict[int, Handler] = {signal.SIGTERM: interrupt}
-    if sys.platform != "win32":
-        handlers[signal.SIGHUP] = signal.SIG_IGN
-    with _handling(handlers):
-        yield
-
-
-@contextmanager
-def stop_on_interrupt(events: EventStream, stopping: Callable[[], StateChanged]) -> Iterator[None]:
-    """Turn the first Ctrl-C (or SIGTERM) into a request to stop after the step; a second one interrupts at once.
-
-    Args:
-        stopping: makes the event that announces the stop.
-    """
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        events.stop.requested = True
-        for each, handler in previous.items():
-            signal.signal(each, handler)
-        # In another thread: the signal may have interrupted this one in the middle of a write.
-        threading.Thread(target=events.publish, args=(stopping(),), daemon=True).start()
-
-    with _handling(dict.fromkeys(previous, ask)):
-        yield
-
-
-@contextmanager
-def _handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

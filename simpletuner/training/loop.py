@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from simpletuner.data.loader import BatchLoader
+from simpletuner.distributed.stop import Stop
 from simpletuner.errors import Interrupted
-from simpletuner.reporting.events import StopRequest
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport, optimizer_step
 
@@ -38,7 +38,7 @@ class Callback(Protocol):
 
 
 def train(
-    assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], stop: StopRequest
+    assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], stop: Stop
 ) -> None:
     """Train from `state.global_step` to the end of the run.
 

@@ -106,13 +106,10 @@ class RequestHandler:
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         if assembly.world.is_main:
-            self.events.stop.ask = lambda: self._is_asked_to_stop(assembly, state)
-            if assembly.world.size > 1:
-                assembly.take_requests = partial(take_requests, self.output_dir)
+            self.events.stop.look_at(lambda: self._is_asked_to_stop(assembly, state))
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        alone = assembly.world.size == 1
-        for request in take_requests(self.output_dir) if alone else report.requests:
+        for request in assembly.world.on_main(partial(take_requests, self.output_dir)):
             if request == "stop":
                 self._stop(assembly, state, "as a file requests.")
             elif request == "stop_at_epoch_end":
@@ -133,7 +130,7 @@ class RequestHandler:
         return asked
 
     def _stop(self, assembly: Assembly, state: TrainState, reason: str) -> None:
-        self.events.stop.requested = True
+        self.events.stop.request()
         total = assembly.settings.total_steps
         self.events.publish(StateChanged("stopping", state.global_step, total, f"Stopping, {reason}"))
 

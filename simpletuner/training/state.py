@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig, OptimizerConfig
 from simpletuner.distributed.world import World
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.reporting.requests import Request
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.hidden_states import HiddenStates
 from simpletuner.training.optimizers import sampling_weights
@@ -101,7 +100,6 @@ class Assembly:
         world: the processes that train together.
         is_sharded: whether each process holds a part of every weight only, so that they compute everything together.
         passes: forward passes of this session's steps.
-        take_requests: new requests on rank 0, shared with the step's losses.
     """
 
     adapter: FamilyAdapter
@@ -122,7 +120,6 @@ class Assembly:
     world: World = field(default_factory=World)
     is_sharded: bool = False
     passes: int = 0
-    take_requests: Callable[[], Sequence[Request]] = tuple
 
     @property
     def module_parameters(self) -> dict[str, nn.Parameter]:

@@ -28,7 +28,6 @@ from simpletuner.diffusion.loss import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import Place, seed_device, step_seed
 from simpletuner.distributed.sharding import from_all, local, local_parts
 from simpletuner.distributed.world import World
-from simpletuner.reporting.requests import Request
 from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.meter import StepMeter, tokens_of
 from simpletuner.training.optimizers import RATE_RATIO, SEED, learning_rate_at
@@ -86,7 +85,6 @@ class StepReport:
         flops: model FLOPs of these samples; None if the family's cost is unknown.
         shapes: latent shape of each micro-batch, smallest first.
         passes: forward passes, with those of techniques; steps of equal shapes and passes take comparable time.
-        requests: to the run, as the main process found them.
     """
 
     step: int
@@ -100,7 +98,6 @@ class StepReport:
     flops: float | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     passes: int = 0
-    requests: Sequence[Request] = ()
 
 
 @dataclass
@@ -224,8 +221,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     if all(map(math.isfinite, found)):
         _update(assembly, gradient, own)
     with assembly.world.exchanging(f"Step {global_step + 1}"):
-        gathered = assembly.world.gather((read, assembly.take_requests()))
-    everyone = HostLosses.merged([each for each, _ in gathered])
+        gathered = assembly.world.gather(read)
+    everyone = HostLosses.merged(gathered)
     is_halfway = assembly.release is not None
     stop_if_gradients_not_finite(found, every, assembly.scaler, everyone.names, is_halfway=is_halfway)
     assembly.scaler.update()
@@ -242,7 +239,6 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         flops=meter.flops,
         shapes=meter.shapes,
         passes=assembly.passes - passes,
-        requests=gathered[0][1],
     )
 
 

@@ -88,7 +88,7 @@ class Process:
 
         def stop(event: Event) -> None:
             if self.world.rank == 1 and isinstance(event, PhaseAdvanced) and event.phase.kind == kind:
-                self.events.stop.requested = True
+                self.events.stop.request()
 
         self.act = stop
         with pytest.raises(Interrupted):

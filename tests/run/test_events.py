@@ -110,7 +110,8 @@ def test_a_stop_request_ends_phases_and_starts_no_new_ones() -> None:
     def work() -> None:
         with events.phase("Encoding", 5) as phase:
             for index in range(5):
-                events.stop.requested = index == 2
+                if index == 2:
+                    events.stop.request()
                 phase.advance()
 
     with pytest.raises(Interrupted):

@@ -1,0 +1,93 @@
+"""The request to end a run after the current step, whoever makes it: a signal, a file, another process, a full disk."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+from simpletuner.errors import Interrupted
+
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+STOPPING = "Stopping after this step. Ctrl-C again stops at once and loses everything since the last checkpoint."
+
+
+class Stop:
+    """Whether this process was asked to stop after the current step.
+
+    A signal handler and the watch of the other processes call `request`. What must be looked for, as a file must, is a
+    source.
+    """
+
+    def __init__(self, *sources: Callable[[], bool]) -> None:
+        self._sources, self.requested = list(sources), False
+
+    def look_at(self, source: Callable[[], bool]) -> None:
+        """Look for requests at a source, too."""
+        self._sources.append(source)
+
+    def request(self) -> None:
+        """Ask for a stop; callable from any thread, and in the middle of any statement."""
+        self.requested = True  # never unset
+
+    def is_due(self) -> bool:
+        """Whether a stop was requested, here or at a source."""
+        if not self.requested and any(source() for source in self._sources):
+            self.request()
+        return self.requested
+
+    def check(self) -> None:
+        """Called where work can be cut short.
+
+        Raises:
+            Interrupted: a stop was requested.
+        """
+        if self.is_due():
+            raise Interrupted("A stop was requested.")
+
+
+@contextmanager
+def signals_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C, and survive a closed terminal (SIGHUP)."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    handlers: dict[int, Handler] = {signal.SIGTERM: interrupt}
+    if sys.platform != "win32":
+        handlers[signal.SIGHUP] = signal.SIG_IGN
+    with _handling(handlers):
+        yield
+
+
+@contextmanager
+def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[None]:
+    """Turn the first Ctrl-C (or SIGTERM) into a request to stop after the step; a second one interrupts at once.
+
+    Args:
+        announce: called in a thread when a stop is requested.
+    """
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.request()
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+        # In another thread: the signal may have interrupted this one in the middle of a write.
+        threading.Thread(target=announce, daemon=True).start()
+
+    with _handling(dict.fromkeys(previous, ask)):
+        yield
+
+
+@contextmanager
+def _handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
