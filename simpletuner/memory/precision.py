@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from simpletuner.config.precision import Quantisation
 from simpletuner.memory.heap import trim_heap
-from simpletuner.memory.rounding import fits, multiply
+from simpletuner.memory.rounding import can_multiply, multiply
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Weights that share a scale below 8 bits: the first size that divides the row.
@@ -69,7 +69,7 @@ class RoundedInputs(ScaledRows):
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
         levels, scale = packed
-        if not fits(inputs, levels):
+        if not can_multiply(inputs, levels):
             return super().product(inputs, bias, *packed)
         out = multiply(inputs.flatten(0, -2), levels.t(), columns=scale.float().t()).unflatten(0, inputs.shape[:-1])
         return out if bias is None else out + bias
@@ -80,7 +80,7 @@ class QuantisedProducts(RoundedInputs):
 
     def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
         levels, scale = packed
-        if not fits(gradient, levels):
+        if not can_multiply(gradient, levels):
             return super().input_gradient(gradient, *packed)
         # Column-major by a copy of one byte per weight.
         inputs = multiply(gradient.flatten(0, -2), levels.t().contiguous().t(), fold=scale.float().t())

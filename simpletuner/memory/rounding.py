@@ -66,6 +66,6 @@ def multiply(rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, column
     return out.to(rows.dtype)
 
 
-def fits(rows: Tensor, levels: Tensor) -> bool:
+def can_multiply(rows: Tensor, levels: Tensor) -> bool:
     """Whether the operations on a GPU take rows (..., K) and levels of these sizes."""
     return math.prod(rows.shape[:-1]) > FEW and not any(side % MULTIPLE for side in levels.shape)

@@ -43,10 +43,6 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], len(weight)))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-
-
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     rows = gradient.flatten(0, -2)
@@ -57,17 +53,16 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-full_linear.register_autograd(_gradients, setup_context=_save)
+full_linear.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
 
 
-def keep_full_float32(transformer: nn.Module) -> int:
-    """Compute the linear layers that the class of a transformer keeps in float32 in full; returns their number."""
+def keep_full_float32(transformer: nn.Module) -> None:
+    """Compute the linear layers that the class of a transformer keeps in float32 in full."""
     model: Any = transformer
     kept = set(model._keep_in_fp32_modules or ())
-    layers = [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and kept & {*name.split(".")}]
-    for layer in layers:
-        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
-    return len(layers)
+    for name, layer in transformer.named_modules():
+        if isinstance(layer, nn.Linear) and kept & {*name.split(".")}:
+            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
