@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -93,6 +94,7 @@ class Device:
         note: which of the rates are assumed or measured, for the plan.
         taken: bytes of its memory that other programs use now.
         users: these programs, as far as the driver names them.
+        idle: the GPU of this machine that torch cannot use.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Device:
     note: str
     taken: float = 0.0
     users: str = ""
+    idle: str = ""
 
     @property
     def usable(self) -> float | None:
@@ -181,15 +184,31 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
         # Without a GPU here, the run will be on another machine, whose host memory is unknown.
         memory, rates = planned_gigabytes * 2**30, rates_of(like)
         return Device(name, memory, host if gpu else None, True, rates, f"as fast as {like}, assumed")
-    if gpu:
+    if gpu and torch_uses_gpus():
         # Processes that a launcher started must decide alike, and hold memory of the device themselves by now.
         taken = gpu.taken if launched(os.environ) is None else 0.0
         users = query_users() if taken else ""
         device = Device(gpu.name, gpu.memory, host, True, rates_of(gpu.name), "rates assumed", taken, users)
     else:
-        flops = usable_cores() * CORE_FLOPS
-        device = Device("CPU", host, host, False, Rates(flops, flops, CPU_BYTES, CPU_BYTES), "rates assumed")
+        device = this_cpu(idle=gpu.name if gpu else "")
     return with_measured(device, output_dir) if output_dir else device
+
+
+def this_cpu(idle: str = "") -> Device:
+    """The processor of this machine, with the name of a GPU that torch cannot use."""
+    host, flops = host_memory(), usable_cores() * CORE_FLOPS
+    return Device("CPU", host, host, False, Rates(flops, flops, CPU_BYTES, CPU_BYTES), "rates assumed", idle=idle)
+
+
+def torch_uses_gpus() -> bool:
+    """Whether the installed torch was built for GPUs, as its version.py tells without an import; assumed otherwise."""
+    torch = importlib.util.find_spec("torch")
+    try:
+        text = Path(torch.origin).with_name("version.py").read_text() if torch and torch.origin else ""
+    except OSError:
+        text = ""
+    values = re.findall(r"^(?:cuda|hip|xpu)\b.*= (.+)", text, re.MULTILINE)
+    return not values or set(values) != {"None"}
 
 
 def rates_of(name: str) -> Rates:

@@ -11,6 +11,7 @@ from simpletuner.budget.budget import Budget, make_budget
 from simpletuner.budget.device import compute_capability, count_gpus, find_device
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.fit import check_fit, choose
+from simpletuner.budget.no_gpu import check_gpu
 from simpletuner.budget.ways import check_ways
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.json_files import check_unset
@@ -55,7 +56,10 @@ def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
     Raises:
         ConfigError: other problems prevent a plan.
     """
-    return weigh(make_plan(arguments, problems), problems)
+    plan, budget = weigh(make_plan(arguments, problems), problems)
+    slow = list(check_gpu(plan, budget))
+    problems.extend(slow)
+    return replace(plan, warnings=[*slow, *plan.warnings]), budget
 
 
 def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
