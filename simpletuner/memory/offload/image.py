@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import secrets
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -22,12 +24,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from simpletuner.atomic import writing_to
 from simpletuner.distributed.world import World
+from simpletuner.errors import UserError
 from simpletuner.memory.heap import trim_heap
 
 logger = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE
-PROCESSES = Path("/proc")
+PROCESSES, SHARED_MEMORY = Path("/proc"), Path("/dev/shm")
+PREFIX = "simpletuner-offload-"
+TOKEN = 16  # bytes by which a process knows the file that is meant
+ABANDONED = 3600.0  # seconds after which a name, which lives for a moment, belongs to a process that was killed
 
 
 def whole_pages(nbytes: int) -> Tensor:
@@ -70,43 +76,45 @@ def _forget_error() -> None:
 def on_disk(flat: Tensor, folder: Path) -> Tensor:
     """Copy a buffer to a file in `folder` and map it privately.
 
-    The file is unlinked as soon as it is mapped, so its space is freed however the process ends, and no other run can
-    use it.
+    The file has no name, so its space is freed however the process ends, and no other run can use it.
 
     Raises:
         DiskFullError: no space left in the folder.
     """
-    with writing_to(folder), tempfile.NamedTemporaryFile(dir=folder, prefix="simpletuner-offload-") as file:
-        file.write(flat.numpy().data)
-        file.flush()
-        return torch.from_file(file.name, shared=False, size=flat.numel(), dtype=torch.uint8)
+    with writing_to(folder), _unnamed_file(folder) as file:
+        _write(flat, file)
+        return _mapped(file, flat, shared=False)
 
 
 def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor:
     """One buffer for all processes of a machine, which hold the same weights: that of its first process.
 
-    Every process must call this for the same buffers in the same order. The file behind the buffer is gone as soon as
-    all have mapped it.
+    Every process must call this for the same buffers in the same order. Where they do not see each other in /proc, as
+    in containers of their own, the file has a name until all have opened it, which is before anything is written.
 
     Args:
         folder: on a disk; None for memory, which unlike /dev/shm needs no room of its own in containers.
 
     Raises:
+        UserError: the processes see neither each other nor the same folder.
         DiskFullError: no space left in the folder.
     """
-    with ExitStack() as stack:
-        name = ""
-        if world.is_leader:
-            file = stack.enter_context(_shared_file(folder))
-            with writing_to(folder or PROCESSES):
-                file.write(flat.numpy().data)
-                file.flush()
-            name = f"{PROCESSES}/{os.getpid()}/fd/{file.fileno()}"
-        found = torch.from_file(
-            world.gather(name)[world.rank - world.local_rank], shared=True, size=flat.numel(), dtype=torch.uint8
-        )
-        world.barrier()
-    return found
+    for offer in (_by_descriptor, _by_name):
+        file = _open_together(offer, folder, world)
+        if file is None:
+            continue
+        with file:
+            if world.is_leader:
+                with writing_to(folder or SHARED_MEMORY):
+                    _write(flat, file)
+            world.barrier()
+            return _mapped(file, flat, shared=True)
+    if folder is not None:
+        raise UserError(f"group_offload_to_disk_path: {str(folder)!r} is not the same folder for all processes.")
+    raise UserError(
+        f"The {world.local_size} processes of this machine cannot share memory: they see neither each other in /proc "
+        f"nor the same {SHARED_MEMORY}. Let their containers share one of them (docker run --pid=host or --ipc=host)."
+    )
 
 
 def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
@@ -115,11 +123,79 @@ def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
         WeightImage(modules, lambda image, flat: shared_by_machine(flat, world, None))
 
 
-def _shared_file(folder: Path | None) -> IO[bytes]:
-    """An unlinked file, on a disk or in memory, which other processes open through that of this process."""
+# A file of the first process of a machine, and where the others find it.
+Offer = Callable[[Path | None], AbstractContextManager[tuple[IO[bytes], str]]]
+
+
+def _open_together(offer: Offer, folder: Path | None, world: World) -> IO[bytes] | None:
+    """The file that the first process of each machine offers; None in all processes if one of them cannot open it."""
+    with ExitStack() as offered:
+        file, found, token = None, "", secrets.token_bytes(TOKEN)
+        if world.is_leader:
+            with writing_to(folder or SHARED_MEMORY):
+                file, found = offered.enter_context(offer(folder))
+                file.write(token)
+                file.flush()
+        found, token = world.gather((found, token))[world.rank - world.local_rank]
+        if file is None:
+            file = _opened(found, token)
+        if all(world.gather(file is not None)):
+            return file
+    if file is not None:
+        file.close()
+    return None
+
+
+def _opened(path: str, token: bytes) -> IO[bytes] | None:
+    """The file at a path if it begins with the token: in another container, the path may lead to something else."""
+    with suppress(OSError):
+        if Path(path).is_file():  # opening a pipe would wait
+            file = Path(path).open("r+b")  # noqa: SIM115 - for the caller
+            if file.read(TOKEN) == token:
+                return file
+            file.close()
+    return None
+
+
+@contextmanager
+def _by_descriptor(folder: Path | None) -> Iterator[tuple[IO[bytes], str]]:
+    """A file without a name, which other processes open through that of this process."""
+    file = _unnamed_file(folder)
+    yield file, f"{PROCESSES}/{os.getpid()}/fd/{file.fileno()}"
+
+
+@contextmanager
+def _by_name(folder: Path | None) -> Iterator[tuple[IO[bytes], str]]:
+    """A file with a random name, which only this user may open. Names that killed processes left are removed."""
+    place = folder or SHARED_MEMORY
+    for stray in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - stray.stat().st_mtime > ABANDONED and stray.stat().st_uid == os.geteuid():
+                stray.unlink()
+    number, name = tempfile.mkstemp(prefix=PREFIX, dir=place)
+    try:
+        yield os.fdopen(number, "w+b"), name
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _unnamed_file(folder: Path | None) -> IO[bytes]:
+    """A file on a disk or in memory that ends with the processes that have it open."""
     if folder is None:
-        return os.fdopen(os.memfd_create("simpletuner-offload"), "w+b")
-    return tempfile.TemporaryFile(dir=folder, prefix="simpletuner-offload-")
+        return os.fdopen(os.memfd_create(PREFIX.strip("-")), "w+b")
+    return tempfile.TemporaryFile(dir=folder, prefix=PREFIX)
+
+
+def _write(flat: Tensor, file: IO[bytes]) -> None:
+    file.seek(0)
+    file.write(flat.numpy().data)
+    file.flush()
+
+
+def _mapped(file: IO[bytes], flat: Tensor, *, shared: bool) -> Tensor:
+    """A file that holds as much as `flat`, mapped into memory."""
+    path = f"/proc/self/fd/{file.fileno()}"
+    return torch.from_file(path, shared=shared, size=flat.numel(), dtype=torch.uint8)
 
 
 ALIGNMENT = 256  # bytes; that of CUDA's allocator, for kernels that depend on it
