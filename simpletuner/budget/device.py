@@ -67,6 +67,9 @@ SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
 DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
 # Bytes in use on an idle device are the driver's, and part of that; they differ a little from machine to machine.
 IDLE = 0.5e9
+# NCCL's buffers on a device (bytes), not measured: 16 channels with four connections, of a ring and a tree, with 4, 4.7
+# and 0.5 MiB for its protocols. The sizes are the defaults in its source; the number of channels depends on the links.
+NCCL_BUFFERS = 16 * 4 * 9.2 * 2**20
 # Softmax attention, forward and backward, reaches about this share of the rate of matrix products.
 ATTENTION_SHARE = 0.55
 
@@ -95,6 +98,7 @@ class Device:
         taken: bytes of its memory that other programs use now.
         users: these programs, as far as the driver names them.
         idle: the GPU of this machine that torch cannot use.
+        buffers: bytes that NCCL takes; 0 for one process.
     """
 
     name: str
@@ -106,13 +110,14 @@ class Device:
     taken: float = 0.0
     users: str = ""
     idle: str = ""
+    buffers: float = 0.0
 
     @property
     def usable(self) -> float | None:
         """Bytes that a run can use; None if unknown."""
         if self.memory is None or not self.is_gpu:
             return self.memory
-        return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD - self.taken
+        return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD - self.taken - self.buffers
 
 
 def _rates(tflops: float, memory_tb: float, transfer_gb: float) -> Rates:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from simpletuner.budget import device as devices
 from simpletuner.budget.budget import Budget, estimate
-from simpletuner.budget.device import find_device, this_cpu, torch_uses_gpus, with_measured
+from simpletuner.budget.device import find_device, this_cpu, with_measured
 from simpletuner.budget.rounds import remaining_seconds
 from simpletuner.budget.show import NO_GPU, duration
 from simpletuner.errors import Problem
@@ -23,7 +24,7 @@ def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
     why, advice = "no GPU can be used here", ""
     if device.idle:
         why, advice = f"torch cannot use the {device.idle} of this machine", " docs/INSTALL.md says what to do."
-        if not torch_uses_gpus():
+        if not devices.torch_uses_gpus():
             why, advice = (
                 f"{why}, since its CPU build is installed",
                 " Run pip uninstall torch, then pip install torch.",

@@ -70,7 +70,6 @@ def test_the_cpu_build_is_named_beside_the_gpu_that_it_cannot_use(
     published: Workspace, begun: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "query_gpu", lambda: Gpu("NVIDIA H100 PCIe", 80e9))
-    monkeypatch.setattr("simpletuner.budget.no_gpu.torch_uses_gpus", lambda: False)
     monkeypatch.setattr(device, "torch_uses_gpus", lambda: False)
     assert (find_device().name, find_device().idle) == ("CPU", "NVIDIA H100 PCIe")
     assert published.train() == 2
