@@ -249,7 +249,7 @@ def _cells(budget: Budget, each: BucketCost) -> Iterator[str]:
 
 def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if plan.is_finished:
-        yield "  nothing is left to do: this run is finished"
+        yield "  no step is left: this run is trained"
         return
     training, previews = remaining_seconds(plan, budget)
     beside = f", and {duration(previews)} for previews" if previews else ""

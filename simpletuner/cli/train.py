@@ -295,9 +295,13 @@ def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
     from simpletuner.budget.ready import weigh_plan
     from simpletuner.budget.show import show_plan
     from simpletuner.config.load import raise_if_fatal
+    from simpletuner.run.ledger import read_ledger
 
     with uncollected():
-        show_plan(*weigh_plan(arguments, problems), sys.stdout)
+        plan, budget = weigh_plan(arguments, problems)
+        show_plan(plan, budget, sys.stdout)
+    if plan.is_finished and (ledger := read_ledger(plan.output_dir)):
+        print(f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first.")
     raise_if_fatal(problems)  # a run that does not fit is refused below the numbers that show why
 
 
