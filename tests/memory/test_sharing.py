@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from simpletuner.distributed.world import World, connect
 from simpletuner.errors import UserError
 from simpletuner.memory.offload import image
-from simpletuner.world import World, connect
 from tests.processes import run_together
 
 
