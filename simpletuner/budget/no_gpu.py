@@ -8,18 +8,18 @@ from simpletuner.budget import device as devices
 from simpletuner.budget.budget import Budget, estimate
 from simpletuner.budget.device import find_device, this_cpu, with_measured
 from simpletuner.budget.rounds import remaining_seconds
-from simpletuner.budget.show import NO_GPU, duration
+from simpletuner.budget.show import MISSING_GPU, duration
 from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan
 
-PUBLISHED = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
+FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
 DAY = 86400.0
 
 
 def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
     """A warning about a published model without a GPU; `train` refuses it if consent is needed."""
     device, seconds = budget.device, sum(remaining_seconds(plan, budget))
-    if device.is_gpu or not seconds or budget.parts.transformer.parameters < PUBLISHED:
+    if device.is_gpu or not seconds or budget.parts.transformer.parameters < FULL_SIZE:
         return
     why, advice = "no GPU can be used here", ""
     if device.idle:
@@ -32,7 +32,7 @@ def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
     if needs_consent(plan, budget):
         advice += " To train on the CPU, give --yes or set i_know_what_i_am_doing."
     time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
-    yield Problem(NO_GPU, f"{why}: {time}.{advice}", fatal=False)
+    yield Problem(MISSING_GPU, f"{why}: {time}.{advice}", fatal=False)
 
 
 def needs_consent(plan: Plan, budget: Budget) -> bool:

@@ -24,7 +24,7 @@ from simpletuner.reporting.progress import in_red
 logger = logging.getLogger(__name__)
 # A longer ledger is shown only by its counts and rejected files.
 LONGEST_LEDGER = 60
-NO_GPU = "device"  # what a warning about a missing GPU names; it comes first
+MISSING_GPU = "device"  # what a warning about a missing GPU names; it comes first
 
 
 def log_plan(plan: Plan, budget: Budget) -> None:
@@ -36,14 +36,14 @@ def log_plan(plan: Plan, budget: Budget) -> None:
 
 def show_plan(plan: Plan, budget: Budget, stream: TextIO) -> None:
     """Write the whole plan as text; what comes first is red on a terminal."""
-    urgent = {str(warning) for warning in plan.warnings if warning.where == NO_GPU}
+    urgent = {str(warning) for warning in plan.warnings if warning.where == MISSING_GPU}
     for line in plan_lines(plan, budget):
         print(in_red(line, stream) if line in urgent else line, file=stream)
 
 
 def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     """The plan, line by line."""
-    urgent = [warning for warning in plan.warnings if warning.where == NO_GPU]
+    urgent = [warning for warning in plan.warnings if warning.where == MISSING_GPU]
     yield from map(str, urgent)
     yield f"{plan.spec.title} {plan.flavour.name}, {plan.config.model.model_type}"
     yield f"  model    {plan.source['transformer'].location}"

@@ -197,14 +197,14 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
 def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Say what begins, check what the plan could not, and run."""
     from simpletuner.budget.no_gpu import check_gpu, on_cpu
-    from simpletuner.budget.show import NO_GPU, start_lines
+    from simpletuner.budget.show import MISSING_GPU, start_lines
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import StateChanged
     from simpletuner.reporting.upload import prepared_destinations
     from simpletuner.run.ledger import read_ledger
 
     for warning in plan.warnings:
-        events.say(str(warning), warning=True, urgent=warning.where == NO_GPU)
+        events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
     ledger = read_ledger(plan.output_dir) if plan.is_finished and world.is_main else None

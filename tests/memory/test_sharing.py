@@ -34,7 +34,7 @@ def share(place: World, folder: Path) -> None:
         assert all(each.read_bytes().startswith(b"what") for each in wrong.glob("*"))
         # Nor do they have a folder in common: all learn it.
         if not world.is_leader:
-            image._opened = lambda path, token: None
+            image._opened = lambda path, mark: None
         with pytest.raises(UserError, match=r"The 2 processes .* \(docker run --pid=host or --ipc=host\)"):
             image.shared_by_machine(mine, world, None)
         with pytest.raises(UserError, match=r"group_offload_to_disk_path: .* is not the same folder"):
@@ -63,7 +63,7 @@ def test_processes_share_memory_also_where_they_do_not_see_each_other(tmp_path: 
         for stray in ("old", "young"):
             (tmp_path / name / f"simpletuner-offload-{stray}").touch()
         (tmp_path / name / "mine").touch()
-        past = time.time() - 2 * image.ABANDONED
+        past = time.time() - 2 * image.STRAY_SECONDS
         for each in ("simpletuner-offload-old", "mine"):
             os.utime(tmp_path / name / each, (past, past))
     run_together(2, share, tmp_path)

@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE
 PROCESSES, SHARED_MEMORY = Path("/proc"), Path("/dev/shm")
-PREFIX = "simpletuner-offload-"
-TOKEN = 16  # bytes by which a process knows the file that is meant
-ABANDONED = 3600.0  # seconds after which a name, which lives for a moment, belongs to a process that was killed
+FILES = "simpletuner-offload-"
+MARK = 16  # bytes by which a process knows the file that is meant
+STRAY_SECONDS = 3600.0  # seconds after which a name, which lives for a moment, belongs to a process that was killed
 
 
 def whole_pages(nbytes: int) -> Tensor:
@@ -130,15 +130,15 @@ Offer = Callable[[Path | None], AbstractContextManager[tuple[IO[bytes], str]]]
 def _open_together(offer: Offer, folder: Path | None, world: World) -> IO[bytes] | None:
     """The file that the first process of each machine offers; None in all processes if one of them cannot open it."""
     with ExitStack() as offered:
-        file, found, token = None, "", secrets.token_bytes(TOKEN)
+        file, found, mark = None, "", secrets.token_bytes(MARK)
         if world.is_leader:
             with writing_to(folder or SHARED_MEMORY):
                 file, found = offered.enter_context(offer(folder))
-                file.write(token)
+                file.write(mark)
                 file.flush()
-        found, token = world.gather((found, token))[world.rank - world.local_rank]
+        found, mark = world.gather((found, mark))[world.rank - world.local_rank]
         if file is None:
-            file = _opened(found, token)
+            file = _opened(found, mark)
         if all(world.gather(file is not None)):
             return file
     if file is not None:
@@ -146,12 +146,12 @@ def _open_together(offer: Offer, folder: Path | None, world: World) -> IO[bytes]
     return None
 
 
-def _opened(path: str, token: bytes) -> IO[bytes] | None:
-    """The file at a path if it begins with the token: in another container, the path may lead to something else."""
+def _opened(path: str, mark: bytes) -> IO[bytes] | None:
+    """The file at a path if it begins with the mark: in another container, the path may lead to something else."""
     with suppress(OSError):
         if Path(path).is_file():  # opening a pipe would wait
             file = Path(path).open("r+b")  # noqa: SIM115 - for the caller
-            if file.read(TOKEN) == token:
+            if file.read(MARK) == mark:
                 return file
             file.close()
     return None
@@ -168,11 +168,11 @@ def _by_descriptor(folder: Path | None) -> Iterator[tuple[IO[bytes], str]]:
 def _by_name(folder: Path | None) -> Iterator[tuple[IO[bytes], str]]:
     """A file with a random name, which only this user may open. Names that killed processes left are removed."""
     place = folder or SHARED_MEMORY
-    for stray in place.glob(f"{PREFIX}*"):
+    for stray in place.glob(f"{FILES}*"):
         with suppress(OSError):
-            if time.time() - stray.stat().st_mtime > ABANDONED and stray.stat().st_uid == os.geteuid():
+            if time.time() - stray.stat().st_mtime > STRAY_SECONDS and stray.stat().st_uid == os.geteuid():
                 stray.unlink()
-    number, name = tempfile.mkstemp(prefix=PREFIX, dir=place)
+    number, name = tempfile.mkstemp(prefix=FILES, dir=place)
     try:
         yield os.fdopen(number, "w+b"), name
     finally:
@@ -182,8 +182,8 @@ def _by_name(folder: Path | None) -> Iterator[tuple[IO[bytes], str]]:
 def _unnamed_file(folder: Path | None) -> IO[bytes]:
     """A file on a disk or in memory that ends with the processes that have it open."""
     if folder is None:
-        return os.fdopen(os.memfd_create(PREFIX.strip("-")), "w+b")
-    return tempfile.TemporaryFile(dir=folder, prefix=PREFIX)
+        return os.fdopen(os.memfd_create(FILES.strip("-")), "w+b")
+    return tempfile.TemporaryFile(dir=folder, prefix=FILES)
 
 
 def _write(flat: Tensor, file: IO[bytes]) -> None:
