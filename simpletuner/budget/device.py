@@ -208,10 +208,8 @@ def this_cpu(idle: str = "") -> Device:
 def torch_uses_gpus() -> bool:
     """Whether the installed torch was built for GPUs, as its version.py tells without an import; assumed otherwise."""
     torch = importlib.util.find_spec("torch")
-    try:
-        text = Path(torch.origin).with_name("version.py").read_text() if torch and torch.origin else ""
-    except OSError:
-        text = ""
+    file = Path(torch.origin).with_name("version.py") if torch and torch.origin else Path()
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     values = re.findall(r"^(?:cuda|hip|xpu)\b.*= (.+)", text, re.MULTILINE)
     return not values or set(values) != {"None"}
 

@@ -84,13 +84,8 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
             # Tiled latents have separate cache entries, so the missing ones are listed again.
             budget = replace(make_budget(chosen, device), decisions=budget.decisions)
         plan = chosen
-    found = [
-        *check_decoding(budget),
-        *check_fit(budget),
-        *check_ways(budget),
-        *check_disk(plan, find_writings(plan, budget)),
-    ]
-    found += check_products_here(plan.config)
+    found = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
+    found += [*check_disk(plan, find_writings(plan, budget)), *check_products_here(plan.config)]
     problems.extend(found)
     return replace(plan, warnings=[*plan.warnings, *(each for each in found if not each.fatal)]), budget
 
@@ -99,15 +94,14 @@ def with_strips(budget: Budget) -> Budget:
     """Decode previews in strips where `check_decoding` has doubts or they fit only so, unless the user chose how."""
     if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
         return budget
-    config, auto = budget.config.with_values({DECODING: "strips"}, BY_SIZE), budget.config.offload.offload == "auto"
+    config = budget.config.with_values({DECODING: "strips"}, BY_SIZE)
     strips = estimate(config, budget.parts, budget.workload, budget.device, budget.listing)
-    only_so = _lacks_room(budget) and not _lacks_room(strips) and not auto  # which has more to choose from
+    whole, lean = (
+        any(shortage(each, budget.device) for each in found.phases if each.name == PREVIEWS)
+        for found in (budget, strips)
+    )
+    only_so = whole and not lean and config.offload.offload != "auto"  # which has more to choose from
     return strips if only_so or any(check_decoding(budget)) else budget
-
-
-def _lacks_room(budget: Budget) -> bool:
-    """Whether previews do not fit."""
-    return any(phase.name == PREVIEWS and shortage(phase, budget.device) for phase in budget.phases)
 
 
 def check_decoding(budget: Budget) -> Iterator[Problem]:
@@ -116,9 +110,7 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
     loads = {each.label: VaeLoad(1, each.frames, each.width, each.height) for each in sizes}
     numbers = {label: budget.parts.cost.vae_upsampled(budget.parts.vae, load) for label, load in loads.items()}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
-        message = (
-            f"'whole': {', '.join(large)} upsamples 2**31 numbers or more at once, which kernels of torch get wrong;"
-        )
+        message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
         yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
 
 

@@ -112,16 +112,14 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
     """
     from simpletuner.budget.no_gpu import check_gpu, needs_consent
 
-    slow = list(check_gpu(plan, budget))
-    if not slow:
-        return plan
-    with uncollected():
-        import torch
+    if slow := list(check_gpu(plan, budget)):
+        with uncollected():
+            import torch
 
-    if torch.accelerator.is_available():
-        return replace(plan, warnings=[each for each in plan.warnings if each not in slow])
-    if needs_consent(plan, budget) and not yes:
-        raise ConfigError(replace(each, fatal=True) for each in slow)
+        if torch.accelerator.is_available():
+            return replace(plan, warnings=[each for each in plan.warnings if each not in slow])
+        if needs_consent(plan, budget) and not yes:
+            raise ConfigError(replace(each, fatal=True) for each in slow)
     return plan
 
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -99,22 +99,19 @@ def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor
         UserError: the processes see neither each other nor the same folder.
         DiskFullError: no space left in the folder.
     """
-    for offer in (_by_descriptor, _by_name):
-        file = _open_together(offer, folder, world)
-        if file is None:
-            continue
-        with file:
-            if world.is_leader:
-                with writing_to(folder or SHARED_MEMORY):
-                    _write(flat, file)
-            world.barrier()
-            return _mapped(file, flat, shared=True)
-    if folder is not None:
-        raise UserError(f"group_offload_to_disk_path: {str(folder)!r} is not the same folder for all processes.")
-    raise UserError(
-        f"The {world.local_size} processes of this machine cannot share memory: they see neither each other in /proc "
-        f"nor the same {SHARED_MEMORY}. Let their containers share one of them (docker run --pid=host or --ipc=host)."
-    )
+    file = _open_together(world, folder, named=False) or _open_together(world, folder, named=True)
+    if file is None:
+        place = f"group_offload_to_disk_path {str(folder)!r}" if folder else f"{SHARED_MEMORY} (docker run --ipc=host)"
+        raise UserError(
+            f"The {world.local_size} processes of this machine cannot share weights: they see neither each other in "
+            f"/proc nor the same files. Let their containers share process IDs (docker run --pid=host), or {place}."
+        )
+    with file:
+        if world.is_leader:
+            with writing_to(folder or SHARED_MEMORY):
+                _write(flat, file)
+        world.barrier()
+        return _mapped(file, flat, shared=True)
 
 
 def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
@@ -123,22 +120,24 @@ def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
         WeightImage(modules, lambda image, flat: shared_by_machine(flat, world, None))
 
 
-# A file of the first process of a machine, and where the others find it.
-Offer = Callable[[Path | None], AbstractContextManager[tuple[IO[bytes], str]]]
+def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[bytes] | None:
+    """A file of the first process of each machine; None in all processes if one of them cannot open it.
 
-
-def _open_together(offer: Offer, folder: Path | None, world: World) -> IO[bytes] | None:
-    """The file that the first process of each machine offers; None in all processes if one of them cannot open it."""
-    with ExitStack() as offered:
-        file, found, mark = None, "", secrets.token_bytes(MARK)
+    Args:
+        named: it has a name meanwhile; otherwise the others open it through the first process in /proc.
+    """
+    file, path, mark = None, "", secrets.token_bytes(MARK)
+    with ExitStack() as names:
         if world.is_leader:
             with writing_to(folder or SHARED_MEMORY):
-                file, found = offered.enter_context(offer(folder))
+                file = _named_file(folder or SHARED_MEMORY) if named else _unnamed_file(folder)
+                path = str(file.name) if named else f"{PROCESSES}/{os.getpid()}/fd/{file.fileno()}"
+                if named:
+                    names.callback(os.unlink, path)
                 file.write(mark)
                 file.flush()
-        found, mark = world.gather((found, mark))[world.rank - world.local_rank]
-        if file is None:
-            file = _opened(found, mark)
+        path, mark = world.gather((path, mark))[world.rank - world.local_rank]
+        file = file or _opened(path, mark)
         if all(world.gather(file is not None)):
             return file
     if file is not None:
@@ -157,26 +156,13 @@ def _opened(path: str, mark: bytes) -> IO[bytes] | None:
     return None
 
 
-@contextmanager
-def _by_descriptor(folder: Path | None) -> Iterator[tuple[IO[bytes], str]]:
-    """A file without a name, which other processes open through that of this process."""
-    file = _unnamed_file(folder)
-    yield file, f"{PROCESSES}/{os.getpid()}/fd/{file.fileno()}"
-
-
-@contextmanager
-def _by_name(folder: Path | None) -> Iterator[tuple[IO[bytes], str]]:
+def _named_file(folder: Path) -> IO[bytes]:
     """A file with a random name, which only this user may open. Names that killed processes left are removed."""
-    place = folder or SHARED_MEMORY
-    for stray in place.glob(f"{FILES}*"):
+    for stray in folder.glob(f"{FILES}*"):
         with suppress(OSError):
             if time.time() - stray.stat().st_mtime > STRAY_SECONDS and stray.stat().st_uid == os.geteuid():
                 stray.unlink()
-    number, name = tempfile.mkstemp(prefix=FILES, dir=place)
-    try:
-        yield os.fdopen(number, "w+b"), name
-    finally:
-        Path(name).unlink(missing_ok=True)
+    return cast(IO[bytes], tempfile.NamedTemporaryFile(dir=folder, prefix=FILES, delete=False))
 
 
 def _unnamed_file(folder: Path | None) -> IO[bytes]:

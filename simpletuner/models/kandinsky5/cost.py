@@ -123,9 +123,6 @@ IMAGE_COST = FamilyCost(
     picture_tokens=picture_tokens,
 )
 VIDEO_COST = replace(
-    IMAGE_COST,
-    vae_parameters=HUNYUAN_VAE,
-    vae_encode=video_vae_encode,
-    vae_decode=video_vae_decode,
+    IMAGE_COST, vae_parameters=HUNYUAN_VAE, vae_encode=video_vae_encode, vae_decode=video_vae_decode,
     vae_upsampled=video_vae_upsampled,
-)
+)  # fmt: skip
