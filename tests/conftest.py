@@ -88,6 +88,7 @@ def make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans be judged by their settings and not by the memory of whoever runs the tests."""
     monkeypatch.setattr("simpletuner.budget.device.host_memory", lambda: 1e12)
     monkeypatch.setattr("simpletuner.budget.device.query_gpu", lambda: None)
+    monkeypatch.setattr("simpletuner.budget.device.torch_uses_gpus", lambda: True)  # whatever build is installed here
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,8 @@ CAPTIONS, LOADING, PREVIEWS = "encoding captions", "loading the transformer", "r
 TEXT_ACTIVATIONS = 0.03
 # Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
 STREAMED_TEXT = 0.3
+# Of a clip's decoding, what cuDNN may take beside it for 3D convolutions: 20 to 40 %, assumed.
+WORKSPACE = 0.3
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,8 @@ def _preview_peak(config: RunConfig, parts: Parts, workload: Workload, setup: Tr
     if how == "tiles":
         picture = replace(picture, tiled=True, tile=TILE)
     size = BYTES["fp32" if parts.spec.defaults.get("vae_dtype") == "fp32" else setup.dtype]
-    decoding = vae + parts.cost.vae_decode(parts.vae, picture) * size
+    workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
+    decoding = vae + parts.cost.vae_decode(parts.vae, picture) * size * (1 + workspace)
     if config.offload.enable_model_cpu_offload:  # the VAE and the transformer take turns
         return max(sampling, decoding)
     return max(sampling + vae, decoding + weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -66,6 +67,9 @@ SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
 DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
 # Bytes in use on an idle device are the driver's, and part of that; they differ a little from machine to machine.
 IDLE = 0.5e9
+# NCCL's buffers on a device (bytes), not measured: 16 channels with four connections, of a ring and a tree, with 4, 4.7
+# and 0.5 MiB for its protocols. The sizes are the defaults in its source; the number of channels depends on the links.
+NCCL_BUFFERS = 16 * 4 * 9.2 * 2**20
 # Softmax attention, forward and backward, reaches about this share of the rate of matrix products.
 ATTENTION_SHARE = 0.55
 
@@ -93,6 +97,8 @@ class Device:
         note: which of the rates are assumed or measured, for the plan.
         taken: bytes of its memory that other programs use now.
         users: these programs, as far as the driver names them.
+        idle: the GPU of this machine that torch cannot use.
+        buffers: bytes that NCCL takes; 0 for one process.
     """
 
     name: str
@@ -103,13 +109,15 @@ class Device:
     note: str
     taken: float = 0.0
     users: str = ""
+    idle: str = ""
+    buffers: float = 0.0
 
     @property
     def usable(self) -> float | None:
         """Bytes that a run can use; None if unknown."""
         if self.memory is None or not self.is_gpu:
             return self.memory
-        return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD - self.taken
+        return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD - self.taken - self.buffers
 
 
 def _rates(tflops: float, memory_tb: float, transfer_gb: float) -> Rates:
@@ -181,15 +189,29 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
         # Without a GPU here, the run will be on another machine, whose host memory is unknown.
         memory, rates = planned_gigabytes * 2**30, rates_of(like)
         return Device(name, memory, host if gpu else None, True, rates, f"as fast as {like}, assumed")
-    if gpu:
+    if gpu and torch_uses_gpus():
         # Processes that a launcher started must decide alike, and hold memory of the device themselves by now.
         taken = gpu.taken if launched(os.environ) is None else 0.0
         users = query_users() if taken else ""
         device = Device(gpu.name, gpu.memory, host, True, rates_of(gpu.name), "rates assumed", taken, users)
     else:
-        flops = usable_cores() * CORE_FLOPS
-        device = Device("CPU", host, host, False, Rates(flops, flops, CPU_BYTES, CPU_BYTES), "rates assumed")
+        device = this_cpu(idle=gpu.name if gpu else "")
     return with_measured(device, output_dir) if output_dir else device
+
+
+def this_cpu(idle: str = "") -> Device:
+    """The processor of this machine, with the name of a GPU that torch cannot use."""
+    host, flops = host_memory(), usable_cores() * CORE_FLOPS
+    return Device("CPU", host, host, False, Rates(flops, flops, CPU_BYTES, CPU_BYTES), "rates assumed", idle=idle)
+
+
+def torch_uses_gpus() -> bool:
+    """Whether the installed torch was built for GPUs, as its version.py tells without an import; assumed otherwise."""
+    torch = importlib.util.find_spec("torch")
+    file = Path(torch.origin).with_name("version.py") if torch and torch.origin else Path()
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    values = re.findall(r"^(?:cuda|hip|xpu)\b.*= (.+)", text, re.MULTILINE)
+    return not values or set(values) != {"None"}
 
 
 def rates_of(name: str) -> Rates:

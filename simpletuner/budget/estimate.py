@@ -24,7 +24,9 @@ from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 AVERAGE = 4.0  # bytes per number of the moving average: float32
 # Bytes per number of the widest layer that quantised products add to the peak, as metered: float32 copies and sums.
 PRODUCT = 4.5
-GATHERED = 2  # blocks that FSDP2 has whole: one computes while the next is gathered, or the last one's gradients leave
+# Blocks in FSDP2's buffers beside the one that computes. What was gathered for it is kept until the next arrives, in
+# memory of another stream; gradients are copied to be summed (torch 2.13, `FSDPParamGroup.wait_for_unshard`).
+GATHERED, SCATTERED = 2, 1
 BUNDLE = 1 << 24  # numbers that an average is updated with at a time, unless one weight has more
 SHARD = 5e9  # bytes of the files that a full model is saved in, each assembled in host memory
 
@@ -221,8 +223,9 @@ def gathered_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:
     if not setup.sharded:
         return 0.0
     blocks, rest = cost.block_bytes(setup.dtype, quantised=0.0), cost.rest_bytes(setup.dtype)
-    few = rest + min(sum(blocks), GATHERED * max(blocks))
-    return (few if setup.reshards else rest + sum(blocks)) + (few if setup.is_full else 0.0)
+    one, buffer = rest + max(blocks), max(blocks)
+    gradients = one + SCATTERED * buffer if setup.is_full else 0.0
+    return (one if setup.reshards else rest + sum(blocks)) + GATHERED * buffer + gradients
 
 
 def streamed_bytes(cost: TransformerCost, setup: TrainingSetup) -> float:

@@ -39,6 +39,7 @@ class Parts:
         assumed: parts that are not on this machine, so that the published checkpoint's dimensions are used.
         techniques: those in use, which may add memory and time to a step.
         trains: whether anything is trained; otherwise previews are all there is.
+        on_gpu: whether cuDNN computes.
         lora_bytes: of the further LoRAs that previews are rendered with.
     """
 
@@ -53,6 +54,7 @@ class Parts:
     trains: bool = True
     lora_bytes: int = 0
     text_dropped: int = 0
+    on_gpu: bool = False
 
     @property
     def cost(self) -> FamilyCost:
@@ -137,6 +139,7 @@ def parts_of(plan: Plan, device: Device) -> Parts:
         plan.spec, transformer, plan.lora_targets, vae or {}, vae_parameters,
         sum(counts) if all(counts) else cost.text_parameters, tuple(assumed), plan.techniques, bool(plan.trained),
         plan.lora_bytes, _dropped_parameters(plan, encoders if all(counts) else ()),
+        device.is_gpu,
     )  # fmt: skip
 
 

@@ -7,20 +7,25 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simpletuner.budget.budget import Budget, make_budget
-from simpletuner.budget.device import compute_capability, count_gpus, find_device
+from simpletuner.budget.budget import PREVIEWS, Budget, estimate, make_budget, shortage
+from simpletuner.budget.device import NCCL_BUFFERS, compute_capability, count_gpus, find_device
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.fit import check_fit, choose
+from simpletuner.budget.no_gpu import check_gpu
 from simpletuner.budget.ways import check_ways
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.json_files import check_unset
-from simpletuner.config.load import RunConfig, raise_if_fatal
+from simpletuner.config.load import BY_SIZE, RunConfig, raise_if_fatal
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem
+from simpletuner.models.cost import VaeLoad
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
 
+DECODING = "validation_decoding"
+# torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
+MOST_UPSAMPLED = 2**31
 FEATURE_SHARE = 0.2  # of the free space, at most, for features with `crepa_cache auto`
 
 
@@ -55,13 +60,19 @@ def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
     Raises:
         ConfigError: other problems prevent a plan.
     """
-    return weigh(make_plan(arguments, problems), problems)
+    plan, budget = weigh(make_plan(arguments, problems), problems)
+    slow = list(check_gpu(plan, budget))
+    problems.extend(slow)
+    return replace(plan, warnings=[*slow, *plan.warnings]), budget
 
 
 def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
     """The same for a plan that is there already."""
     device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
-    budget = make_budget(plan, device)
+    if plan.config.launch.num_processes > 1:
+        device = replace(device, buffers=NCCL_BUFFERS)
+    budget = with_strips(make_budget(plan, device))
+    plan = replace(plan, config=budget.config)
     features = feature_costs(plan.spec, budget.listing).stored
     if features and plan.config.crepa.crepa_cache == "auto" and features > feature_room(plan):
         plan = replace(plan, config=plan.config.with_values({"crepa_cache": "off"}, "chosen by crepa_cache auto"))
@@ -73,10 +84,34 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
             # Tiled latents have separate cache entries, so the missing ones are listed again.
             budget = replace(make_budget(chosen, device), decisions=budget.decisions)
         plan = chosen
-    found = [*check_fit(budget), *check_ways(budget), *check_disk(plan, find_writings(plan, budget))]
-    found += check_products_here(plan.config)
+    found = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
+    found += [*check_disk(plan, find_writings(plan, budget)), *check_products_here(plan.config)]
     problems.extend(found)
     return replace(plan, warnings=[*plan.warnings, *(each for each in found if not each.fatal)]), budget
+
+
+def with_strips(budget: Budget) -> Budget:
+    """Decode previews in strips where `check_decoding` has doubts or they fit only so, unless the user chose how."""
+    if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
+        return budget
+    config = budget.config.with_values({DECODING: "strips"}, BY_SIZE)
+    strips = estimate(config, budget.parts, budget.workload, budget.device, budget.listing)
+    whole, lean = (
+        any(shortage(each, budget.device) for each in found.phases if each.name == PREVIEWS)
+        for found in (budget, strips)
+    )
+    only_so = whole and not lean and config.offload.offload != "auto"  # which has more to choose from
+    return strips if only_so or any(check_decoding(budget)) else budget
+
+
+def check_decoding(budget: Budget) -> Iterator[Problem]:
+    """Whether previews are small enough for torch to decode them whole."""
+    sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
+    loads = {each.label: VaeLoad(1, each.frames, each.width, each.height) for each in sizes}
+    numbers = {label: budget.parts.cost.vae_upsampled(budget.parts.vae, load) for label, load in loads.items()}
+    if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
+        message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
+        yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
 
 
 def check_products_here(config: RunConfig) -> Iterator[Problem]:

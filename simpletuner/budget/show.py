@@ -19,10 +19,12 @@ from simpletuner.data.sample import LedgerEntry
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated
 from simpletuner.redaction import redact_settings
+from simpletuner.reporting.progress import in_red
 
 logger = logging.getLogger(__name__)
 # A longer ledger is shown only by its counts and rejected files.
 LONGEST_LEDGER = 60
+MISSING_GPU = "device"  # what a warning about a missing GPU names; it comes first
 
 
 def log_plan(plan: Plan, budget: Budget) -> None:
@@ -33,13 +35,16 @@ def log_plan(plan: Plan, budget: Budget) -> None:
 
 
 def show_plan(plan: Plan, budget: Budget, stream: TextIO) -> None:
-    """Write the whole plan as text."""
+    """Write the whole plan as text; what comes first is red on a terminal."""
+    urgent = {str(warning) for warning in plan.warnings if warning.where == MISSING_GPU}
     for line in plan_lines(plan, budget):
-        print(line, file=stream)
+        print(in_red(line, stream) if line in urgent else line, file=stream)
 
 
 def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     """The plan, line by line."""
+    urgent = [warning for warning in plan.warnings if warning.where == MISSING_GPU]
+    yield from map(str, urgent)
     yield f"{plan.spec.title} {plan.flavour.name}, {plan.config.model.model_type}"
     yield f"  model    {plan.source['transformer'].location}"
     yield f"  output   {plan.output_dir}"
@@ -61,10 +66,10 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield from _preview_lines(plan)
     yield ""
     yield from budget_lines(plan, budget, find_writings(plan, budget))
-    if plan.warnings:
+    if len(plan.warnings) > len(urgent):
         yield ""
         yield "Warnings:"
-        yield from (f"  {warning}" for warning in plan.warnings)
+        yield from (f"  {warning}" for warning in plan.warnings if warning not in urgent)
 
 
 def _length_lines(plan: Plan) -> Iterator[str]:
@@ -244,7 +249,7 @@ def _cells(budget: Budget, each: BucketCost) -> Iterator[str]:
 
 def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if plan.is_finished:
-        yield "  nothing is left to do: this run is finished"
+        yield "  no step is left: this run is trained"
         return
     training, previews = remaining_seconds(plan, budget)
     beside = f", and {duration(previews)} for previews" if previews else ""

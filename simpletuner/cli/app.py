@@ -95,12 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _complain_about_problems(error: ConfigError) -> int:
     """All problems as a list, warnings first, so that what must be fixed comes last."""
+    from simpletuner.reporting.progress import in_red
+
     for problem in error.problems:
         if not problem.fatal:
             print(redact(f"warning: {problem}"), file=sys.stderr)
     fatal = [problem for problem in error.problems if problem.fatal]
     for problem in fatal:
-        print(redact(f"error: {problem}"), file=sys.stderr)
+        print(in_red(redact(f"error: {problem}"), sys.stderr), file=sys.stderr)
     return _complain(
         f"{len(fatal)} problem{'s' if len(fatal) > 1 else ''} to fix; nothing was started.", error.exit_code
     )

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,7 +53,7 @@ Cached = Annotated[bool, typer.Option("--cached", help="Take the files of remote
 def train(
     context: typer.Context,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "--dry_run", help="Check everything, print the plan, start nothing.")
+        bool, typer.Option("--dry-run", "--dry_run", help="Check all, print the plan, start nothing.")
     ] = False,
     page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run.")] = False,
     page_port: Annotated[
@@ -60,6 +61,7 @@ def train(
         typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535),
     ] = None,
     no_auth: Annotated[bool, typer.Option("--no-auth", "--no_auth", help="Let all local users use the page.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Even days on a CPU.")] = False,
     replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the step that left FOLDER.")] = None,
     bisect: Annotated[bool, typer.Option("--bisect", help="With --replay: find the sample at fault.")] = False,
 ) -> None:
@@ -90,15 +92,35 @@ def train(
     if place is None:
         with uncollected():
             plan, budget = ready_plan(arguments, problems)
+        plan = agreed(plan, budget, yes=yes)
         if plan.config.launch.num_processes > 1:
             paged = [f"--page-port={port}", *(["--no-auth"] if no_auth else [])] if port else []
-            start_processes(plan, ["train", *context.args, *paged])
+            start_processes(plan, ["train", *context.args, *paged, *(["--yes"] if yes else [])])
         else:
-            _train(World(), plan, budget, take_page)
+            _train(World(), plan, budget, take_page, yes=yes)
         return
     with joined(place, start_limit(arguments)) as world:
         plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed), problems))
-        _train(world, plan, budget, take_page)
+        _train(world, agreed(plan, budget, yes=yes), budget, take_page, yes=yes)
+
+
+def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
+    """The plan, if it needs no consent to train on a CPU or has it. Torch may know a GPU that the plan did not find.
+
+    Raises:
+        ConfigError: it needs consent.
+    """
+    from simpletuner.budget.no_gpu import check_gpu, needs_consent
+
+    if slow := list(check_gpu(plan, budget)):
+        with uncollected():
+            import torch
+
+        if torch.accelerator.is_available():
+            return replace(plan, warnings=[each for each in plan.warnings if each not in slow])
+        if needs_consent(plan, budget) and not yes:
+            raise ConfigError(replace(each, fatal=True) for each in slow)
+    return plan
 
 
 def start_limit(arguments: Arguments) -> float:
@@ -125,7 +147,7 @@ def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect:
             raise typer.Exit(1)
 
 
-def _train(world: World, plan: Plan, budget: Budget, take_page: Callable[[], ServePage] | None) -> None:
+def _train(world: World, plan: Plan, budget: Budget, take_page: Callable[[], ServePage] | None, *, yes: bool) -> None:
     """Train in this process, and serve the page of the run."""
     from simpletuner.budget.show import log_plan
     from simpletuner.reporting.log import setup_logging
@@ -139,7 +161,7 @@ def _train(world: World, plan: Plan, budget: Budget, take_page: Callable[[], Ser
         _recorded_events(plan, world) as events,
         serve_page(plan.output_dir, events) if serve_page else nullcontext(),
     ):
-        _run(plan, budget, events, world)
+        _run(plan, budget, events, world, yes=yes)
 
 
 @contextmanager
@@ -170,16 +192,17 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
         yield shared_events(events, world, plan.length.total_steps, stack)
 
 
-def _run(plan: Plan, budget: Budget, events: EventStream, world: World) -> None:
+def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Say what begins, check what the plan could not, and run."""
-    from simpletuner.budget.show import start_lines
+    from simpletuner.budget.no_gpu import check_gpu, on_cpu
+    from simpletuner.budget.show import MISSING_GPU, start_lines
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import StateChanged
     from simpletuner.reporting.upload import prepared_destinations
     from simpletuner.run.ledger import read_ledger
 
     for warning in plan.warnings:
-        events.say(str(warning), warning=True)
+        events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
     ledger = read_ledger(plan.output_dir) if plan.is_finished and world.is_main else None
@@ -200,9 +223,17 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World) -> None:
     events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
     # torch is imported here, after every check that is quick without it.
     with events.phase("Loading torch", stage="init_torch"), uncollected():
-        from simpletuner.run.train import run_plan
+        import torch
+
+        from simpletuner.run.train import announced_end, run_plan
 
         load_adapter(plan.spec)
+    if budget.device.is_gpu and not torch.accelerator.is_available():
+        budget = on_cpu(plan, budget)
+        for warning in check_gpu(plan, budget):
+            events.say(str(warning), warning=True, urgent=True)
+        with announced_end(events, plan.length.total_steps, world):
+            agreed(plan, budget, yes=yes)
     run_plan(plan, budget, events, destinations=places, world=world)
 
 
@@ -262,9 +293,13 @@ def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
     from simpletuner.budget.ready import weigh_plan
     from simpletuner.budget.show import show_plan
     from simpletuner.config.load import raise_if_fatal
+    from simpletuner.run.ledger import read_ledger
 
     with uncollected():
-        show_plan(*weigh_plan(arguments, problems), sys.stdout)
+        plan, budget = weigh_plan(arguments, problems)
+        show_plan(plan, budget, sys.stdout)
+    if plan.is_finished and (ledger := read_ledger(plan.output_dir)):
+        print(f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first.")
     raise_if_fatal(problems)  # a run that does not fit is refused below the numbers that show why
 
 

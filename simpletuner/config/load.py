@@ -37,7 +37,8 @@ SENDING = ("Publishing", "Webhooks")
 FAMILY_DEFAULT = "family default"
 FAMILY_FIXED = "fixed by the family"
 CHOSEN = "chosen by offload auto"
-NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN)
+BY_SIZE = "chosen by the size of previews"
+NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE)
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ VARIABLES = (
         "none",
     ),
     Variable(("SIMPLETUNER_LOG_LEVEL",), "DEBUG, INFO, WARNING or ERROR on the terminal.", "INFO"),
+    Variable(("NO_COLOR",), "If set, nothing is printed in red."),
     Variable(("OMP_NUM_THREADS",), "Compute threads on a CPU, if `torch_num_threads` is larger.", "all cores"),
     Variable(
         ("SIMPLETUNER_ALLOW_MODIFYING_BSZ",), "1 allows another `train_batch_size` when a run is resumed.", "0"

@@ -524,6 +524,7 @@ class ValidationConfig(Group):
         "whole",
         "How previews are decoded: `strips` of rows take less memory and change only the rounding; `tiles` take least, "
         "but change pixels slightly at their seams. Caches are not affected.",
+        default_note="`whole`; `strips` for clips that are too large for torch or the GPU",
     )
     validation_torch_compile: Flag = option(False, "Use compiled blocks in previews too, if training compiles them.")
 

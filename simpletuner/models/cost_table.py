@@ -85,6 +85,7 @@ class FamilyCost:
         head_parameters, vision_parameters: of those, what is dropped once it is loaded; the vision tower only where
             prompts hold no picture.
         vae_encode, vae_decode: (the VAE's config, its load) -> numbers alive at the peak.
+        vae_upsampled: likewise, the numbers that decoding upsamples at once.
         prompt_layer: the layer that reads text embeddings, and so has their width.
         picture_tokens: (width, height) of a source picture -> text tokens that it takes in a prompt that holds it.
         guided_together: guidance runs both prompts in one batch instead of one after the other.
@@ -100,6 +101,7 @@ class FamilyCost:
     vae_encode: Callable[[Mapping[str, object], VaeLoad], float]
     vae_decode: Callable[[Mapping[str, object], VaeLoad], float]
     prompt_layer: str
+    vae_upsampled: Callable[[Mapping[str, object], VaeLoad], int] = field(default=lambda settings, load: 0)
     picture_tokens: Callable[[int, int], int] = field(default=lambda width, height: 0)
     head_parameters: int = 0
     vision_parameters: int = 0

@@ -157,10 +157,11 @@ class Uploaded:
 
 @dataclass(frozen=True)
 class Notice:
-    """A line for people; a `warning` deserves attention."""
+    """A line for people; a `warning` deserves attention, an `urgent` one before anything else."""
 
     text: str
     warning: bool = False
+    urgent: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,9 +235,9 @@ class EventStream:
             for subscriber in self._subscribers:
                 subscriber(event)
 
-    def say(self, text: str, *, warning: bool = False) -> None:
+    def say(self, text: str, *, warning: bool = False, urgent: bool = False) -> None:
         """Publish a line for people; see `Notice`."""
-        self.publish(Notice(text, warning))
+        self.publish(Notice(text, warning, urgent))
 
     @contextmanager
     def phase(

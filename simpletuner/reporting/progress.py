@@ -58,12 +58,22 @@ def make_display(stream: TextIO | None = None) -> Display:
     """The live display on a terminal, plain lines elsewhere."""
     stream = stream or sys.stdout
     lasting = LastingStream(stream)
-    if stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+    if is_screen(stream):
         # Importing rich takes a tenth of a second, which `--dry-run | less` need not spend.
         from simpletuner.reporting.terminal import LiveDisplay
 
         return LiveDisplay(lasting)
     return PlainDisplay(lasting)
+
+
+def is_screen(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that moves its cursor and shows colours."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def in_red(text: str, stream: TextIO) -> str:
+    """The text in red where the stream shows colours and NO_COLOR does not forbid them (https://no-color.org)."""
+    return f"\x1b[31m{text}\x1b[0m" if is_screen(stream) and not os.environ.get("NO_COLOR") else text
 
 
 class LastingStream:

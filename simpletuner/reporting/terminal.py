@@ -28,6 +28,7 @@ from simpletuner.reporting.events import (
     ENDED,
     SHOWN,
     Event,
+    Notice,
     PhaseAdvanced,
     PhaseEnded,
     PhaseStarted,
@@ -81,6 +82,8 @@ class LiveDisplay:
                 pass  # the panel follows the pace
             case StateChanged():
                 self._change(event)
+            case Notice(urgent=True):
+                self._print(Text(line_of(event), style="red"))
             case _:
                 self._print(Text(line_of(event)))
 

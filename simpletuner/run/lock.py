@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -73,6 +74,11 @@ class Owner:
             return True
         return not is_alive(self.pid) or self.started != start_of(self.pid)
 
+    @property
+    def counts_elsewhere(self) -> bool:
+        """Whether the process is one of another machine that shows in its lock that it lives."""
+        return self.beat != Owner.beat and self.host != socket.gethostname()
+
     def __str__(self) -> str:
         age = clock(max(0.0, time.time() - self.since))
         return f"process {self.pid} on {self.host} (`{self.command}`, started {age} ago)"
@@ -123,25 +129,26 @@ def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
             return
 
 
-def create(path: Path, content: bytes) -> bool:
-    """Create the lock with its content atomically; False if there is one already."""
+def create(path: Path, content: bytes, mode: int = 0o666) -> bool:
+    """Create a file, such as the lock, with its content atomically; False if there is one already."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_bytes(content)
+    with open(draft, "wb", opener=partial(os.open, mode=mode)) as file:
+        file.write(content)
     try:
         os.link(draft, path)  # unlike a rename it fails if the name exists
     except FileExistsError:
         return False
     except OSError:  # a file system without links
-        return create_in_place(path, content)
+        return create_in_place(path, content, mode)
     finally:
         draft.unlink()
     return True
 
 
-def create_in_place(path: Path, content: bytes) -> bool:
-    """Create the lock, then write its content; a kill in between leaves a lock that the user must delete."""
+def create_in_place(path: Path, content: bytes, mode: int = 0o666) -> bool:
+    """Create a file, then write its content; a kill in between leaves a lock that the user must delete."""
     try:
-        with path.open("xb") as file:
+        with open(path, "xb", opener=partial(os.open, mode=mode)) as file:
             file.write(content)
     except FileExistsError:
         return False
@@ -157,7 +164,7 @@ def take_over(path: Path, content: bytes) -> bool:
     with suppress(FileNotFoundError):
         seen = path.read_bytes()
         owner = read_owner(path, seen)
-        if owner.beat != Owner.beat and owner.host != socket.gethostname():
+        if owner.counts_elsewhere:
             refuse_if_it_counts(path, seen)
         else:
             refuse_if_in_use(path, owner)

@@ -202,7 +202,8 @@ def refuse_if_busy(run: Run) -> None:
         Refusal: 409.
     """
     try:
-        if (owner := run.owner) is not None:
+        # A silent lock of another machine is left to the new process, which watches it and may take it over.
+        if (owner := run.owner) is not None and not owner.counts_elsewhere:
             refuse_if_in_use(run.folder / LOCK_FILE, owner)
         is_active = run.judge()[0] in ACTIVE
     except (UserError, OSError) as error:

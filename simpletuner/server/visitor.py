@@ -16,6 +16,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from simpletuner.errors import UserError
+from simpletuner.run.lock import create
 
 End = tuple[str, int]
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
@@ -85,8 +86,10 @@ def _kept_token(file: Path | None) -> tuple[str, str]:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         path = file or state / "simpletuner" / "page-token"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), open(path, "x", opener=_open_privately) as new:
-            new.write(secrets.token_urlsafe(32))
+        if not path.exists():
+            create(
+                path, secrets.token_urlsafe(32).encode(), mode=0o600
+            )  # another server may do so now: the first counts
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8", errors="replace").strip()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         hint = f"name a file with --token-file, or set {VARIABLE}"
@@ -94,7 +97,3 @@ def _kept_token(file: Path | None) -> tuple[str, str]:
     if os.name == "posix" and mode & 0o077:
         raise UserError(f"others can read the token in {path} (mode {mode & 0o777:04o}): chmod 600 {path}")
     return text, str(path)
-
-
-def _open_privately(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -104,6 +105,15 @@ def test_auto_trains_to_the_same_losses(tmp_path: Path, t2i_checkpoint: Path, ca
         assert run.train() == 0
     assert "offload auto: " in capsys.readouterr().out
     assert runs[0].metrics() == runs[1].metrics()
+
+
+def test_several_processes_leave_room_for_the_buffers_of_nccl(workspace: Workspace, capsys: Capture) -> None:
+    usable = []
+    for count in (1, 2, 8):
+        assert workspace.run("plan", "--json", "--device-memory=24", f"--devices={count}") == 0
+        usable.append(json.loads(capsys.readouterr().out)["device"]["usable"])
+    assert usable[0] - usable[1] == pytest.approx(0.617e9, rel=1e-3), "16 channels, 4 connections, 9.2 MiB"
+    assert usable[2] == usable[1]
 
 
 @pytest.mark.parametrize(("free", "outcome"), [(1e12, "fits"), (1e6, "warning"), (1e5, "error")])

@@ -107,6 +107,11 @@ def test_a_part_is_slower() -> None:
     assert rates_of(LARGE).transfer == rates_of(WHOLE).transfer
 
 
+def test_a_card_with_faster_memory_is_not_taken_for_its_sister() -> None:
+    assert rates_of("NVIDIA H200").matmul == rates_of("NVIDIA H100 80GB HBM3").matmul == 600e12
+    assert (rates_of("NVIDIA H200").memory, rates_of("NVIDIA H100 80GB HBM3").memory) == (4.0e12, 2.6e12)
+
+
 @pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "true", "echo 'NVIDIA GB10, [N/A], [N/A]'"])
 def test_a_driver_that_does_not_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     fake_smi(tmp_path, monkeypatch, script)

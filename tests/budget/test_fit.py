@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from simpletuner.budget.budget import HOST_BASE, LOADING, Budget, estimate, fits
+from simpletuner.budget.budget import HOST_BASE, LOADING, PREVIEWS, Budget, estimate, fits
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.duration import step_cost
 from simpletuner.budget.estimate import streamed_bytes
 from simpletuner.budget.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
 from simpletuner.budget.parts import Parts, kernels_on
+from simpletuner.budget.ready import check_decoding, with_strips
 from simpletuner.budget.workload import Bucket, Workload
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.models.cost import Kernels, VaeLoad
+from simpletuner.models.kandinsky5.cost import video_vae_decode
 from simpletuner.models.registry import FAMILIES
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
@@ -462,6 +464,48 @@ def test_a_preview_in_tiles_needs_no_more_than_training() -> None:
 def test_the_smallest_change_for_previews_is_how_they_are_decoded() -> None:
     before = with_previews(budget(gpu(14)))
     assert [str(each) for each in smallest_change(before)] == ["validation_decoding strips"]
+
+
+def test_cudnn_needs_room_beside_whole_clips_on_a_gpu() -> None:
+    before = with_previews(budget(gpu(80)))
+    on_gpu = replace(before.parts, on_gpu=True)
+
+    def rendering(parts: Parts, how: str, preview: Bucket = LITE) -> float:
+        settings = before.config.with_values({"validation_decoding": how}, "test")
+        found = estimate(settings, parts, replace(before.workload, previews=[preview]), gpu(80), None)
+        return next(each.device for each in found.phases if each.name == PREVIEWS)
+
+    decoding = 2 * video_vae_decode({}, VaeLoad(1, 61, 768, 512))
+    more = rendering(on_gpu, "whole") - rendering(before.parts, "whole")
+    assert more == pytest.approx(0.3 * decoding)
+    assert 0.2 * 15e9 < more < 0.4 * 16e9
+    assert rendering(on_gpu, "strips") == rendering(before.parts, "strips")
+    picture = replace(LITE, frames=1)
+    assert rendering(on_gpu, "whole", picture) == rendering(before.parts, "whole", picture)
+
+
+@pytest.mark.parametrize(
+    ("size", "how"), [((768, 512), "whole"), ((960, 544), "whole"), ((1024, 512), "strips"), ((1024, 1024), "strips")]
+)
+def test_large_clips_are_decoded_in_strips_unless_the_user_says_otherwise(size: tuple[int, int], how: str) -> None:
+    preview = replace(LITE, width=size[0], height=size[1])
+    (unset, mine) = (with_previews(budget(gpu(80), **set_), preview) for set_ in ({}, {"validation_decoding": "whole"}))
+    assert decoding_of(unset) == how
+    assert decoding_of(mine) == "whole"
+    assert [each.fatal for each in check_decoding(mine)] == [False] * (how == "strips")
+    assert list(check_decoding(with_previews(budget(gpu(80), PICTURE, "t2i-lite-sft"), PICTURE))) == []
+
+
+def test_previews_that_fit_only_in_strips_are_decoded_so() -> None:
+    """A card of 24 GB has room for the packaged examples, with or without what cuDNN may take."""
+    for gigabytes, how in ((40, "whole"), (14, "strips"), (4, "whole")):  # the last has no room for strips either
+        assert decoding_of(with_previews(budget(gpu(gigabytes)))) == how
+    assert decoding_of(with_previews(budget(gpu(14), offload="auto"))) == "whole", "auto has other ways"
+    assert decoding_of(with_previews(budget(gpu(14), validation_decoding="whole"))) == "whole"
+
+
+def decoding_of(found: Budget) -> str:
+    return with_strips(found).config.validation.validation_decoding
 
 
 def test_streaming_and_moving_all_weights_exclude_each_other() -> None:

@@ -121,3 +121,25 @@ def test_the_plan_knows_the_peak_at_full_size(
     planned = spec.cost.vae_decode({}, load) * dtype.itemsize
     print(f"{name} {how}: measured {peak.most / 1e9:.3f} GB, planned {planned / 1e9:.3f} GB")
     assert 0.8 * planned < peak.most < 1.1 * planned
+
+
+@pytest.mark.parametrize(("size", "numbers"), [((768, 512, 17), 2**30 * 1.5), ((1024, 512, 61), 2**31)])
+def test_the_plan_knows_how_much_is_upsampled_at_once(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], numbers: float
+) -> None:
+    """Of Kandinsky 5 Video, whose VAE torch cannot be trusted with from 2**31 numbers on."""
+    found: list[int] = []
+    stock = nn.functional.interpolate
+
+    def interpolate(x: torch.Tensor, **settings: Any) -> torch.Tensor:
+        found.append(stock(x, **settings).numel())
+        return stock(x, **settings)
+
+    monkeypatch.setattr(nn.functional, "interpolate", interpolate)
+    monkeypatch.setattr(loading, "scaled_dot_product_attention", attention)
+    spec, (width, height, frames) = FAMILIES["kandinsky5-video"], size
+    with torch.device("meta"), torch.no_grad():
+        vae = diffusers.AutoencoderKLHunyuanVideo()
+        loading.attend_by_frame(vae)
+        vae.decode(torch.empty(1, 16, *spec.latent_size(width, height, frames)))
+    assert max(found) == spec.cost.vae_upsampled({}, VaeLoad(1, frames, width, height)) == numbers

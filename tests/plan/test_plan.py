@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.plan.resume import decide_seed
+from simpletuner.run.ledger import Ledger
 from simpletuner.training.manifest import Checkpoint, Identity, Manifest
 from tests.complaints import complaint, warnings
 from tests.workspace import DATASETS, Workspace
@@ -74,7 +75,10 @@ def test_json_holds_every_problem_and_ends_with_the_same_code(workspace: Workspa
 
 def test_a_finished_run_has_nothing_left_to_do(trained: Workspace, capsys: Capture) -> None:
     shown = plan(trained, capsys)
-    assert "nothing is left to do: this run is finished" in shown
+    assert "no step is left: this run is trained" in shown
+    assert "has not finished" not in shown
+    Ledger(4, 1, ("uploads", "end")).write(trained.path("output"))
+    assert "has not finished: the uploads, the end of the records." in plan(trained, capsys)
     assert "-" not in shown.partition("micro-step")[2].partition("disk:")[0].replace("micro-step", "")
     told = json.loads(plan(trained, capsys, "--json"))
     assert told["length"]["finished"]

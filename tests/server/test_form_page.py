@@ -225,12 +225,15 @@ def test_datasets_are_edited_as_cards(page: Any, workspace: Workspace) -> None:
     assert (entries[0]["repeats"], entries[0]["_note"], entries[1]["disabled"]) == (3, "mine", True)
 
 
-def test_plan_is_live_and_answers_what_if(page: Any, workspace: Workspace) -> None:
+def test_plan_is_live_and_answers_what_if(page: Any, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     workspace.path("datasets/pictures/notes.pdf").write_bytes(b"?")
     workspace.write_config(my_own_key=None)
     page.reload()
-    page.get_by_label("Plan for a GPU with").fill("48")
     plan = page.get_by_role("complementary", name="Plan")
+    expect(plan.locator("#verdict")).to_have_text("no GPU")
+    expect(plan.locator(".bad")).to_contain_text("no GPU can be used here: about ")
+    page.get_by_label("Plan for a GPU with").fill("48")
     expect(plan).to_contain_text("a GPU with 48 GiB")
     expect(plan.locator("#verdict")).to_have_text("fits")
     page.get_by_label("Plan for a GPU with").fill("4")

@@ -30,7 +30,8 @@ from simpletuner.reporting.events import (
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
 from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payloads, last_id
 from simpletuner.run.lock import LOCK_FILE, lock_output, this_process
-from simpletuner.server.control import ask
+from simpletuner.server.control import ask, refuse_if_busy
+from simpletuner.server.project import Refusal
 from simpletuner.server.runs import CONSOLE_FILE, STARTED_FILE, Run
 from simpletuner.server.story import Tail
 from tests.processes import PATIENCE
@@ -320,3 +321,16 @@ def test_a_run_that_goes_back_to_a_checkpoint_loses_its_later_steps_here_too(tmp
     resumed.append(3, {"train_loss": 0.25})
     resumed.close()
     assert run.metrics.points("train_loss") == [(1, 0.5), (2, 0.5), (3, 0.25)]
+
+
+def test_a_silent_lock_of_another_machine_is_left_to_the_run_that_watches_it(tmp_path: Path) -> None:
+    """As on the command line; one that does not count, or that changed a moment ago, is in use."""
+    run = Run("", tmp_path)
+    silent_elsewhere(tmp_path)
+    with pytest.raises(Refusal, match="cannot be seen from this machine"):
+        refuse_if_busy(run)
+    own(tmp_path, host="elsewhere", beat=f"{3:08}")
+    with pytest.raises(Refusal, match="is in use"):
+        refuse_if_busy(run)
+    age(tmp_path, 3600)
+    refuse_if_busy(run)

@@ -90,6 +90,22 @@ def test_token_is_made_once_and_for_its_user_alone(tmp_path: Path, monkeypatch: 
     assert page_token(Path(source)) == (token, source), "the command line is stronger"
 
 
+def test_servers_that_start_at_once_have_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comes while the other makes its token."""
+    file, make = tmp_path / "state" / "token", visitor.secrets.token_urlsafe
+    found: list[str] = []
+
+    def slowly(size: int) -> str:
+        monkeypatch.setattr(visitor.secrets, "token_urlsafe", make)
+        found.append(page_token(file)[0])
+        return make(size)
+
+    monkeypatch.setattr(visitor.secrets, "token_urlsafe", slowly)
+    found.append(page_token(file)[0])
+    assert found[0] == found[1] == file.read_text()
+    assert [each.name for each in file.parent.iterdir()] == ["token"]
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "words"),
     [("x" * 43, 0o644, "chmod 600"), ("short", 0o600, "at least 16"), ("x" * 20 + "ü", 0o600, "letters, digits")],

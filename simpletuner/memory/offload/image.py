@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import secrets
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,12 +24,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from simpletuner.atomic import writing_to
 from simpletuner.distributed.world import World
+from simpletuner.errors import UserError
 from simpletuner.memory.heap import trim_heap
 
 logger = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE
-PROCESSES = Path("/proc")
+PROCESSES, SHARED_MEMORY = Path("/proc"), Path("/dev/shm")
+FILES = "simpletuner-offload-"
+MARK = 16  # bytes by which a process knows the file that is meant
+STRAY_SECONDS = 3600.0  # seconds after which a name, which lives for a moment, belongs to a process that was killed
 
 
 def whole_pages(nbytes: int) -> Tensor:
@@ -70,43 +76,42 @@ def _forget_error() -> None:
 def on_disk(flat: Tensor, folder: Path) -> Tensor:
     """Copy a buffer to a file in `folder` and map it privately.
 
-    The file is unlinked as soon as it is mapped, so its space is freed however the process ends, and no other run can
-    use it.
+    The file has no name, so its space is freed however the process ends, and no other run can use it.
 
     Raises:
         DiskFullError: no space left in the folder.
     """
-    with writing_to(folder), tempfile.NamedTemporaryFile(dir=folder, prefix="simpletuner-offload-") as file:
-        file.write(flat.numpy().data)
-        file.flush()
-        return torch.from_file(file.name, shared=False, size=flat.numel(), dtype=torch.uint8)
+    with writing_to(folder), _unnamed_file(folder) as file:
+        _write(flat, file)
+        return _mapped(file, flat, shared=False)
 
 
 def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor:
     """One buffer for all processes of a machine, which hold the same weights: that of its first process.
 
-    Every process must call this for the same buffers in the same order. The file behind the buffer is gone as soon as
-    all have mapped it.
+    Every process must call this for the same buffers in the same order. Where they do not see each other in /proc, as
+    in containers of their own, the file has a name until all have opened it, which is before anything is written.
 
     Args:
         folder: on a disk; None for memory, which unlike /dev/shm needs no room of its own in containers.
 
     Raises:
+        UserError: the processes see neither each other nor the same folder.
         DiskFullError: no space left in the folder.
     """
-    with ExitStack() as stack:
-        name = ""
-        if world.is_leader:
-            file = stack.enter_context(_shared_file(folder))
-            with writing_to(folder or PROCESSES):
-                file.write(flat.numpy().data)
-                file.flush()
-            name = f"{PROCESSES}/{os.getpid()}/fd/{file.fileno()}"
-        found = torch.from_file(
-            world.gather(name)[world.rank - world.local_rank], shared=True, size=flat.numel(), dtype=torch.uint8
+    file = _open_together(world, folder, named=False) or _open_together(world, folder, named=True)
+    if file is None:
+        place = f"group_offload_to_disk_path {str(folder)!r}" if folder else f"{SHARED_MEMORY} (docker run --ipc=host)"
+        raise UserError(
+            f"The {world.local_size} processes of this machine cannot share weights: they see neither each other in "
+            f"/proc nor the same files. Let their containers share process IDs (docker run --pid=host), or {place}."
         )
+    with file:
+        if world.is_leader:
+            with writing_to(folder or SHARED_MEMORY):
+                _write(flat, file)
         world.barrier()
-    return found
+        return _mapped(file, flat, shared=True)
 
 
 def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
@@ -115,11 +120,68 @@ def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
         WeightImage(modules, lambda image, flat: shared_by_machine(flat, world, None))
 
 
-def _shared_file(folder: Path | None) -> IO[bytes]:
-    """An unlinked file, on a disk or in memory, which other processes open through that of this process."""
+def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[bytes] | None:
+    """A file of the first process of each machine; None in all processes if one of them cannot open it.
+
+    Args:
+        named: it has a name meanwhile; otherwise the others open it through the first process in /proc.
+    """
+    file, path, mark = None, "", secrets.token_bytes(MARK)
+    with ExitStack() as names:
+        if world.is_leader:
+            with writing_to(folder or SHARED_MEMORY):
+                file = _named_file(folder or SHARED_MEMORY) if named else _unnamed_file(folder)
+                path = str(file.name) if named else f"{PROCESSES}/{os.getpid()}/fd/{file.fileno()}"
+                if named:
+                    names.callback(os.unlink, path)
+                file.write(mark)
+                file.flush()
+        path, mark = world.gather((path, mark))[world.rank - world.local_rank]
+        file = file or _opened(path, mark)
+        if all(world.gather(file is not None)):
+            return file
+    if file is not None:
+        file.close()
+    return None
+
+
+def _opened(path: str, mark: bytes) -> IO[bytes] | None:
+    """The file at a path if it begins with the mark: in another container, the path may lead to something else."""
+    with suppress(OSError):
+        if Path(path).is_file():  # opening a pipe would wait
+            file = Path(path).open("r+b")  # noqa: SIM115 - for the caller
+            if file.read(MARK) == mark:
+                return file
+            file.close()
+    return None
+
+
+def _named_file(folder: Path) -> IO[bytes]:
+    """A file with a random name, which only this user may open. Names that killed processes left are removed."""
+    for stray in folder.glob(f"{FILES}*"):
+        with suppress(OSError):
+            if time.time() - stray.stat().st_mtime > STRAY_SECONDS and stray.stat().st_uid == os.geteuid():
+                stray.unlink()
+    return cast(IO[bytes], tempfile.NamedTemporaryFile(dir=folder, prefix=FILES, delete=False))
+
+
+def _unnamed_file(folder: Path | None) -> IO[bytes]:
+    """A file on a disk or in memory that ends with the processes that have it open."""
     if folder is None:
-        return os.fdopen(os.memfd_create("simpletuner-offload"), "w+b")
-    return tempfile.TemporaryFile(dir=folder, prefix="simpletuner-offload-")
+        return os.fdopen(os.memfd_create(FILES.strip("-")), "w+b")
+    return tempfile.TemporaryFile(dir=folder, prefix=FILES)
+
+
+def _write(flat: Tensor, file: IO[bytes]) -> None:
+    file.seek(0)
+    file.write(flat.numpy().data)
+    file.flush()
+
+
+def _mapped(file: IO[bytes], flat: Tensor, *, shared: bool) -> Tensor:
+    """A file that holds as much as `flat`, mapped into memory."""
+    path = f"/proc/self/fd/{file.fileno()}"
+    return torch.from_file(path, shared=shared, size=flat.numel(), dtype=torch.uint8)
 
 
 ALIGNMENT = 256  # bytes; that of CUDA's allocator, for kernels that depend on it

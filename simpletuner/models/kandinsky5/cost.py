@@ -98,6 +98,11 @@ def video_vae_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
     return float(load.samples * (maps * _base_channels(settings) * load.pixels + clip))
 
 
+def video_vae_upsampled(settings: Mapping[str, object], load: VaeLoad) -> int:
+    """The last upsampling, of twice the first width: all frames at a time but the first."""
+    return 2 * _base_channels(settings) * max(_frames_at_once(load) - 1, 1) * load.pixels
+
+
 def picture_tokens(width: int, height: int) -> int:
     """Text tokens of a source picture in Qwen's prompt."""
     return math.ceil(width / PROMPT_PIXELS) * math.ceil(height / PROMPT_PIXELS)
@@ -117,4 +122,7 @@ IMAGE_COST = FamilyCost(
     prompt_layer="text_embeddings.in_layer",
     picture_tokens=picture_tokens,
 )
-VIDEO_COST = replace(IMAGE_COST, vae_parameters=HUNYUAN_VAE, vae_encode=video_vae_encode, vae_decode=video_vae_decode)
+VIDEO_COST = replace(
+    IMAGE_COST, vae_parameters=HUNYUAN_VAE, vae_encode=video_vae_encode, vae_decode=video_vae_decode,
+    vae_upsampled=video_vae_upsampled,
+)  # fmt: skip

@@ -38,8 +38,11 @@ function draw(plan) {
   const { usable, memory, name } = plan.device, short = plan.problems.some((problem) => problem.key === "memory");
   const peak = Math.max(...plan.memory.map((phase) => phase.device));
   const lacks = usable !== null && peak > usable ? `${gigabytes(peak - usable)} too much` : "does not fit";
-  tellVerdict(short ? lacks : usable === null ? "" : "fits", short ? "stopped" : "finished");
+  const slow = plan.problems.filter((problem) => problem.key === "device"); // a published model without a GPU
+  if (slow.length) tellVerdict("no GPU", "stopped");
+  else tellVerdict(short ? lacks : usable === null ? "" : "fits", short ? "stopped" : "finished");
   body.replaceChildren(
+    ...slow.map(({ message }) => element("div", { className: "told" }, element("p", { className: "bad", textContent: message }))),
     element("p", { className: "dim", textContent: memory === null ? name : `${name}, ${gigabytes(usable)} usable` }),
     ...fetchButton(plan),
     phases(plan.memory, usable),

@@ -1,0 +1,140 @@
+"""A published model on a machine without a GPU that torch can use."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from simpletuner.budget import device
+from simpletuner.budget.device import Gpu, find_device, torch_uses_gpus
+from simpletuner.reporting.progress import in_red
+from tests.workspace import Workspace
+
+Capture = pytest.CaptureFixture[str]
+CONSENT = "To train on the CPU, give --yes or set i_know_what_i_am_doing."
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Workspace:
+    """A run of a checkpoint that would have to be downloaded."""
+    workspace = Workspace.create(tmp_path / "published", tmp_path)
+    workspace.write_config(pretrained_model_name_or_path=None, max_train_steps=100_000)
+    return workspace
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What each run that is allowed to begin says it trains on."""
+    devices: list[str] = []
+    run = lambda plan, budget, events, **more: devices.append(budget.device.name)  # noqa: E731
+    monkeypatch.setattr("simpletuner.run.train.run_plan", run)
+    return devices
+
+
+def test_the_plan_says_so_first(published: Workspace, workspace: Workspace, capsys: Capture) -> None:
+    assert published.run("plan") == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("device: no GPU can be used here: about ")
+    assert "days on the CPU" in first
+    assert first.endswith(CONSENT)
+    assert first not in "\n".join(rest)
+    assert published.run("plan", "max_train_steps=1") == 0
+    assert "--yes" not in capsys.readouterr().out, "a run of minutes needs no consent"
+    assert published.run("plan", "--device-memory=80") == 0
+    assert "no GPU" not in capsys.readouterr().out
+    assert published.run("plan", "--json") == 0
+    (problem,) = [each for each in json.loads(capsys.readouterr().out)["problems"] if each["key"] == "device"]
+    assert (f"device: {problem['message']}", problem["fatal"]) == (first, False)
+    assert workspace.run("plan", "max_train_steps=100000000") == 0
+    assert "no GPU can be used" not in capsys.readouterr().out, "a tiny model is meant for a CPU"
+
+
+def test_training_for_days_wants_consent(published: Workspace, begun: list[str], capsys: Capture) -> None:
+    assert published.train() == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: device: no GPU can be used here: about ")
+    assert CONSENT in told
+    assert not published.path("output").exists()
+    assert begun == []
+    for consent in ("--yes", "i_know_what_i_am_doing=true", "max_train_steps=1"):
+        assert published.train(consent) == 0
+        assert capsys.readouterr().out.startswith("warning: device: no GPU can be used here: about ")
+    assert begun == ["CPU"] * 3
+
+
+def test_the_cpu_build_is_named_beside_the_gpu_that_it_cannot_use(
+    published: Workspace, begun: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "query_gpu", lambda: Gpu("NVIDIA H100 PCIe", 80e9))
+    monkeypatch.setattr(device, "torch_uses_gpus", lambda: False)
+    assert (find_device().name, find_device().idle) == ("CPU", "NVIDIA H100 PCIe")
+    assert published.train() == 2
+    told = capsys.readouterr().err
+    assert "torch cannot use the NVIDIA H100 PCIe of this machine, since its CPU build is installed: about " in told
+    assert "Run pip uninstall torch, then pip install torch." in told
+    assert begun == []
+
+
+@pytest.mark.parametrize("settings", [(), ("plan_device_memory_gb=80",)])
+def test_a_gpu_that_torch_cannot_use_is_noticed_before_anything_is_downloaded(
+    settings: tuple[str, ...], published: Workspace, begun: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a driver that is too old for the installed build."""
+    monkeypatch.setattr(device, "query_gpu", lambda: Gpu("NVIDIA H100 PCIe", 80e9))
+    assert published.train(*settings) == 2
+    assert "torch cannot use the NVIDIA H100 PCIe of this machine: about " in capsys.readouterr().err
+    assert begun == []
+    assert published.train("--yes", *settings) == 0
+    assert begun == ["CPU"]
+
+
+def test_a_gpu_that_only_torch_knows_is_used(
+    published: Workspace, begun: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may lack nvidia-smi."""
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    assert published.train() == 0
+    assert "no GPU" not in capsys.readouterr().out
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", False),
+        ("cuda = None\n", False),
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", True),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n", True),
+        ("# another layout\n", True),
+        (None, True),
+    ],
+)
+def test_a_build_is_known_without_importing_it(
+    version: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if version is not None:
+        (tmp_path / "version.py").write_text(version)
+    torch = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: torch)
+    assert torch_uses_gpus() is expected
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_red_is_for_terminals_with_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert in_red("days", Terminal()) == "\x1b[31mdays\x1b[0m"
+    assert in_red("days", io.StringIO()) == "days"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert in_red("days", Terminal()) == "days"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert in_red("days", Terminal()) == "days"
