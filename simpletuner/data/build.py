@@ -103,8 +103,8 @@ class _Builder:
         dataset = self._without_samples(entry)
         clips = build_clip_rules(entry, self.context, self.problems)
         # A missing folder has been reported; without it nothing can be said about pairs.
-        found = [self.partners_of(link) for link in links if self.folder(link).is_there]
-        partners = tuple(partner for partner in found if partner is not None)
+        linked = [self.partners_of(link) for link in links if self.folder(link).is_there]
+        partners = tuple(partner for partner in linked if partner is not None)
         captions = caption_source(entry, self.folder(entry), self._filter, self.problems)
         # closest and random without a list cannot place anything; that has been reported.
         if dataset is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects):
@@ -267,8 +267,8 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
         yield from check_mask_sizes(dataset, partners)
     if partners.config.conditioning_type != "reference_strict":
         return
-    pairs = [(dataset.facts[name], partners.facts_for(name)) for name in names]
-    count = sum(is_stretched(one.picture_size, other.picture_size) for one, other in pairs if other and other.width)
+    pairs = [(dataset.facts[name].picture_size, partners.facts_for(name)) for name in names]
+    count = sum(is_stretched(size, partner.picture_size) for size, partner in pairs if partner and partner.width)
     if count:
         message = (
             f"{count} pictures of {partners.id} have another ratio than their partners and are stretched "

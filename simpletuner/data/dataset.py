@@ -354,8 +354,8 @@ def check_amount(dataset: Dataset, context: DataContext, problems: list[Problem]
     count = len(dataset.samples)
     if not count:
         # An error in the entry itself already explains it.
-        own = (problem for problem in problems if problem.fatal)
-        if not any(problem.where == dataset.id or problem.where.startswith(f"{dataset.id}.") for problem in own):
+        places = [problem.where for problem in problems if problem.fatal]
+        if not any(where == dataset.id or where.startswith(f"{dataset.id}.") for where in places):
             problems.append(Problem(dataset.id, _nothing_usable(dataset)))
         return dataset
     if not dataset.config.is_trained:

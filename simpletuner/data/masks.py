@@ -64,7 +64,7 @@ def measure_masks(dataset: Dataset, masks: Dataset, context: DataContext) -> dic
     Known results are kept. Where crops change each epoch, the whole picture counts.
     """
 
-    def measured(sample: Sample, mask: Sample) -> FileFacts:
+    def measure(sample: Sample, mask: Sample) -> FileFacts:
         facts = masks.facts[mask.name]
         if dataset.changes_each_epoch:
             mask = replace(mask, geometry=replace(mask.geometry, resized=mask.geometry.size, crop=(0, 0)))
@@ -80,15 +80,15 @@ def measure_masks(dataset: Dataset, masks: Dataset, context: DataContext) -> dic
 
     pairs = [(sample, sample.mask) for sample in dataset.samples if sample.mask]
     with ThreadPoolExecutor(context.caching.max_workers) as pool:
-        found = pool.map(lambda pair: measured(*pair), pairs)
-        return {mask.name: facts for (_, mask), facts in zip(pairs, found, strict=True)}
+        measured = pool.map(lambda pair: measure(*pair), pairs)
+        return {mask.name: facts for (_, mask), facts in zip(pairs, measured, strict=True)}
 
 
 def check_mask_sizes(dataset: Dataset, masks: Dataset) -> Iterator[Problem]:
     """One error with the masks that cannot be those of their picture or clip."""
     pairs = [(name, facts, masks.facts_for(name)) for name, facts in dataset.facts.items() if facts.width]
-    found = [(name, _misfit(name, facts, mask, dataset.clips)) for name, facts, mask in pairs if mask and mask.width]
-    wrong = [f"{masks.name_for(name)} {why}" for name, why in found if why]
+    reasons = {name: _misfit(name, facts, mask, dataset.clips) for name, facts, mask in pairs if mask and mask.width}
+    wrong = [f"{masks.name_for(name)} {why}" for name, why in reasons.items() if why]
     if wrong:
         message = f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}."
         yield Problem(masks.id, message)

@@ -178,11 +178,11 @@ def _check_whole(path: Path, container: InputContainer, stream: VideoStream, lis
     """
     indexed = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
     declared = _declared_seconds(container, stream)
-    there = max(listing.times) - min(listing.times) + listing.durations[max(listing.times)]
+    seconds = max(listing.times) - min(listing.times) + listing.durations[max(listing.times)]
     if listing.is_cut or indexed > path.stat().st_size:
         raise MediaError("is truncated: a part of its frames is missing")
-    if there < declared - MISSING_SECONDS:
-        raise MediaError(f"is truncated: {there:.2f} of {declared:.2f} seconds are there")
+    if seconds < declared - MISSING_SECONDS:
+        raise MediaError(f"is truncated: {seconds:.2f} of {declared:.2f} seconds are there")
 
 
 def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:

@@ -43,8 +43,8 @@ def list_bucket(config: DatasetConfig, store: Store, problems: list[Problem]) ->
         return Offer([])
     if not objects:
         problems.append(Problem(f"{config.id}.aws_data_prefix", f"{_place(config)} holds no objects."))
-    found = classify([(name, _problem(name)) for name in objects], store.wanted)
-    names, ignored = {*found.files, *found.captions.values()}, dict(found.ignored)
+    listing = classify([(name, _problem(name)) for name in objects], store.wanted)
+    names, ignored = {*listing.files, *listing.captions.values()}, dict(listing.ignored)
     for name in {name for name in names if any(str(parent) in names for parent in PurePosixPath(name).parents)}:
         names.remove(name)
         ignored[name] = ("unusable name", "is below a name that is an object, and a file cannot be a folder too")

@@ -33,19 +33,20 @@ def collect(
         problems: receives errors. With a fatal one, nothing is downloaded.
     """
     offers: dict[str, tuple[Store, Offer]] = {}
-    for entry in entries:
-        if entry.type in LISTERS and not any(each.fatal and each.where.startswith(entry.id) for each in problems):
-            store = Store(
-                Path(entry.instance_data_dir or ""),
-                wanted_suffixes(entry, context),
-                retry_failed=context.defaults.retry_failed,
-                forgiven=PRIVATE if entry.allow_private_urls else "",
-                fetches=context.fetches,
-            )
-            try:
-                offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
-            except UserError as error:
-                problems.append(Problem(entry.id, str(error)))
+    for entry in (entry for entry in entries if entry.type in LISTERS):
+        if any(problem.fatal and problem.where.startswith(entry.id) for problem in problems):
+            continue
+        store = Store(
+            Path(entry.instance_data_dir or ""),
+            wanted_suffixes(entry, context),
+            retry_failed=context.defaults.retry_failed,
+            forgiven=PRIVATE if entry.allow_private_urls else "",
+            fetches=context.fetches,
+        )
+        try:
+            offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
+        except UserError as error:
+            problems.append(Problem(entry.id, str(error)))
     if any(problem.fatal for problem in problems):
         return {}
     return {name: _download(name, *offer, problems, announce) for name, offer in offers.items()}
@@ -69,6 +70,6 @@ def _download(dataset: str, store: Store, offer: Offer, problems: list[Problem],
         for item in offer.items
         if item.key in store.failed
     }
-    found = classify([(name, None) for name in names], store.wanted)
+    listing = classify([(name, None) for name in names], store.wanted)
     table = {name: offer.captions[key] for name, key in names.items() if key in offer.captions}
-    return replace(found, ignored={**found.ignored, **offer.ignored, **failed}, table=table, origins=names)
+    return replace(listing, ignored={**listing.ignored, **offer.ignored, **failed}, table=table, origins=names)
