@@ -77,7 +77,7 @@ def explain_key(option: Option) -> Iterator[str]:
         "Allowed": allowed(option),
         "Default": default_of(option),
         "By family": ", ".join(f"{family} {value}" for family, value in _family_defaults(option.name)),
-        "Also written": ", ".join(option.aliases),
+        **{title: ", ".join(names) for title, names in option.relations.items()},
     }
     for title, text in facts.items():
         if text:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.option import Flag, Group, Integer, Number, Text, option, parse_text
+from simpletuner.config.option import Flag, Group, Integer, Number, Text, option, parse_text, when
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ KernelSize = Annotated[Literal["1", "3", "5", "7"], BeforeValidator(parse_text)]
 class CrepaConfig(Group):
     """CREPA"""
 
-    switch = "crepa_enabled"
+    requires = when("crepa_enabled")
 
     crepa_enabled: Flag = option(
         False,
@@ -65,7 +65,14 @@ class CrepaConfig(Group):
     )
     crepa_use_backbone_features: Flag = option(False, "The same as crepa_feature_source backbone.")
     crepa_teacher_block_index: Integer | None = option(
-        None, "The teacher's block, counted from 0, for crepa_feature_source backbone.", ge=0
+        None,
+        "The teacher's block, counted from 0, for crepa_feature_source backbone.",
+        ge=0,
+        requires=when(
+            "crepa_use_backbone_features",
+            crepa_feature_source="backbone",
+            because="the features come from crepa_encoder, not from a block",
+        ),
     )
     crepa_encoder: Text = option(
         "dinov2_vitg14",
@@ -106,6 +113,7 @@ class CrepaConfig(Group):
     irepa_enabled: Flag = option(
         False,
         "With crepa_enabled: a convolution as projector and normalised features (iREPA); also aligns pictures.",
+        requires=when("crepa_enabled", fatal=True),
     )
     irepa_spatial_norm_alpha: Number = option(
         0.6, "Share of the mean over a frame that is subtracted from the teacher's features.", ge=0
@@ -158,11 +166,6 @@ def weight_at(crepa: CrepaConfig, step: int, total_steps: int) -> float:
 def check_crepa(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
     """Contradictions between the keys."""
     if not crepa.crepa_enabled:
-        if crepa.irepa_enabled:
-            yield Problem("irepa_enabled", "needs crepa_enabled.")
-        for key in filter(is_explicit, CrepaConfig.model_fields):
-            if key not in ("crepa_enabled", "irepa_enabled"):
-                yield Problem(key, "has no effect: crepa_enabled is off.", fatal=False)
         return
     yield from _check_source(crepa, is_explicit)
     if crepa.crepa_scheduler != "constant" and 0 < crepa.crepa_decay_steps <= crepa.crepa_warmup_steps:
@@ -184,10 +187,8 @@ def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Ite
         yield Problem("crepa_feature_source", message)
     teacher = crepa.crepa_teacher_block_index
     if not crepa.from_backbone:
-        if teacher is not None:
-            message = "has no effect: the features come from crepa_encoder, not from a block."
-            yield Problem("crepa_teacher_block_index", message, fatal=False)
-    elif teacher is None or teacher == crepa.crepa_block_index:
+        return
+    if teacher is None or teacher == crepa.crepa_block_index:
         unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
         message = f"{unset}: a block cannot be its own teacher; name a later one."
         yield Problem("crepa_teacher_block_index", message)

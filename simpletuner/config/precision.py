@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import BITSANDBYTES, TORCHAO, Flag, Group, Integer, Package, check_installed, option
+from simpletuner.config.option import (
+    BITSANDBYTES,
+    TORCHAO,
+    Flag,
+    Group,
+    Integer,
+    Package,
+    check_installed,
+    option,
+    when,
+)
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:  # it imports this module
@@ -25,6 +36,7 @@ Precision = Literal[
 ]  # fmt: skip
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 Library = Literal["quanto", "torchao", "bnb"]
+recomputed = partial(option, requires=when("gradient_checkpointing"))
 PRECISION_KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
 
 
@@ -43,7 +55,7 @@ class PrecisionConfig(Group):
         False,
         "Multiply by the quantised weights of int8-quanto or fp8-quanto directly, activations and gradients rounded to "
         "the same bits. Gradients differ by a percent or more; a run prints by how much.",
-        requires={"base_model_precision": ("int8", "int8-quanto", "fp8", "fp8-quanto")},
+        requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
     )
     text_encoder_1_precision: Precision = option(
         "no_change", "Precision of the first text encoder, same values; part of the cache identity."
@@ -64,14 +76,10 @@ class PrecisionConfig(Group):
     gradient_checkpointing: Flag = option(
         True, "Recompute block activations in the backward pass; gradients stay the same."
     )
-    gradient_checkpointing_interval: Integer | None = option(
-        None,
-        "Recompute only every n-th block.",
-        ge=1,
-        default_note="all blocks",
-        requires={"gradient_checkpointing": (True,)},
+    gradient_checkpointing_interval: Integer | None = recomputed(
+        None, "Recompute only every n-th block.", ge=1, default_note="all blocks"
     )
-    gradient_checkpointing_kept_blocks: Integer = option(
+    gradient_checkpointing_kept_blocks: Integer = recomputed(
         0, "Of the recomputed blocks, this many, evenly spaced, keep their activations instead.", ge=0
     )
     attention_mechanism: Literal[

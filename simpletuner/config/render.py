@@ -58,6 +58,8 @@ def _sections() -> dict[str, list[Option]]:
 
 
 def _table(options: list[Option]) -> Iterator[str]:
+    if (needed := options[0].of_group) is not None:
+        yield f"Requires `{needed}`.\n"
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for option in options:
@@ -74,8 +76,11 @@ def _default(option: Option) -> str:
 
 
 def _meaning(option: Option) -> str:
-    aliases = ", ".join(f"`{alias}`" for alias in option.aliases)
-    return _cell(f"{option.help} Also written {aliases}." if aliases else option.help)
+    rows = {
+        title: [each for each in names if each != str(option.of_group)] for title, names in option.relations.items()
+    }
+    related = (f" {title} {', '.join(f'`{each}`' for each in names)}." for title, names in rows.items() if names)
+    return _cell(option.help + "".join(related))
 
 
 def _family_table(family_defaults: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
@@ -31,12 +32,16 @@ from simpletuner.config.option import (
     Text,
     TextList,
     Texts,
+    accepted,
     describe,
     option,
     parse_text,
+    unless,
+    when,
 )
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
+from simpletuner.config.precision import recomputed
 from simpletuner.config.preservation import PreservationConfig
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
@@ -93,7 +98,7 @@ class ModelConfig(Group):
     pretrained_transformer_subfolder: Text = option("transformer", "Folder of the transformer within that path.")
     revision: Text | None = option(None, "Branch, tag or commit of the hub repository.")
     variant: Text | None = option(None, "Weight file variant, such as fp16.")
-    trust_remote_code: Flag = option(False, "Passed on to the loading functions.")
+    trust_remote_code: Flag = accepted(False, "every part of a model is a class of the installed libraries")
 
 
 class RunOptions(Group):
@@ -177,7 +182,7 @@ class CheckpointConfig(Group):
     disk_low_threshold: Gigabytes | None = option(
         None, "Stop with a checkpoint when less than this is free in output_dir: 10G, 500M, or a number of GB.", gt=0
     )
-    checkpointing_use_tempdir: Flag = option(False, "Accepted for old configs; writes are always atomic.")
+    checkpointing_use_tempdir: Flag = accepted(False, "writes are always atomic")
 
 
 class OptimizerConfig(Group):
@@ -200,13 +205,15 @@ class OptimizerConfig(Group):
         False,
         "Update each weight as soon as its gradient is there and free the gradient: full fine-tunes take less memory, "
         "with the same results. Needs grad_clip_method value, no accumulation and one process.",
-        requires={"model_type": ("full",)},
+        requires=when(model_type="full", because="the gradients of a LoRA are small", fatal=True),
     )
     learning_rate: Number | None = option(
         None, "Peak learning rate.", gt=0, default_note="1e-4 for lora, 5e-5 for full"
     )
     lr_scale: Flag = option(False, "Multiply the rate by processes x accumulation x batch.")
-    lr_scale_sqrt: Flag = option(False, "Multiply by the square root of that product instead.")
+    lr_scale_sqrt: Flag = option(
+        False, "Multiply by the square root of that product instead.", excludes=when("lr_scale")
+    )
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_warmup", "cosine_with_restarts",
         "polynomial", "sine",
@@ -220,13 +227,14 @@ class OptimizerConfig(Group):
         4e-7,
         "Final learning rate of schedulers that decay.",
         ge=0,
-        requires={"lr_scheduler": (*DECAYING_SCHEDULERS, "sine")},
+        requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")),
     )
-    lr_power: Number = option(
-        0.8, "Power of the polynomial scheduler.", gt=0, requires={"lr_scheduler": ("polynomial",)}
-    )
+    lr_power: Number = option(0.8, "Power of the polynomial scheduler.", gt=0, requires=when(lr_scheduler="polynomial"))
     lr_num_cycles: Integer = option(
-        1, "Cycles of cosine_with_restarts and sine.", ge=1, requires={"lr_scheduler": ("cosine_with_restarts", "sine")}
+        1,
+        "Cycles of cosine_with_restarts and sine.",
+        ge=1,
+        requires=when(lr_scheduler=("cosine_with_restarts", "sine")),
     )
     max_grad_norm: Number = option(2.0, "Gradient clipping threshold; 0 disables clipping.", ge=0)
     grad_clip_method: Literal["value", "norm"] = option(
@@ -245,12 +253,11 @@ class SpeedConfig(Group):
         "Blocks of Kandinsky with less arithmetic and bit-identical results.",
         default_note="as `speed` says",
     )
-    speed_keep_attention: Flag | None = option(
+    speed_keep_attention: Flag | None = recomputed(
         None,
         "With gradient_checkpointing: keep the result of self-attention, tokens x width x 2 bytes per block, instead "
         "of recomputing it.",
         default_note="as `speed` says",
-        requires={"gradient_checkpointing": (True,)},
     )
     speed_bf16_modulation: Flag | None = option(
         None,
@@ -267,7 +274,7 @@ class SpeedConfig(Group):
 class EmaConfig(Group):
     """EMA"""
 
-    switch = "use_ema"
+    requires = when("use_ema")
 
     use_ema: Flag = option(False, "Keep an exponential moving average of the trained weights.")
     ema_validation: Literal["none", "ema_only", "comparison"] = option(
@@ -286,7 +293,7 @@ class EmaConfig(Group):
 SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes while the next is copied
 
 
-STREAMED = dict.fromkeys(("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"), (True,))
+streamed = partial(option, requires=when("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"))
 
 
 class OffloadConfig(Group):
@@ -306,40 +313,47 @@ class OffloadConfig(Group):
         default_note="the device of this machine",
     )
     enable_group_offload: Flag = option(
-        False, "Keep frozen weights of the transformer in host memory and stream them block by block; same results."
+        False,
+        "Keep frozen weights of the transformer in host memory and stream them block by block; same results.",
+        excludes=(
+            when("enable_model_cpu_offload", because="one streams the blocks, the other moves them all"),
+            when("fsdp_enable", because="FSDP shards the weights that group offload would stream"),
+            when(
+                model_type="full",
+                because="only frozen weights can stream, and a full fine-tune has none; use model_type lora",
+            ),
+        ),
     )
-    group_offload_type: Literal["block_level", "leaf_level"] = option(
-        "block_level", "What is streamed at a time; leaf_level also streams blocks.", requires=STREAMED
+    group_offload_type: Literal["block_level", "leaf_level"] = streamed(
+        "block_level", "What is streamed at a time; leaf_level also streams blocks."
     )
-    group_offload_blocks_per_group: Integer = option(
-        1, "Blocks streamed together; two groups are on the device at a time.", ge=1, requires=STREAMED
+    group_offload_blocks_per_group: Integer = streamed(
+        1, "Blocks streamed together; two groups are on the device at a time.", ge=1
     )
     group_offload_resident_blocks: Integer = option(
         0,
         "This many blocks, evenly spaced, stay on the device, in case copies are slower than the compute.",
         ge=0,
-        requires={"enable_group_offload": (True,)},
+        requires=when("enable_group_offload"),
     )
-    group_offload_use_stream: Flag = option(False, "Overlap copies with the compute (CUDA).", requires=STREAMED)
-    group_offload_to_disk_path: PathText | None = option(
-        None,
-        "Keep offloaded weights in this folder instead of in host memory; every step reads them twice.",
-        requires=STREAMED,
+    group_offload_use_stream: Flag = streamed(False, "Overlap copies with the compute (CUDA).")
+    group_offload_to_disk_path: PathText | None = streamed(
+        None, "Keep offloaded weights in this folder instead of in host memory; every step reads them twice."
     )
     group_offload_text_encoder: Flag = option(False, "Stream the layers of text encoders, while caching.")
     group_offload_vae: Flag = option(
-        False, "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small."
-    )
-    offload_block_inputs: Flag = option(
         False,
-        "Keep the block inputs that gradient checkpointing saves in host memory (CUDA).",
-        requires={"gradient_checkpointing": (True,)},
+        "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small.",
+        excludes=when("enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it"),
+    )
+    offload_block_inputs: Flag = recomputed(
+        False, "Keep the block inputs that gradient checkpointing saves in host memory (CUDA)."
     )
     offload_optimizer_state: Flag = option(
         False,
         "Keep the optimizer's state in host memory and copy it to the device for the update of each weight (CUDA); "
         "same results.",
-        requires={"optimizer_release_gradients": (True,)},
+        requires=when("optimizer_release_gradients", because="it updates one weight at a time", fatal=True),
     )
     enable_model_cpu_offload: Flag = option(
         False, "Previews load one component at a time onto the device: the transformer leaves while the VAE decodes."
@@ -349,8 +363,8 @@ class OffloadConfig(Group):
 class CachingConfig(Group):
     """Caching"""
 
-    offload_during_startup: Flag = option(
-        False, "Accepted; text encoders and VAE are never on the device together while caching anyway."
+    offload_during_startup: Flag = accepted(
+        False, "text encoders and VAE are never on the device together while caching anyway"
     )
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
@@ -383,13 +397,13 @@ class CachingConfig(Group):
         default_note="8; 32 with group_offload_text_encoder; 1 on a CPU",
     )
     image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
-    read_batch_size: Integer = option(25, "Accepted; reading needs no batches.", ge=1)
-    write_batch_size: Integer = option(128, "Accepted; writing needs no batches.", ge=1)
+    read_batch_size: Integer = accepted(25, "reading needs no batches", ge=1)
+    write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
     max_workers: Integer = option(32, "Decode threads, at most the machine's cores.", ge=1)
     torch_num_threads: Integer = option(8, "Compute threads on a CPU, at most the machine's cores.", ge=1)
     dataloader_prefetch: Flag = option(False, "Read several batches ahead instead of one.")
     dataloader_prefetch_qlen: Integer = option(
-        10, "How many batches to read ahead.", ge=1, requires={"dataloader_prefetch": (True,)}
+        10, "How many batches to read ahead.", ge=1, requires=when("dataloader_prefetch")
     )
     delete_problematic_images: Flag = option(
         False, "Move files that cannot be decoded to `<output_dir>/quarantine`; nothing is ever deleted."
@@ -404,6 +418,9 @@ class CachingConfig(Group):
         return self.text_encoder_batch_size or (1 if device == "cpu" else 32 if streamed else 8)
 
 
+beta = partial(option, requires=when("flow_use_beta_schedule"))
+
+
 class FlowConfig(Group):
     """Flow matching"""
 
@@ -416,27 +433,35 @@ class FlowConfig(Group):
     flow_schedule_auto_shift: Flag = option(
         False, "Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."
     )
-    flow_sigmoid_scale: Number = option(1.0, "Standard deviation of the normal behind the logit-normal.", gt=0)
+    flow_sigmoid_scale: Number = option(
+        1.0,
+        "Standard deviation of the normal behind the logit-normal.",
+        gt=0,
+        requires=unless("mixflow_enabled", "flow_use_uniform_schedule", "flow_use_beta_schedule"),
+    )
     flow_use_uniform_schedule: Flag = option(False, "Uniform sigmas instead of logit-normal.")
-    flow_use_beta_schedule: Flag = option(False, "Beta-distributed sigmas instead of logit-normal.")
-    flow_beta_schedule_alpha: Number = option(
-        2.0, "First parameter of the beta distribution.", gt=0, requires={"flow_use_beta_schedule": (True,)}
+    flow_use_beta_schedule: Flag = option(
+        False, "Beta-distributed sigmas instead of logit-normal.", excludes=when("flow_use_uniform_schedule")
     )
-    flow_beta_schedule_beta: Number = option(
-        2.0, "Second parameter of the beta distribution.", gt=0, requires={"flow_use_beta_schedule": (True,)}
-    )
+    flow_beta_schedule_alpha: Number = beta(2.0, "First parameter of the beta distribution.", gt=0)
+    flow_beta_schedule_beta: Number = beta(2.0, "Second parameter of the beta distribution.", gt=0)
     disable_segmented_timestep_sampling: Flag = option(
         False, "Draw sigmas independently; by default a batch draws from equal slices of the schedule."
     )
     mixflow_enabled: Flag = option(
-        False, "MixFlow: train on inputs noisier than the model is told, see docs/experimental/MIXFLOW.md."
+        False,
+        "MixFlow: train on inputs noisier than the model is told, see docs/experimental/MIXFLOW.md.",
+        excludes=(
+            when("flow_use_uniform_schedule", because="MixFlow has a distribution of its own"),
+            when("flow_use_beta_schedule", because="MixFlow has a distribution of its own"),
+        ),
     )
     mixflow_gamma: Number = option(
         0.8,
         "Largest share of the way to pure noise that they are moved; 0 moves nothing.",
         ge=0,
         le=1,
-        requires={"mixflow_enabled": (True,)},
+        requires=when("mixflow_enabled"),
     )
 
 
@@ -504,7 +529,9 @@ class ValidationConfig(Group):
     validation_using_datasets: Flag = option(False, "Use pictures of a dataset as conditions of previews.")
     eval_dataset_id: TextList | None = option(None, "The dataset (or list) those pictures come from.")
     validation_preview: Flag = option(
-        False, "Show previews while they are sampled, as small pictures: in the output folder and in raw webhooks."
+        False,
+        "Show previews while they are sampled, as small pictures: in the output folder and in raw webhooks.",
+        requires=unless("validation_disable"),
     )
     validation_preview_steps: Integer = option(1, "Sampling steps between two of these pictures.", ge=1)
     disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
@@ -571,14 +598,14 @@ class DatasetDefaults(Group):
     preserve_data_backend_cache: Flag = option(False, "Do not look for added files.")
     ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
     retry_failed: Flag = option(False, "Download again what remote datasets could not download in earlier runs.")
-    metadata_update_interval: Integer = option(3600, "Accepted; the index is saved once, before training.", ge=60)
+    metadata_update_interval: Integer = accepted(3600, "the index is saved once, before training", ge=60)
     disable_bucket_pruning: Flag = option(
         False, "Keep buckets that are too small for a batch, and fill the batch by repeating samples."
     )
     allow_dataset_oversubscription: Flag = option(False, "If repeats is unset, raise it until a batch is full.")
     override_dataset_config: Flag = option(False, "Accept a changed dataset without an error.")
-    vae_cache_scan_behaviour: Literal["recreate", "sync"] = option(
-        "recreate", "Accepted; a latent that does not match is re-encoded, under its own key."
+    vae_cache_scan_behaviour: Literal["recreate", "sync"] = accepted(
+        "recreate", "a latent that does not match is re-encoded, under its own key"
     )
     data_backend_sampling: Literal["auto-weighting", "uniform"] = option(
         "auto-weighting", "Choose datasets by size x probability, or by probability alone."

@@ -25,6 +25,7 @@ from simpletuner.config.load import (
 from simpletuner.config.locate import locate
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import check_packages
+from simpletuner.config.rules import exclusions
 from simpletuner.config.schema import PLAIN_PRECISIONS, option_names
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
@@ -261,8 +262,9 @@ def _plan_family(
         flavour = replace(flavour, task=flavour.dataset_task)
     source = weights[0].replace_in(ModelSource.from_config(spec, flavour, config))
     spec = spec.for_checkpoint(flavour, source)
-    checks = (check_output(config), check_memory(config), check_offload(config), check_packages(config.precision))
-    everything = [*check_model(config, spec, flavour, source), *(problem for check in checks for problem in check)]
+    rules = (exclusions, check_output, check_memory, check_offload)
+    ruled = [problem for rule in rules for problem in rule(config)]
+    everything = [*check_model(config, spec, flavour, source), *ruled, *check_packages(config.precision)]
     # The run has given its warnings; those of sizes are about what is rendered now.
     problems.extend(problem for problem in everything if problem.fatal)
     problems.extend(_check_pictures(flavour, bool(pictures)))

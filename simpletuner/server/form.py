@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
-from simpletuner.config.load import RunConfig
 from simpletuner.config.option import Option, describe
 from simpletuner.config.schema import all_options
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.checks import check_config, check_family
-from simpletuner.plan.draft import Judgement
 from simpletuner.redaction import SECRET_NAME
 
 # The type of a field by the function that parses its values, and by what the reference page calls them.
@@ -159,7 +155,7 @@ class Field:
     Attributes:
         default: of the family.
         default_note: what the default is, if it depends on something else.
-        requires: keys and values, one of which the option needs to have an effect.
+        requires: conditions without which it has no effect.
         group: the heading it stands under.
         common: whether it is shown at once, not below "More".
     """
@@ -175,7 +171,7 @@ class Field:
     section: str
     group: str
     help: str
-    requires: list[tuple[str, tuple[object, ...]]]
+    requires: tuple[str, ...]
     secret: bool
     aliases: tuple[str, ...]
     common: bool
@@ -234,7 +230,7 @@ def _field(option: Option, spec: FamilySpec | None, moved_to: str | None) -> Fie
         section=section,
         group="" if moved_to else option.section,
         help=option.help,
-        requires=list(option.requires.items()),
+        requires=tuple(map(str, option.requires)),
         secret=option.may_hold_secret or bool(SECRET_NAME.search(option.name)),
         aliases=option.aliases,
         common=option.name in COMMON,
@@ -265,37 +261,3 @@ def label_of(option: Option) -> str:
     words = option.name.rpartition(".")[2].removeprefix(prefix).split("_")
     text = " ".join(filter(None, (SPELLINGS.get(word, word.capitalize()) for word in words)))
     return text[:1].upper() + text[1:] if text[:2] != "iR" else text
-
-
-def greyed(judgement: Judgement) -> dict[str, str]:
-    """Keys that have no effect with these settings, and why.
-
-    Training warns about such a key only if it is set. So each key that the rules could speak of is set, one at a time,
-    to the value it has anyway, and what they say is the reason.
-    """
-    config, spec = judgement.config, judgement.spec
-    candidates = _without_effect(replace(config, origins=dict.fromkeys(all_options(), "page")), spec)
-    ruled = {
-        key: reason
-        for key in candidates
-        for named, reason in _without_effect(replace(config, origins={**config.origins, key: "page"}), spec).items()
-        if named == key
-    }
-    return {**dict(_unmet(config)), **ruled}
-
-
-def _without_effect(config: RunConfig, spec: FamilySpec) -> dict[str, str]:
-    found = [*check_config(config), *check_family(config, spec)]
-    return {each.where: each.message for each in found if each.message.startswith("has no effect")}
-
-
-def _unmet(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Keys whose declared requirements are not met."""
-    values = config.flat()
-    for option in all_options().values():
-        pairs = option.requires.items()
-        if pairs and not any(values[key] in allowed for key, allowed in pairs):
-            wanted = " or ".join(
-                key if allowed == (True,) else f"{key} {' or '.join(map(str, allowed))}" for key, allowed in pairs
-            )
-            yield option.name, f"has no effect without {wanted}."

@@ -53,7 +53,7 @@ def check_adapters(
     config: RunConfig, family: str, source: ModelSource, prompts: Sequence[ValidationPrompt]
 ) -> Iterator[Problem]:
     """Whether the files that are on this machine fit the model, and whether anything uses the settings."""
-    yield from check_entries(config.validation_adapters, config.is_explicit)
+    yield from check_entries(config.validation_adapters)
     modules = linear_modules(source["transformer"].weight_shapes())
     files = dict.fromkeys(path for run in adapter_runs(config) for path, _ in run.loras)
     for path in files:
