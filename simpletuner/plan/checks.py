@@ -32,6 +32,7 @@ from simpletuner.reporting.trackers import check_names, check_trackers
 from simpletuner.validation.prompts import ValidationPrompt
 
 HIGHEST_USUAL_RATE = 0.1
+FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framerate")
 RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
 
 
@@ -204,7 +205,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
     """Keys of what the family does not have."""
     for is_used, keys, reason in (
         (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
-        (spec.frame_rate, ("vae_enable_temporal_roll",), f"{spec.title} has no frames"),
+        (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
         (spec.fast_blocks, BLOCK_KEYS, f"the blocks of {spec.title} are diffusers' own, unchanged"),
         (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
         *(
